@@ -117,18 +117,22 @@ static inline void zero_to_64(uint8_t* payload, int64_t used) {
 
 // ---- Natural compression -------------------------------------------------------------------------------------------
 
+// The biased exponent below those that have a code. A shift from a message may be any.
+static inline uint32_t natural_zero(int32_t shift) { return 18 + (shift < -18 ? -18 : shift > 109 ? 109 : shift); }
+
 static void natural_encode(const FloatJob& job, int64_t begin, int64_t end) {
   FloatScratch s;
   for_values(job, begin, end, s, [&](const Row& row, int64_t at, int64_t n, const float* x) {
     const Draws draws(job.key, row);
+    const Words zero = splat(natural_zero(job.shift));
     uint8_t* codes = job.out + row.payload + kHeader + at;
     Seen seen;
     const auto code = [&](Words w, Words random) {
       const Words size = w & 0x7FFFFFFF, bad = size + 0x00800000;
-      const Words exponent = (size + (random << 7) + 64) >> 23;
-      seen.saturated += ((145 - exponent) >> 31) - (bad >> 31), seen.nonfinite |= bad;
-      const Words steps = least(exponent - 18, splat(127u));
-      return keep(above(steps, Words{}), steps | (w >> 24 & 0x80));
+      const Words steps = ((size + (random << 7) + 64) >> 23) - zero;
+      seen.saturated += ((127 - steps) >> 31) - (bad >> 31), seen.nonfinite |= bad;
+      const Words step = least(steps, splat(127u));
+      return keep(above(step, Words{}), step | (w >> 24 & 0x80));
     };
     for_groups(job, row, at, n, x, [&](const float* from, int64_t i, int64_t count) {
       uint8_t* to = count == kGroup ? codes + i : s.low;
@@ -145,13 +149,14 @@ struct NaturalGroup {
   const uint8_t *codes, *from;
   uint8_t* spare;
   Words poison; // all bits of a NaN where the row is not finite
+  Words zero;
   void read(int64_t i, int64_t n) {
     from = codes + i;
     if (n < kGroup) std::memcpy(spare, from, n), from = spare;
   }
   Floats lanes(int j) const {
     const Words c = widen_words(from + j), steps = c & 127;
-    return bits_of<Floats>(keep(above(steps, Words{}), ((steps + 18) << 23) | (c >> 7 << 31)) | poison);
+    return bits_of<Floats>(keep(above(steps, Words{}), ((steps + zero) << 23) | (c >> 7 << 31)) | poison);
   }
 };
 
@@ -166,7 +171,8 @@ static void natural_decode_as(const FloatJob& job, int64_t begin, int64_t end) {
   FloatScratch s = {};
   decode_groups<kAdd>(job, begin, end, s, [&](const Row& row, int64_t at, int64_t) {
     const uint8_t* payload = job.messages[0] + row.payload;
-    return NaturalGroup{payload + kHeader + at, nullptr, s.low, splat(word_at(payload) ? 0x7FC00000u : 0u)};
+    const Words zero = splat(natural_zero((int32_t)word_at(payload + 8)));
+    return NaturalGroup{payload + kHeader + at, nullptr, s.low, splat(word_at(payload) ? 0x7FC00000u : 0u), zero};
   });
 }
 

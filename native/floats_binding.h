@@ -17,12 +17,15 @@ void read_width(Arguments& in, FloatJob& job) {
   job.width = static_cast<int>(width);
 }
 
-// natural_encode(x, dtype, rows, num_rows, message, key)
+// natural_encode(x, dtype, rows, num_rows, message, shift, key)
 PyObject* py_natural_encode(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments in(args, count);
   FloatJob job;
   read_source(in, job);
-  job.out = in.address<uint8_t>(), job.key = in.bits64();
+  job.out = in.address<uint8_t>();
+  const int64_t shift = in.integer();
+  in.require(shift >= -18 && shift <= 109, "shift must be -18 to 109");
+  job.shift = static_cast<int>(shift), job.key = in.bits64();
   return run_job(in, job, natural_encode);
 }
 

@@ -16,6 +16,7 @@ struct FloatJob : Job {
   const float* params = nullptr; // per row: max and mantissa, levels, alpha, or factor; for all rows: magnitudes
   FloatRounding rounding = FloatRounding::kTruncate;
   int bits = 0;
+  int shift = 0;         // of the exponents of powers of two
   int64_t bucket = 0;    // of learned levels and magnitudes
   bool nearest = false;  // of integers
   int width = 0;         // bytes of an integer

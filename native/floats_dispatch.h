@@ -11,6 +11,7 @@ void put_headers(const FloatJob& job, bool params) {
     const uint32_t words[2] = {job.found[r].nonfinite != 0, saturated < UINT32_MAX ? (uint32_t)saturated : UINT32_MAX};
     std::memset(header, 0, kHeader);
     std::memcpy(header, words, 8);
+    std::memcpy(header + 8, &job.shift, 4);
     if (!params) continue;
     const float m = job.params[2 * r + 1];
     const bool whole = m >= 0 && m <= 22 && m == static_cast<float>(static_cast<int>(m));

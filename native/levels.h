@@ -88,7 +88,7 @@ static void level_scales(const FloatJob& job, const Row& row, int64_t at, int64_
   const bool flat = bad | (span < 0x1p-100f);
   three[2] = flat ? 0.0f : 1.0f / span;
   uint32_t nan = 0x7FC00000;
-  if (flat) span = 0.0f;
+  if (flat) low = nearest_to_zero(low, high + 0.0f), span = 0.0f;
   if (bad) std::memcpy(&low, &nan, 4), std::memcpy(&span, &nan, 4);
   three[0] = low, three[1] = span;
 }

@@ -44,16 +44,20 @@ THINWIRE_APART static void extrema(const float* x, int64_t n, float& low, float&
   low = across_lesser(lows), high = across_greater(highs);
 }
 
+// The value between low and high that is nearest to zero: what all values of a bucket with a tiny range become, so that
+// no error is larger than its value.
+static inline float nearest_to_zero(float low, float high) { return low > 0.0f ? low : (high < 0.0f ? high : 0.0f); }
+
 // lo, unit and factor of `n` buckets; `low` and `high` hold the extrema on entry. NaN or Inf spoil a bucket's range.
 THINWIRE_APART static void finish_minmax(float* low, const float* high, float* unit, float* inverse, int64_t n,
                                          int steps) {
   const float levels = (float)steps, over = numerator(steps), nan = quiet_nan();
   for (int64_t k = 0; k < n; k++) {
-    const float lo = low[k] + 0.0f, span = (high[k] + 0.0f) - lo;
+    const float lo = low[k] + 0.0f, hi = high[k] + 0.0f, span = hi - lo;
     const bool bad = !(span <= kLargest), flat = bad | (span < kTinyRange);
     const float divisor = flat ? 1.0f : span;
     const float u = divisor / levels, f = over / divisor;
-    low[k] = bad ? nan : lo;
+    low[k] = bad ? nan : (flat ? nearest_to_zero(lo, hi) : lo);
     unit[k] = bad ? nan : (flat ? 0.0f : u);
     inverse[k] = flat ? 0.0f : f;
   }

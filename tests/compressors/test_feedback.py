@@ -245,3 +245,13 @@ def test_terngrad_with_a_shared_scale_adds_up_its_integers_and_is_unbiased() -> 
     assert float((received.mean(0) - inputs.mean(0)).norm()) < 1.3 * deviation
     inputs[0, 5] = float("nan")
     assert parse("shared_terngrad").roundtrip(inputs[0].view(SHAPE)).isnan().all()
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+@pytest.mark.parametrize("bucket", [4, 16, 64, 128, 1024])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_whether_minmax_contracts_is_what_its_traits_say(bits: int, bucket: int, rounding: str) -> None:
+    compressor = parse(f"minmax(bits={bits}, bucket={bucket}, rounding={rounding})")
+    x = torch.randn(1 << 14, generator=torch.Generator().manual_seed(0))
+    error = float((compressor.roundtrip(x) - x).norm() / x.norm())
+    assert (error < 1.0) == compressor.traits.contracts, error

@@ -440,3 +440,23 @@ def test_a_spec_may_hold_words_of_python() -> None:
     assert str(parse("intsgd(bits=32, block=global)")) == "intsgd(bits=32, block=global)"
     with pytest.raises(ValueError, match="block must be layer or global, not 'class'"):
         parse("intsgd(block=class)")
+
+
+@pytest.mark.parametrize("rounding", ["random", "determ"])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_scale_follows_a_gradient_that_falls(num_ranks: int, rounding: str) -> None:
+    world = World(parse(f"intsgd(bits=8, rounding={rounding})"), num_ranks)  # type: ignore[arg-type]
+    errors = []
+    for step in range(8):
+        ranks = sample(world, step, 1.0 if step < 5 else 0.01)
+        mean = torch.stack(ranks).mean(0)
+        errors.append(float((world.step(ranks, step)[0] - mean).norm() / mean.norm()))
+    assert max(errors[6:]) < 2.0, errors
+
+
+def test_steps_without_a_gradient_leave_the_scale_as_it_decays() -> None:
+    world = World(parse("intsgd(bits=8)"), 2)  # type: ignore[arg-type]
+    world.step(sample(world, 0), 0)
+    before = world.slot("a")
+    world.step([torch.zeros(world.numel) for _ in range(2)], 1)
+    assert world.slot("a") == pytest.approx(0.9 * before)

@@ -78,6 +78,20 @@ def test_natural_saturates_and_says_so() -> None:
     assert y[:2].tolist() == [2.0**18, -(2.0**18)]
 
 
+@pytest.mark.parametrize("exponent", [-200, -10, 16, 100, 126])
+def test_the_range_of_natural_moves_with_the_scale_of_the_values(exponent: int) -> None:
+    x, spans = torch.tensor([1.0, -0.37, 2.0**17, 1e-20]), one(4)
+    scale = 2.0 ** min(max(exponent, -18), 109)
+    plain, sent = torch.empty(192, dtype=torch.uint8)[:128], torch.empty(128, dtype=torch.uint8)
+    kernels.natural_encode(x, spans, plain, key=3)
+    kernels.natural_encode(x * scale, spans, sent, key=3, scale=2.0**exponent)
+    assert torch.equal(sent[64:], plain[64:])
+    y, wanted = torch.empty(4), torch.empty(4)
+    kernels.natural_decode(sent, spans, y)
+    kernels.natural_decode(plain, spans, wanted)
+    assert torch.equal(y, wanted * scale)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_is_not_laundered(bad: float) -> None:
     x = values(300, 0)

@@ -23,6 +23,7 @@ from thinwire.compressors._core.mixins import (
     first_state,
     for_world,
     learns_at,
+    teaches,
 )
 from thinwire.compressors._core.norms import integer_square_sum
 from thinwire.compressors._core.packed import Packed
@@ -162,6 +163,7 @@ __all__ = [
     "registered",
     "rounded_for",
     "sum_alone",
+    "teaches",
     "unwrap",
     "used_bytes",
 ]

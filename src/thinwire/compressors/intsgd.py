@@ -26,8 +26,12 @@ from thinwire.kernels import square_sums
 
 _UNSET = -1.0
 _NORM, _ALL = "r", "r_all"
-_GROWTHS = 24
-"""Powers of 4 by which a gradient may be longer than expected: up to 4^24 times, as after zeros with ``eps=1e-8``."""
+_GROWTHS, _FALLS = 16, 7
+"""Powers of 4 by which a gradient may be longer than expected, and shorter than a 32nd of that."""
+_FALLEN = math.sqrt(0.5) / 32
+"""Root mean square of α·g, which is √½ at most, below which nearly all of g is lost in rounding."""
+_COUNTS = _GROWTHS + _FALLS + 1
+"""Those, and the ranks whose gradient is zero."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,11 @@ class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
     ``block=global, bits=32`` is what the authors' published code does.
 
     A few more integers count the ranks where a layer held NaN or Inf (it is received as NaN then), and those whose
-    gradient is more than 4, 16, 64, ... times as long as its scale expects. Nearly all of it is clipped then, as where
-    a layer's first gradients were zero, and the paper's r would take many steps to follow; here the next step's r is
-    that of the longest gradient.
+    gradient is more than 4, 16, 64, ... times as long as its scale expects. Nearly all of it is clipped then, and the
+    paper's r would take many steps to follow; here the next step's r is that of the longest gradient. Others count
+    those whose gradient is less than a 32nd as long, so that nearly all of it is lost in rounding: where all are, the
+    next step's r, too, is that of the longest gradient. Steps without a gradient count for neither, and a layer whose
+    gradients were zero so far is exact, as in a first step.
 
     Scales are those of the gradients themselves, whatever the optimizer does with them, and in unscaled units.
     ``scale=params`` is the paper's own form, which takes them from the optimizer's steps, at its learning rates η:
@@ -96,17 +102,20 @@ class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
     def follow(self, mean: Tensor, layer: str, state: State) -> None:
         self._follow(square_sums([mean]) / state.loss_scale**2, [layer], state)
 
-    def _follow(self, norms: Tensor, layers: Sequence[str], state: State, least: Tensor | None = None) -> None:
-        """Set r of the next step; ``norms`` (layers,) fp64 are ``‖g̃‖²``, and ``least`` what r must be at least."""
+    def _follow(
+        self, norms: Tensor, layers: Sequence[str], state: State, bounds: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        """Set r of the next step; ``norms`` (layers,) fp64 are ``‖g̃‖²``, and ``bounds`` what r must be at least and
+        at most."""
         before = torch.cat([state.layers[name].now[_NORM] for name in layers])
         after = before * self.beta + norms * (1.0 - self.beta)
         if self.follows_optimizer:
             # Plain SGD's first step is known beforehand, and at a rate of 0 nothing is.
             rates = self._rates(layers, state, norms)
             norms, after = torch.where(rates > 0.0, norms * rates**2, before), before
-        after = torch.where(before < 0.0, norms, after)
-        if least is not None and not self.follows_optimizer:
-            after = torch.maximum(after, least)
+        after = torch.where(before < 0.0, torch.where(norms > 0.0, norms, before), after)
+        if bounds is not None and not self.follows_optimizer:
+            after = torch.minimum(torch.maximum(after, bounds[0]), bounds[1])
         after = torch.where(torch.isfinite(norms), after, before)
         for name, value in zip(layers, after, strict=True):
             for slot in (_NORM, _ALL) if self.block == "global" else (_NORM,):
@@ -172,9 +181,18 @@ class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
         """Return α in unscaled units, as it was applied: fp64 [parts]."""
         return scales.double() * (1.0 if call.state is None else call.state.loss_scale)
 
+    def _bounds(self, counts: Tensor, norms: Tensor, parts: Sequence[Part], alphas: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what r must be at least and at most by the ``counts`` [parts, _COUNTS] of ranks: fp64 [parts]."""
+        known = self.sizes(parts, norms.device) / (2 * self.num_ranks * alphas**2)
+        growths = (counts[:, :_GROWTHS] > 0).sum(1, dtype=torch.float64)
+        falls = (counts[:, _GROWTHS:-1] == self.num_ranks).sum(1, dtype=torch.float64)
+        grew, fell = growths > 0, (falls > 0) & (counts[:, -1] < self.num_ranks)
+        # The longest gradient is then a quarter to all as long as noise may be.
+        return torch.where(grew, known * 16.0**growths, 0.0), torch.where(fell, known / (64.0 * 16.0**falls), math.inf)
+
     def sums(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[SumShape, ...]:
         numel = math.prod(shape)
-        return (self.sum_shape(self.padded(numel + 1 + _GROWTHS) if numel else 0),)
+        return (self.sum_shape(self.padded(numel + 1 + _COUNTS) if numel else 0),)
 
     def rounds(self, x: Tensor, y: Tensor, call: SumCall) -> Generator[None, None, Subtract]:
         parts, (buffer,), state = [part for part in call.parts[0] if part.piece.numel], call.buffers, call.state
@@ -189,17 +207,18 @@ class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
             values, end = x[piece.elements], where.start + piece.numel
             buffer[end] = torch.isnan(not_finite(values))
             rms = torch.linalg.vector_norm(values, dtype=torch.float32) / math.sqrt(piece.numel)
-            buffer[end + 1 : end + 1 + _GROWTHS] = rms * scales[at] > thresholds
+            length = rms * scales[at]
+            buffer[end + 1 : end + 1 + _GROWTHS] = length > thresholds
+            buffer[end + 1 + _GROWTHS : end + _COUNTS] = length * thresholds[:_FALLS] <= 4 * _FALLEN
+            buffer[end + _COUNTS] = rms == 0
         yield
         if parts:
             finite = torch.stack([buffer[where.start + piece.numel] for piece, where in parts]) == 0
             alphas = self._unscaled(scales, call)
             norms = self._receive(y, parts, scales, finite, call)
-            ends = [where.start + piece.numel + 1 for piece, where in parts]
-            growths = torch.stack([(buffer[end : end + _GROWTHS] > 0).sum(dtype=torch.float32) for end in ends])
-            longest = self.sizes(parts, norms.device) * 16.0**growths / (2 * self.num_ranks * alphas**2)
-            least = torch.where(growths > 0, longest, 0.0)
-            self._follow(torch.where(finite, norms, math.nan), [piece.name for piece, _ in parts], state, least)
+            counts = torch.stack([buffer[where.start + piece.numel + 1 :][:_COUNTS] for piece, where in parts])
+            norms = torch.where(finite, norms, math.nan)
+            self._follow(norms, [piece.name for piece, _ in parts], state, self._bounds(counts, norms, parts, alphas))
         return lambda rest: self.subtract(rest, parts, scales, call)
 
 

@@ -37,7 +37,9 @@ class MinMax(Bucketed):
 
     @property
     def traits(self) -> Traits:
-        return Traits(unbiased=self.rounding != "nearest", contracts=self.bits > 1)
+        # Two levels lie at the ends of a bucket, in all but small ones further from most values than zero does.
+        small = self.bucket <= (8 if self.rounding == "nearest" else 4)
+        return Traits(unbiased=self.rounding != "nearest", contracts=self.bits > 1 or small)
 
     def make_format(self) -> Format:
         return Format(self.bits, self.bucket, rounding="nearest" if self.rounding == "nearest" else "stochastic")

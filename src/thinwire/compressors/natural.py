@@ -23,14 +23,14 @@ class Natural(Coded, Saturating):
 
     A value x becomes ``sign(x) · 2^(e + b)`` with ``e = floor(log2 |x|)`` and ``b ~ Bernoulli((|x| − 2^e) / 2^e)``.
     Unbiased; the variance is at most ``x²/8``. Magnitudes above 2^18 saturate and are counted, and those below 2^-108
-    arrive as zero.
+    arrive as zero; with a loss scale these limits are those of the unscaled values.
     """
 
     spec_name: ClassVar[str] = "natural"
 
     @property
     def traits(self) -> Traits:
-        return Traits(unbiased=True, keeps_constants=False, largest=2.0**18)
+        return Traits(unbiased=True, keeps_constants=False, largest=2.0**18, absolute=True)
 
     @property
     def grain(self) -> int:
@@ -40,7 +40,7 @@ class Natural(Coded, Saturating):
         return kernels.natural_bytes(numel)
 
     def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
-        kernels.natural_encode(x, call.table, message, key=call.key.own)
+        kernels.natural_encode(x, call.table, message, key=call.key.own, scale=call.loss_scale)
 
     def decode(self, message: Tensor, y: Tensor, call: CodecCall, *, add: bool = False) -> None:
         kernels.natural_decode(message, call.table, y, add=add, scale=call.scale)

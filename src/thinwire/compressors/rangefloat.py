@@ -37,8 +37,9 @@ class RangeFloat(Coded, Learned, Saturating):
 
     The other bits number exponents downwards from the upper end of the range, so that the smallest magnitude ``eps``
     has a closed form. Values below it round to ``eps`` or zero; values above the range saturate and are counted.
-    ``range=auto`` is twice the largest magnitude of the layer's gradient, measured before the steps ``learn_at``;
-    ``range=1.0`` fixes it, as in the paper's experiments. ``mantissa=auto`` has the least squared error on a sample.
+    ``range=auto`` is twice the largest magnitude of the layer's gradient, measured in its first step with a gradient
+    and in the steps ``learn_at``; ``range=1.0`` fixes it, as in the paper's experiments. ``mantissa=auto`` has the
+    least squared error on a sample. With a loss scale, ranges are those of the unscaled gradient.
     """
 
     spec_name: ClassVar[str] = "rangefloat"
@@ -62,7 +63,7 @@ class RangeFloat(Coded, Learned, Saturating):
     def traits(self) -> Traits:
         unbiased = self.rounding == "stochastic" and self.range == "auto"
         largest = math.inf if self.range == "auto" else float(self.range)
-        return Traits(unbiased=unbiased, keeps_constants=False, largest=largest)
+        return Traits(unbiased=unbiased, keeps_constants=False, largest=largest, absolute=True)
 
     @property
     def grain(self) -> int:
@@ -74,7 +75,8 @@ class RangeFloat(Coded, Learned, Saturating):
 
     @property
     def learns_at(self) -> tuple[int, ...]:
-        return self.learn_at if "auto" in (self.range, self.mantissa) else ()
+        # Without a format nothing can be sent: the first step is one of them.
+        return tuple(sorted({0, *self.learn_at})) if "auto" in (self.range, self.mantissa) else ()
 
     def learn(self, values: Tensor, slots: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {_FORMAT.name: torch.tensor(self.chosen(values), dtype=torch.float32, device="cpu")}
@@ -90,18 +92,39 @@ class RangeFloat(Coded, Learned, Saturating):
         return kernels.rangefloat_bytes(numel, self.bits)
 
     def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
-        if self.learns_at:
-            assert call.state is not None, "a range that is learned is kept in a slot"
-            params = torch.stack([call.state.layers[piece.name].now[_FORMAT.name] for piece in call.pieces])
-        else:
-            params = call.table.kept((self, x.device), lambda: self._params(len(call.segments)).to(x.device))
+        params = self._formats(x, call)
         kernels.rangefloat_encode(
             x, call.table, message, params, bits=self.bits, rounding=self.rounding, key=call.key.own
         )
 
-    def _params(self, num_segments: int) -> Tensor:
-        row = [float(self.range), float(self.mantissa)]
-        return torch.tensor([row] * num_segments, dtype=torch.float32, device="cpu").view(num_segments, 2)
+    def _formats(self, x: Tensor, call: CodecCall) -> Tensor:
+        """Return the range, in units of ``x``, and the bits of mantissa of each piece: fp32 [pieces, 2]."""
+        if self.learns_at:
+            assert call.state is not None, "a range that is learned is kept in a slot"
+            formats = torch.stack([call.state.layers[piece.name].now[_FORMAT.name] for piece in call.pieces])
+            formats = self._completed(formats, x, call)
+        else:
+            formats = call.table.kept((self, x.device), lambda: self._fixed(len(call.segments)).to(x.device))
+        if call.loss_scale == 1.0:
+            return formats
+        ranges, mantissas = formats.unbind(1)
+        return torch.stack(((ranges * call.loss_scale).clamp(_LEAST_RANGE, _MOST_RANGE), mantissas), 1)
+
+    def _completed(self, formats: Tensor, x: Tensor, call: CodecCall) -> Tensor:
+        """Return ``formats`` with one for pieces whose layer has learned none: its gradient was zero on this rank."""
+        unknown = formats[:, 0] == 0
+        if kernels.asynchronous(x):
+            # Of zeros, of which any format is one.
+            return torch.where(unknown[:, None], self._fixed(1).to(x.device, non_blocking=True), formats)
+        for at in unknown.nonzero()[:, 0].tolist():
+            values = x[call.pieces[at].elements].float() / call.loss_scale
+            formats[at] = torch.tensor(self.chosen(values), dtype=torch.float32, device="cpu")
+        return formats
+
+    def _fixed(self, num_pieces: int) -> Tensor:
+        top = 1.0 if self.range == "auto" else float(self.range)
+        mantissa = max(0, self.bits - _USUAL_EXPONENT_BITS) if self.mantissa == "auto" else self.mantissa
+        return torch.tensor([[top, float(mantissa)]], dtype=torch.float32, device="cpu").repeat(num_pieces, 1)
 
     def decode(self, message: Tensor, y: Tensor, call: CodecCall, *, add: bool = False) -> None:
         kernels.rangefloat_decode(message, call.table, y, bits=self.bits, add=add, scale=call.scale)

@@ -39,7 +39,7 @@ class Threshold(Sparsifier):
 
     @property
     def traits(self) -> Traits:
-        return Traits(dense=False, wants_feedback=self.feedback, bounded=True)
+        return Traits(dense=False, wants_feedback=self.feedback, bounded=True, absolute=True)
 
     def room(self, numel: int) -> int:
         return min(numel, math.ceil(self.capacity * numel))

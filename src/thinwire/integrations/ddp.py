@@ -30,7 +30,7 @@ from thinwire.compat import (
     optimizes_in_backward,
     reduces_in_python,
 )
-from thinwire.compressors import GRADIENT_DTYPES, Raw, Summed, SummedMatrices, Wrapper, find_mixin
+from thinwire.compressors import GRADIENT_DTYPES, Raw, Summed, SummedMatrices, find_mixin
 from thinwire.integrations.devices import device_of, on_device, replicated, trained
 from thinwire.integrations.options import (
     Checks,
@@ -51,6 +51,7 @@ from thinwire.policies import Auto, Policy, parse_policy
 from thinwire.runtime import AsyncReadback, Follower, Wire, agree, on_the_host
 from thinwire.runtime.channel import BucketLayers
 from thinwire.runtime.consistency import checksums, failing_together
+from thinwire.runtime.feedback import check_feedback
 from thinwire.runtime.warning import warn_caller
 
 if TYPE_CHECKING:
@@ -475,7 +476,7 @@ def _prepare(
     plan = Plan.build(shapes, rules, options.filter(model.module))
     momentum, preconditioned, plan = of_optimizer(plan, policy, parameters, options)
     _check_dtypes(model, plan)
-    _check_feedback(plan)
+    check_feedback(plan.layers.values())
     if options.optimizer is not None:
         from thinwire.integrations.optimizer_pairing import warn_of_pairing
 
@@ -594,15 +595,6 @@ def _check_dtypes(model: DistributedDataParallel, plan: Plan) -> None:
             raise TypeError(
                 f"{name} is {parameter.dtype}, and {plan[name]} takes float32, bfloat16 or float16: "
                 f"leave it raw with exclude=[{name!r}], or train it in one of these"
-            )
-
-
-def _check_feedback(plan: Plan) -> None:
-    for compressor in set(plan.layers.values()):
-        if isinstance(compressor, Wrapper) and not compressor.inner.traits.contracts:
-            warn_caller(
-                f"{compressor}: {compressor.inner} can err by more than its input, so that the residual of ef() "
-                "grows from step to step and training diverges: give it more bits, or smaller buckets, or no ef()"
             )
 
 

@@ -50,6 +50,7 @@ from thinwire.plan import Plan, Rules, Site, at_site, named_parameters, sharded_
 from thinwire.policies import Auto, Policy
 from thinwire.runtime import ShardedLayer, ShardedWire, Unit, agree, on_the_host
 from thinwire.runtime.consistency import failing_together
+from thinwire.runtime.feedback import check_feedback
 from thinwire.runtime.placement import Placement
 from thinwire.runtime.warning import warn_caller
 
@@ -147,6 +148,12 @@ class Attached:
         """This rank's shards of the weights."""
         with torch.no_grad():
             return {n: _local(p.now()) for n, p in zip(self.names, self.group.parameters, strict=True)}
+
+    def loss_scale(self) -> float:
+        """How many times larger than the gradients the values are that are reduced; 1 where it does not matter."""
+        if self.scaler is None or not (self.wire.needs_loss_scale or self.preconditioned is not None):
+            return 1.0  # asking for it stops a GPU
+        return self.scaler.get_scale()
 
     def precondition(self, flat: Tensor, trained: Sequence[str], op: Any, loss_scale: float) -> None:
         """Replace the gradients of ``trained`` by what the optimizer sends, before they are reduced.
@@ -260,9 +267,7 @@ class QuantisedReduceScatter(_Comm):
             "set_reduce_scatter_unused_params(True) as thinwire.compress() set it"
         )
         at.check("reduces", input_tensor.dtype, output_tensor.numel(), trained, hint)
-        # Asking for it stops a GPU.
-        asks = at.scaler is not None and (at.wire.needs_loss_scale or at.preconditioned is not None)
-        loss_scale = at.scaler.get_scale() if at.scaler is not None and asks else 1.0
+        loss_scale = at.loss_scale()
         at.precondition(input_tensor.view(-1), trained, op, loss_scale)
         at.begin_reduction(trained)
         future = at.wire.reduce(
@@ -386,6 +391,7 @@ def _prepare(
         # Parameters of the model as the optimizer has them, by the names of the units' layers.
         named = {name: p for name, p in named_parameters(model).items() if name in shapes}
         preconditioned, plan = Preconditioned(options.optimizer, named), with_feedback(plan, "gradients/")
+    check_feedback(plan.layers.values())
     warn_of_pairing(plan, options.optimizer)
     return _Prepared(plan, units, preconditioned)
 
@@ -516,7 +522,7 @@ class _Across:
             trained = at.trained
             if at.size == 1:  # FSDP2 reduces nothing among shards of one rank
                 at.begin_reduction(trained)
-            at.wire.reduce_across(at.unit, reduced, trained).wait()
+            at.wire.reduce_across(at.unit, reduced, trained, loss_scale=at.loss_scale()).wait()
         elif at.replicas is not None:
             dist.all_reduce(reduced, group=at.replicas)
             reduced.div_(at.replicas.size())

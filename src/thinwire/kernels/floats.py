@@ -18,7 +18,14 @@ from thinwire.kernels import native, reference_floats
 from thinwire.kernels.format import GROUP, MAX_BUCKET, Residual, align
 from thinwire.kernels.native import MASK64
 from thinwire.kernels.ops import _check_flat, _check_message, _check_residual, _check_values
-from thinwire.kernels.reference_floats import HEADER, ROUNDINGS, levels_parts, magnitudes_parts, rangefloat_size
+from thinwire.kernels.reference_floats import (
+    HEADER,
+    NATURAL_SHIFTS,
+    ROUNDINGS,
+    levels_parts,
+    magnitudes_parts,
+    rangefloat_size,
+)
 from thinwire.kernels.table import Table
 
 _CLIPS = {torch.int8: 127, torch.int32: 2**31 - 128}
@@ -59,12 +66,13 @@ def natural_bytes(numel: int) -> int:
     return HEADER + align(numel) if numel else 0
 
 
-def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int) -> None:
+def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int, scale: float = 1.0) -> None:
     """Round each value to one of the two powers of two around it, unbiased, in one byte (Horváth et al. 2019).
 
     The byte is sign << 7 | (biased exponent − 18), for exponents 19 to 145 (2^-108 to 2^18). Values that round
     to less become 0, and those that round to more become ±2^18 and are counted as saturated. A segment with NaN or Inf
-    decodes to NaN throughout.
+    decodes to NaN throughout. Values that are ``scale`` times too large have a range that is as much higher: by the
+    power of two below ``scale``, whose exponent the header holds.
 
     Shapes: ``x`` (elements,) fp32, bf16 or fp16; ``message`` (bytes,) uint8; both contiguous and on one device.
     ``key`` is taken modulo 2^64. Raises ``TypeError`` for a wrong dtype, ``ValueError`` for a size or a device.
@@ -72,10 +80,11 @@ def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int) -> Non
     _check_values("x", x, table, x)
     num_bytes = table.message_bytes("natural", natural_bytes)
     _check_message("message", message, num_bytes, x)
+    shift = min(max(math.frexp(scale)[1] - 1, NATURAL_SHIFTS[0]), NATURAL_SHIFTS[1])
     if not native.computes(x):
-        return torch_or_triton(x).natural_encode(x, table, message, key=key)
+        return torch_or_triton(x).natural_encode(x, table, message, key=key, shift=shift)
     to = native.address("message", message, torch.uint8, num_bytes)
-    native.core().natural_encode(*native.source("x", x, table), to, key & MASK64)
+    native.core().natural_encode(*native.source("x", x, table), to, shift, key & MASK64)
     return None
 
 

@@ -59,8 +59,8 @@ def zero_behind(payload, at, end):
 # ---- Natural compression ------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["key_low", "key_high"])
-def natural_codes(x, message, pieces, rows, key_low, key_high, GROUPS: tl.constexpr):
+@triton.jit(do_not_specialize=["shift", "key_low", "key_high"])
+def natural_codes(x, message, pieces, rows, shift, key_low, key_high, GROUPS: tl.constexpr):
     """One byte a value: thinwire.kernels.reference_floats.natural_encode."""
     piece, start, numel, index0, payload, site = row_of(pieces, rows)
     first = piece * (GROUPS * 128)
@@ -74,12 +74,15 @@ def natural_codes(x, message, pieces, rows, key_low, key_high, GROUPS: tl.conste
         finite = word < 0x7F800000
         exponent = (tl.minimum(word, 0x7F800000) + (draws[p] << 7) + 64) >> 23
         nonfinite += tl.sum((finite == 0).to(tl.int32))
-        saturated += tl.sum(((exponent > 145) & finite).to(tl.int32))
-        magnitude = tl.minimum(tl.maximum(exponent, 18), 145) - 18
+        steps = exponent - 18 - shift
+        saturated += tl.sum(((steps > 127) & finite).to(tl.int32))
+        magnitude = tl.minimum(tl.maximum(steps, 0), 127)
         code = tl.where(magnitude > 0, magnitude | ((signed >> 24) & 0x80), 0)
         at = tl.arange(0, GROUPS)[:, None] * 128 + p * 64 + tl.arange(0, 64)[None, :]
         tl.store(to + at, code.to(tl.uint8), mask=first + at < numel)
     count(message, payload, nonfinite, saturated)
+    if piece == 0:
+        tl.store((message + payload).to(tl.pointer_type(tl.int32)) + 2, shift)
     if first + GROUPS * 128 >= numel:
         zero_behind(message + payload + 64, numel, (numel + 63) // 64 * 64)
 
@@ -89,15 +92,17 @@ def natural_values(message, y, pieces, rows, scale, SIZE: tl.constexpr, MODE: tl
     """The inverse of :func:`natural_codes`."""
     piece, start, numel, _index0, payload, _site = row_of(pieces, rows)
     at = piece * SIZE + tl.arange(0, SIZE)
-    nonfinite = tl.load((message + payload).to(tl.pointer_type(tl.int32))) != 0
+    header = (message + payload).to(tl.pointer_type(tl.int32))
+    nonfinite = tl.load(header) != 0
+    lowest = tl.minimum(tl.maximum(tl.load(header + 2), -18), 109) + 18
     code = tl.load(message + payload + 64 + at, mask=at < numel, other=0).to(tl.int32)
     magnitude = code & 127
-    bits = tl.where(magnitude == 0, 0, ((magnitude + 18) << 23) | ((code >> 7) << 31))
+    bits = tl.where(magnitude == 0, 0, ((magnitude + lowest) << 23) | ((code >> 7) << 31))
     bits = tl.where(nonfinite, 0x7FC00000, bits)
     write(y, y, start + at, bits.to(tl.float32, bitcast=True), scale, at < numel, MODE)
 
 
-def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int) -> None:
+def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int, shift: int) -> None:
     """See :func:`thinwire.kernels.natural_encode`."""
     check_aligned(message)
     if not table.numel:
@@ -107,7 +112,7 @@ def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int) -> Non
         pieces = table.pieces(x.device, ONE_A_ROW)
         float_headers[(len(pieces),)](message, message, pieces, rows, PARAMS=False, **launch)
         pieces = table.pieces(x.device, TILE)
-        natural_codes[(len(pieces),)](x, message, pieces, rows, *words(key), GROUPS=TILE // GROUP, **launch)
+        natural_codes[(len(pieces),)](x, message, pieces, rows, shift, *words(key), GROUPS=TILE // GROUP, **launch)
 
 
 def natural_decode(message: Tensor, table: Table, y: Tensor, *, add: bool, scale: float) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from thinwire.kernels.format import GROUP
 from thinwire.kernels.gpu_encode import bucket_extrema
 from thinwire.kernels.gpu_launch import TILE, check_aligned, on, options
-from thinwire.kernels.gpu_scales import from_key, is_finite, or_nan
+from thinwire.kernels.gpu_scales import from_key, is_finite, nearest_to_zero, or_nan
 from thinwire.kernels.gpu_tiles import bucket_of, load_parts, pack_parts, row_of, unpack_parts, write
 from thinwire.kernels.table import Table
 
@@ -41,12 +41,13 @@ def level_scales(
     k = piece * COUNT + tl.arange(0, COUNT)
     at = tl.load(firsts + row) + k
     low = from_key(tl.load(low_keys + at, mask=k < buckets, other=0)) + 0.0
-    span = (from_key(tl.load(high_keys + at, mask=k < buckets, other=0)) + 0.0) - low
+    high = from_key(tl.load(high_keys + at, mask=k < buckets, other=0)) + 0.0
+    span = high - low
     bad = is_finite(span) == 0
     flat = bad | (span < 7.888609052210118e-31)
     inverse = tl.div_rn(tl.full((COUNT,), 1.0, tl.float32), tl.where(flat, 1.0, span))
     tl.store(inverses + at, tl.where(flat, 0.0, inverse), mask=k < buckets)
-    tl.store(scales + k, or_nan(low, bad), mask=k < buckets)
+    tl.store(scales + k, or_nan(tl.where(flat, nearest_to_zero(low, high), low), bad), mask=k < buckets)
     tl.store(scales + buckets + k, or_nan(tl.where(flat, 0.0, span), bad), mask=k < buckets)
     if piece == 0:
         word = tl.arange(0, 256)

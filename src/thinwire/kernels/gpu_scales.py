@@ -35,16 +35,23 @@ def or_nan(value, bad):
 
 
 @triton.jit
+def nearest_to_zero(low, high):
+    return tl.where(low > 0.0, low, tl.where(high < 0.0, high, 0.0))
+
+
+@triton.jit
 def finish_scales(low, high, STEPS: tl.constexpr, OFFSET2: tl.constexpr):
     """lo, unit and factor of ``STEPS`` steps: from ``low`` to ``high``, or, with one scale, from 0 to a in ``high``."""
     OVER: tl.constexpr = STEPS * 65536.0 * (1.0 - 2.0**-22)
     if OFFSET2 < 0:
-        low = low + 0.0
-        span = (high + 0.0) - low
+        low, high = low + 0.0, high + 0.0
+        span = high - low
     else:
         span = high
     bad = is_finite(span) == 0
     flat = bad | (span < 7.888609052210118e-31)
+    if OFFSET2 < 0:
+        low = tl.where(flat, nearest_to_zero(low, high), low)
     divisor = tl.where(flat, 1.0, span)
     unit = tl.where(flat, 0.0, tl.div_rn(divisor, tl.full(divisor.shape, STEPS, tl.float32)))
     inverse = tl.where(flat, 0.0, tl.div_rn(tl.full(divisor.shape, OVER, tl.float32), divisor))

@@ -21,7 +21,7 @@ from thinwire.kernels.rng import random16, row_key
 from thinwire.kernels.table import Row, Table
 
 TINY_RANGE = 2.0**-100
-"""A smaller range, or a, counts as zero: its inverse could overflow."""
+"""A smaller range, or a, counts as zero: its inverse could overflow. Values become the one nearest to zero."""
 
 ONE = 1 << 16
 """Positions between two codes are in 16-bit fixed point."""
@@ -57,7 +57,9 @@ def scales(x: Tensor, form: Format) -> Scales:
     if form.scheme == "minmax":
         low, high = torch.aminmax(_bucketed(x, form.bucket, fill=x[-1]), dim=1)
         low, high = low + 0.0, high + 0.0  # −0 becomes +0: which of the two aminmax picks is not defined
-        return _ranged(low, high - low, form, bad=~torch.isfinite(high - low))
+        span = high - low
+        low = torch.where(span < TINY_RANGE, nearest_to_zero(low, high), low)
+        return _ranged(low, span, form, bad=~torch.isfinite(span))
     if form.scheme == "sides":
         low, high = _sides(x, form.bucket)
         unit = high - low
@@ -81,6 +83,11 @@ def _ranged(low: Tensor, span: Tensor, form: Format, *, bad: Tensor) -> Scales:
     inverse = torch.full_like(divisor, numerator(form.steps)) / divisor
     unit, inverse = (torch.where(flat, 0.0, v) for v in (unit, inverse))
     return Scales(_or_nan(low, bad) if form.num_scales == 2 else low, _or_nan(unit, bad), inverse)
+
+
+def nearest_to_zero(low: Tensor, high: Tensor) -> Tensor:
+    """The value between ``low`` and ``high`` that is nearest to zero: no error is then larger than its value."""
+    return torch.where(low > 0, low, torch.where(high < 0, high, 0.0))
 
 
 def _largest(x: Tensor, form: Format) -> Tensor:

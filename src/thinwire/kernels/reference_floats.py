@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.format import ALIGN, GROUP, Residual, align
-from thinwire.kernels.reference import lane_sums, pack, scaled, unpack
+from thinwire.kernels.reference import lane_sums, nearest_to_zero, pack, scaled, unpack
 from thinwire.kernels.rng import random16, row_key
 from thinwire.kernels.table import Row, Table
 
@@ -21,8 +21,10 @@ MAGNITUDE = 0x7FFFFFFF
 INFINITY = 0x7F800000
 TINY_RANGE = 2.0**-100
 
-NATURAL_LOWEST, NATURAL_HIGHEST = 18, 145
-"""Biased exponents: what rounds to the lowest or below becomes 0, what rounds above the highest saturates."""
+NATURAL_LOWEST, NATURAL_STEPS = 18, 127
+"""What rounds to this biased exponent or below becomes 0; what rounds to more than so many above it saturates."""
+NATURAL_SHIFTS = -18, 109
+"""How far the exponents may be moved."""
 
 TRUNCATE, NEAREST, STOCHASTIC = range(3)
 ROUNDINGS = {"truncate": TRUNCATE, "nearest": NEAREST, "stochastic": STOCHASTIC}
@@ -80,7 +82,7 @@ def words_of(message: Tensor, at: int, count: int) -> Tensor:
 # ---- Natural compression: powers of two ---------------------------------------------------------------------------
 
 
-def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int) -> None:
+def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int, shift: int) -> None:
     """See :func:`thinwire.kernels.natural_encode`."""
     for row in table.segments:
         if not row.numel:
@@ -89,11 +91,13 @@ def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int) -> Non
         bits = bits_of(values)
         exponent = (bits + (draws_of(row, key, x.device) << 7) + 64) >> 23
         finite = bits < INFINITY
-        saturated = (exponent > NATURAL_HIGHEST) & finite
-        magnitude = exponent.clamp(NATURAL_LOWEST, NATURAL_HIGHEST) - NATURAL_LOWEST
+        steps = exponent - NATURAL_LOWEST - shift
+        saturated = (steps > NATURAL_STEPS) & finite
+        magnitude = steps.clamp(0, NATURAL_STEPS)
         codes = torch.where(magnitude > 0, magnitude | torch.signbit(values).to(torch.int64) << 7, 0)
-        payload = torch.cat((header(~finite, saturated), codes.to(torch.uint8)))
-        put(payload, row, message, HEADER + align(row.numel))
+        head = header(~finite, saturated)
+        head.view(torch.int32)[2] = shift
+        put(torch.cat((head, codes.to(torch.uint8))), row, message, HEADER + align(row.numel))
 
 
 def natural_decode(message: Tensor, table: Table, y: Tensor, *, add: bool, scale: float) -> None:
@@ -101,12 +105,13 @@ def natural_decode(message: Tensor, table: Table, y: Tensor, *, add: bool, scale
     for row in table.segments:
         if not row.numel:
             continue
-        nonfinite = words_of(message, row.payload, 1) != 0
+        nonfinite, _, shift = words_of(message, row.payload, 3)
         codes = message[row.payload + HEADER : row.payload + HEADER + row.numel].to(torch.int64)
         magnitude = codes & 127
-        value = from_bits((magnitude + NATURAL_LOWEST) << 23 | (codes >> 7) << 31)
+        lowest = NATURAL_LOWEST + shift.clamp(*NATURAL_SHIFTS).to(torch.int64)
+        value = from_bits((magnitude + lowest) << 23 | (codes >> 7) << 31)
         value = torch.where(magnitude == 0, 0.0, value)
-        write(torch.where(nonfinite, torch.nan, value), row, y, add, scale)
+        write(torch.where(nonfinite != 0, torch.nan, value), row, y, add, scale)
 
 
 # ---- Range floats: N bits between −max and max ----------------------------------------------------------------------
@@ -233,7 +238,7 @@ def levels_encode(x: Tensor, table: Table, message: Tensor, levels: Tensor, *, b
         bad = ~torch.isfinite(span)
         flat = bad | (span < TINY_RANGE)
         span = torch.where(bad, torch.nan, torch.where(flat, 0.0, span))
-        low = torch.where(bad, torch.nan, low)
+        low = torch.where(bad, torch.nan, torch.where(flat, nearest_to_zero(low, high), low))
         inverse = torch.where(flat, 0.0, torch.ones_like(span) / torch.where(flat, 1.0, span))
         place = (buckets - low[:, None]) * inverse[:, None]
         middles = (level[:-1] + level[1:]) * 0.5

@@ -39,6 +39,7 @@ from thinwire.optim.shards import is_sharded
 from thinwire.plan import Plan
 from thinwire.runtime import Wire, WireSettings, on_the_host
 from thinwire.runtime.checkpoint import check_sealed, sealed
+from thinwire.runtime.feedback import check_feedback
 
 
 class DiLoCo:
@@ -132,6 +133,7 @@ class DiLoCo:
                 warn_of_averaged_gradients(model, group)
             shapes = sent_shapes(parameters)
             plan = exchange_plan(shapes, compressor, feedback=feedback)
+            check_feedback(plan.layers.values())
             names = balanced_fragments({name: math.prod(shape) for name, shape in shapes.items()}, fragments)
             device = None if outer_device is None else torch.device(outer_device)
             self.wire = _open_wire(plan, shapes, group, network, seed, self._arguments(fragments))

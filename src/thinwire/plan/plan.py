@@ -143,6 +143,11 @@ class Plan:
         """Whether any of its compressors keeps state."""
         return any(compressor.slots for compressor in self.layers.values())
 
+    @cached_property
+    def needs_loss_scale(self) -> bool:
+        """Whether any of its compressors must know by how much gradients are scaled."""
+        return self.has_slots or any(compressor.traits.absolute for compressor in self.layers.values())
+
     @property
     def all_raw(self) -> bool:
         return all(isinstance(compressor, Raw) for compressor in self.layers.values())

@@ -35,6 +35,7 @@ from thinwire.compressors import (
     Summed,
     find_mixin,
     not_finite,
+    teaches,
     unwrap,
 )
 from thinwire.kernels import FORMAT_VERSION, derive_key
@@ -42,7 +43,7 @@ from thinwire.plan import Plan
 from thinwire.policies import Sync
 from thinwire.runtime import checkpoint
 from thinwire.runtime.channel import BucketLayers, Channel, Contents, Route
-from thinwire.runtime.consistency import agree, check_parity, library_version, machine_record
+from thinwire.runtime.consistency import agree, check_parity, failing_together, library_version, machine_record
 from thinwire.runtime.executor import AsyncReadback, Job, Then
 from thinwire.runtime.poison import PoisonMonitor
 from thinwire.runtime.simulation import simulate
@@ -266,8 +267,8 @@ class BucketEngine:
         key = (layers, flat.dtype, self._step_plan.number)
         route = self._route(flat, key, step)
         state = self._state(key, route, loss_scale, flat.device)
-        if state is not None:
-            self._learn(flat, route.layout, step, state)
+        names = [name for name, _ in layers]
+        self._learn(flat, route.layout, self._step_plan.learning(names, step - self.start), state)
         self._poison.note_gradients(flat)
         options = {"seed": self.seed, "step": step, "rank": self.rank, "num_ranks": self.world_size}
         simulate(flat, route.layout, state=state, **options)
@@ -295,14 +296,13 @@ class BucketEngine:
         self._begin(step)
         self.recorder.bucket_begins()
         key = (layers, flat.dtype, self._step_plan.number)
-        learning = step - self.start in self._step_plan.learns_at
-        if key not in self.routes or learning:
+        names = [name for name, _ in layers]
+        if key not in self.routes or self._step_plan.learning(names, step - self.start):
             # Ranks agree on a new route, or share what is learned, by native collectives: those have one order.
             yield Then.ALONE
         route = self._route(flat, key, step)
         state = self._state(key, route, loss_scale, flat.device)
-        if learning and state is not None:
-            self._learn(flat, route.layout, step, state)
+        self._learn(flat, route.layout, self._step_plan.learning(names, step - self.start), state)
         self._poison.note_gradients(flat)
         exact = flat.to(torch.float32, copy=True) if self.measure and step % self.measure == 0 else None
         clock = self.timeline or self.stats
@@ -331,10 +331,10 @@ class BucketEngine:
         else:
             self.recorder.clipped(clipped, rounded)
 
-    def _state(self, key: RouteKey, route: Route, loss_scale: float, device: torch.device) -> State | None:
+    def _state(self, key: RouteKey, route: Route, loss_scale: float, device: torch.device) -> State:
         self._loss_scale = loss_scale
         state = self.slots.state(key, route.layout, loss_scale, device)
-        if state is None or (not self.learning_rates and self.learning_rate is None):
+        if not self.learning_rates and self.learning_rate is None:
             return state
         rate = 1.0 if self.learning_rate is None else self.learning_rate
         return replace(state, learning_rates=self.learning_rates, learning_rate=rate)
@@ -342,21 +342,25 @@ class BucketEngine:
     def _close_slots(self, key: RouteKey, step: int) -> None:
         self.slots.close(key, derive_key(self.seed, step, self.rank))
 
-    def _learn(self, flat: Tensor, layout: Layout, step: int, state: State) -> None:
-        """Learn from rank 0's gradients what all ranks are to code with from this step on."""
-        for layer in layout.layers:
-            compressor = layer.compressor
-            learned = find_mixin(compressor, Learned)
-            if learned is None or step - self.start not in learned.learns_at:
-                continue
-            slots = state.layers[layer.name].now
-            if self.rank == 0:
-                values = flat[layer.start : layer.start + layer.numel].float() / state.loss_scale
-                for name, value in learned.learn(values, slots).items():
-                    slots[name].copy_(value.view_as(slots[name]))
-            for slot in compressor.slots:
-                if slot.learned:
-                    self.transport.broadcast(slots[slot.name])
+    def _learn(self, flat: Tensor, layout: Layout, learning: Sequence[str], state: State) -> None:
+        """Learn what all ranks code these layers with from this step on: from the first rank that has a gradient."""
+        layers = [layer for layer in layout.layers if layer.name in learning]
+        if not layers:
+            return
+        values = [flat[layer.start : layer.start + layer.numel].float() / state.loss_scale for layer in layers]
+        teaching = torch.tensor([teaches(v) for v in values], dtype=torch.uint8)
+        by_rank = self.transport.all_gather(teaching).tolist()
+        teachers = [next((r for r, all_of in enumerate(by_rank) if all_of[at]), None) for at in range(len(layers))]
+        with failing_together([self.transport], "learning what gradients are coded with"):
+            for layer, teacher, own in zip(layers, teachers, values, strict=True):
+                learned, slots = find_mixin(layer.compressor, Learned), state.layers[layer.name].now
+                if teacher == self.rank and learned is not None:
+                    for name, value in learned.learn(own, slots).items():
+                        slots[name].copy_(value.view_as(slots[name]))
+        for layer, teacher in zip(layers, teachers, strict=True):
+            for slot in (slot for slot in layer.compressor.slots if slot.learned and teacher is not None):
+                held = state.layers[layer.name].now[slot.name]
+                held.copy_(self.transport.all_gather(held.cpu())[teacher])
 
     def count_dense(self, num_bytes: int, step: int) -> None:
         """Count gradients of ``num_bytes`` that went by a native all-reduce."""

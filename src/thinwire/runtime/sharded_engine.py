@@ -188,7 +188,7 @@ class ShardedEngine:
         self.stats.dense_bytes += (unit.transport.world_size - 1) * members.placement.part_numel * flat.itemsize
         return self._channels[id(unit.transport)].submit(operation)
 
-    def reduce_across(self, unit: Unit, part: Tensor) -> Future[Tensor]:
+    def reduce_across(self, unit: Unit, part: Tensor, loss_scale: float) -> Future[Tensor]:
         """Start replacing this rank's part of the gradients by its mean over all replicas."""
         assert self.across is not None
         members = self.gradients[unit.index]
@@ -210,7 +210,7 @@ class ShardedEngine:
         draw = derive_key(unit.across, unit.transport.rank)
         unit.across += 1
         self.stats.dense_bytes += ring_bytes(flat.nbytes, self.across.world.size)
-        operation = ReplicaMean("all_reduce", self._contents[key], flat.dtype, flat)
+        operation = ReplicaMean("all_reduce", self._contents[key], flat.dtype, flat, loss_scale)
         operation.scale, operation.draw = scale, draw
         return self.across.submit(operation)
 

@@ -9,12 +9,21 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from thinwire.compressors import RESIDUAL, Coded, Compressor, LayerState, Learned, Slot, State, find_mixin, learns_at
+from thinwire.compressors import (
+    RESIDUAL,
+    Coded,
+    Compressor,
+    LayerState,
+    Learned,
+    Slot,
+    State,
+    find_mixin,
+    learns_at,
+    teaches,
+)
 from thinwire.kernels import derive_key
 from thinwire.runtime.flat_slots import FlatSlot, LayerSpan, flat_slot, is_packed, opened, packed_bytes
 from thinwire.runtime.placement import Placement
-
-_LEAST_TO_LEARN = 2
 
 
 class ShardedSlots:
@@ -33,6 +42,8 @@ class ShardedSlots:
         self._flat: dict[str, FlatSlot] = {}
         self._layers: dict[str, LayerState] = {}
         self._shaped: dict[tuple[str, Slot], Tensor] = {}
+        self._learned: set[str] = set()
+        """The layers whose learned slots have been learned."""
         self.learned_at = -1
         """The step in which slots were last learned, counted from the first compressed one."""
         self.learn_s = 0.0
@@ -62,6 +73,9 @@ class ShardedSlots:
                     slot.first(shape, name).view(slot.shape_of(shape)).to(self._device, copy=True)
                 )
         self._shaped = {key: value for key, value in self._shaped.items() if key in asked}
+        self._learned.clear()
+        for name, slot in self._shaped:
+            self._note_learned(name, slot)
         self._make()
 
     def _make(self) -> None:
@@ -83,23 +97,26 @@ class ShardedSlots:
             states |= {placed.part_name(rank): states[name] for rank in range(placed.num_ranks)}
         self._layers = states
 
-    def state(self, x: Tensor, step: int, loss_scale: float, *, again: bool = False) -> State | None:
+    def _note_learned(self, name: str, slot: Slot) -> None:
+        value = self._shaped[name, slot]
+        first = slot.first(self._placement.by_name[name].shape, name).view(value.shape)
+        if slot.learned and not torch.equal(value.cpu(), first):
+            self._learned.add(name)
+
+    def state(self, x: Tensor, step: int, loss_scale: float, *, again: bool = False) -> State:
         """Return the slots for a message of ``x``, after learning those that are learned in ``step``.
 
         ``again``: this is another message of the same step, so the values that the first one wrote are present.
         `close` ends their use.
         """
-        if not self._flat and not self._layers:
-            return None
         if again:
             self.commit()
-        if step != self.learned_at:
-            learning = {name: c for name, c in self._compressors.items() if step in learns_at(c)}
-            if learning:
-                started = time.perf_counter()
-                self._learn(x, learning, loss_scale)
-                self.learned_at = step
-                self.learn_s += time.perf_counter() - started
+        learning = {name: c for name, c in self._compressors.items() if self._learns(name, c, step)}
+        if learning:
+            started = time.perf_counter()
+            self._learn(x, learning, loss_scale)
+            self.learned_at = step
+            self.learn_s += time.perf_counter() - started
         return State(*opened(self._flat), loss_scale, self._layers)
 
     def close(self, draws: int) -> None:
@@ -110,6 +127,13 @@ class ShardedSlots:
         for slot in self._flat.values():
             slot.close(derive_key(draws, self.rank))
 
+    def _learns(self, name: str, compressor: Coded, step: int) -> bool:
+        """Whether a layer learns in ``step``: in its compressor's steps, and from the first on until it has learned."""
+        steps = learns_at(compressor)
+        if not steps or step < min(steps):
+            return False
+        return name not in self._learned or (step in steps and step != self.learned_at)
+
     def _learn(self, x: Tensor, learning: Mapping[str, Coded], loss_scale: float) -> None:
         for name, compressor in learning.items():
             if self._sends_all:
@@ -117,13 +141,14 @@ class ShardedSlots:
             else:
                 values = self._placement.shard(x, name, self.rank)
             values = values.reshape(-1).float() / loss_scale
-            if values.numel() < _LEAST_TO_LEARN:
+            if not teaches(values):
                 continue
             slots = self._layers[name].now
             learned = find_mixin(compressor, Learned)
             assert learned is not None
             for slot, value in learned.learn(values, slots).items():
                 slots[slot].copy_(value.view_as(slots[slot]))
+            self._learned.add(name)
 
     def commit(self, without: Collection[str] = ()) -> None:
         """Make the values that the last step wrote the present ones, but for those of the layers ``without``."""
@@ -158,6 +183,7 @@ class ShardedSlots:
         """Set a slot of a layer."""
         if slot.shape is not None:
             self._shaped[name, slot].copy_(value.view_as(self._shaped[name, slot]))
+            self._note_learned(name, slot)
         else:
             values = self._flat[slot.name].read()
             self._placement.write(values, name, value)

@@ -235,14 +235,16 @@ class ShardedWire(Handle["ShardedEngine"]):
     @property
     def needs_loss_scale(self) -> bool:
         """Whether the scale of the loss matters to anything here."""
-        return self._adapter is not None or self.plan.has_slots
+        return self._adapter is not None or self.plan.needs_loss_scale
 
-    def reduce_across(self, unit: Unit, part: Tensor, trained: Sequence[str]) -> Future[Tensor]:
+    def reduce_across(
+        self, unit: Unit, part: Tensor, trained: Sequence[str], *, loss_scale: float = 1.0
+    ) -> Future[Tensor]:
         """Start replacing this rank's part of the gradients of the layers ``trained`` by its mean over all replicas."""
         if self.begins_step:  # among shards of one rank nothing was reduced before
             self._begin_step()
             self._engine.follow_trained(unit, trained)
-        return self._engine.reduce_across(unit, part)
+        return self._engine.reduce_across(unit, part, loss_scale)
 
     def note(self, *, local_gathers: int = 0, overlapped: int = 0) -> None:
         """Count what the attachment did itself."""

@@ -48,13 +48,10 @@ class Slots:
         ]
         return flat + sum(t.numel() * t.element_size() for t in (*tensors, *self._kept.values()))
 
-    def state(self, key: Hashable, layout: Layout, loss_scale: float, device: torch.device) -> State | None:
-        """Return the slots of the flat tensor ``key`` for one step, or None if its layers have none.
-
-        `close` ends their use.
-        """
+    def state(self, key: Hashable, layout: Layout, loss_scale: float, device: torch.device) -> State:
+        """Return the slots of the flat tensor ``key`` for one step. `close` ends their use."""
         if not layout.slots:
-            return None
+            return State({}, {}, loss_scale)
         place = self._places.get(key)
         if place is None or any(self._place_of.get(layer.name) != key for layer in place.layers):
             place = self._gather(key, layout, device)
@@ -125,9 +122,9 @@ class Slots:
         held = None if key is None else self._held(self._places[key], layer, slot.name)
         return self._kept.get((layer, slot.name)) if held is None else held
 
-    def moved(self, layer: str, compressor: Compressor, shape: Sequence[int]) -> bool:
-        """Whether any slot of a layer differs from its initial value."""
-        slots = [slot for slot in compressor.slots if not slot.scratch]
+    def moved(self, layer: str, compressor: Compressor, shape: Sequence[int], *, learned: bool = False) -> bool:
+        """Whether any slot of a layer differs from its initial value; with ``learned``, any that is learned."""
+        slots = [slot for slot in compressor.slots if (slot.learned if learned else not slot.scratch)]
         return any(not torch.equal(self.value(layer, slot, shape).cpu(), slot.first(shape, layer)) for slot in slots)
 
     def hand_over(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from thinwire.compressors import Coded, Compressor, Raw, RawSum, Summed, at_step, cold_start, learns_at
@@ -17,6 +17,7 @@ class StepPlan:
         self._num_ranks, self._shapes, self._slots = num_ranks, shapes, slots
         self._known: dict[str, int] = {}
         self._begun: set[str] = set()
+        self._learned: set[str] = set()
         self._followed: Plan | None = None
         self._distinct: tuple[Compressor, ...] = ()
         self._in_step: tuple[Compressor, ...] | None = None
@@ -25,7 +26,8 @@ class StepPlan:
         self._raw_is_summed = False
         self.number = 0
         """Which of the forms seen so far the present one is."""
-        self.learns_at: set[int] = set()
+        self._learns_at: dict[str, tuple[int, ...]] = {}
+        """By layer, the steps in which it learns."""
 
     def forget(self) -> None:
         """Start anew: from another plan, with other slots."""
@@ -38,6 +40,7 @@ class StepPlan:
         # A few compressors serve all layers, and most of them have no schedule: then nothing is done for each layer.
         if plan is not self._followed:
             self._followed, self._distinct, self._in_step = plan, tuple(dict.fromkeys(plan.layers.values())), None
+            self._learned.clear()
         in_step = tuple(at_step(compressor, step, learning_rate) for compressor in self._distinct)
         if in_step == self._in_step and not self._awaits_begin:
             return
@@ -51,7 +54,7 @@ class StepPlan:
         self._present = present
         self.number = self._known.setdefault(present.hash, len(self._known))
         coded = [c for c in present.layers.values() if isinstance(c, Coded)]
-        self.learns_at = {at for compressor in coded for at in learns_at(compressor)}
+        self._learns_at = {name: steps for name, c in present.layers.items() if (steps := learns_at(c))}
         sums = any(isinstance(c, Summed) for c in present.layers.values())
         self._raw_is_summed = sums and all(isinstance(c, Raw) for c in coded)
 
@@ -59,6 +62,20 @@ class StepPlan:
         """Take in a layer that ``plan`` has only now; for the others its coming counts from the next step on."""
         late = self._form_of(plan, step, learning_rate)[name]
         self._present = replace(self._present, layers={**self._present.layers, name: late})
+        self._learns_at |= {name: steps} if (steps := learns_at(late)) else {}
+
+    def learning(self, names: Iterable[str], step: int) -> tuple[str, ...]:
+        """Return those of the layers that learn in ``step``: in the steps of their compressor, and from the first of
+        these on until they have learned. All ranks find the same, as they share what is learned."""
+        return tuple(name for name in names if name in self._learns_at and self._learns(name, step))
+
+    def _learns(self, name: str, step: int) -> bool:
+        steps = self._learns_at[name]
+        if step < min(steps):
+            return False
+        if name not in self._learned and self._slots.moved(name, self[name], self._shapes[name], learned=True):
+            self._learned.add(name)
+        return step in steps or name not in self._learned
 
     def __getitem__(self, name: str) -> Compressor:
         """What a layer has in this step. Raw layers join the sums where there are no messages to ride in."""

@@ -148,6 +148,10 @@ class ReplicaMean(Operation):
     """An all-reduce, over the replicas of a shard, of its gradients."""
 
     flat: Tensor
+    loss_scale: float
+
+    def state(self, x: Tensor) -> State:
+        return State({}, {}, self.loss_scale)
 
     def buffer(self) -> Tensor:
         return self.flat

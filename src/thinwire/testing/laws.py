@@ -170,6 +170,12 @@ def odd_tensors_work(compressor: Compressor) -> None:
                 assert bool(((y - value).abs() <= 0.01 * abs(value)).all()) or not keeps_constants
     tiny = torch.tensor([1e-45, 1e-40, -1e-39, 0.0], dtype=torch.float32, device="cpu").repeat(64)
     assert float(compressor.roundtrip(tiny).abs().max()) <= 1e-37
+    plain = _sample(1000)
+    worst = max(1.0, float((compressor.roundtrip(plain) - plain).abs().max() / plain.abs().max()))
+    for size in (1e-43, 1e-40, 1e-36, 1e-32, 1e-30, 1e-28) if isinstance(compressor, Coded) else ():
+        small = (plain.double() * size).to(torch.float32)
+        error, largest = (compressor.roundtrip(small).double() - small).abs().max(), small.abs().max().double()
+        assert float(error) <= 1.01 * worst * float(largest), f"values of {size} are worse than zeros"
     huge = _sample(1000).view(40, 25) * min(1e30, traits.largest / 10)
     assert bool(torch.isfinite(compressor.roundtrip(huge)).all())
     assert compressor.roundtrip(_sample(24).view(2, 3, 4)).shape == (2, 3, 4)
@@ -328,6 +334,35 @@ def _defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def the_loss_scale_cancels(compressor: Compressor) -> None:
+    """What a gradient times the loss scale is decoded to, divided by it, is what the gradient itself is decoded to; or
+    it overflows to what is not finite, so that whoever chooses the scale sees it."""
+    if not isinstance(compressor, Coded | Summed):
+        return
+    numel = 1000
+    piece = Piece("layer", 0, numel, 0, 0, (40, 25))
+    segments = Segments.build([piece])
+
+    def received(x: Tensor, loss_scale: float) -> Tensor:
+        x = x * loss_scale
+        state = first_state(compressor, x, segments, loss_scale) or State({}, {}, loss_scale)
+        if isinstance(compressor, Coded):
+            message = torch.zeros(compressor.payload_bytes(numel, x.dtype), dtype=torch.uint8)
+            compressor.encode(x, message, CodecCall(segments, Key.derive(7), state=state))
+            return decode_one(compressor, message, segments, torch.float32) / loss_scale
+        sum_alone(compressor, x, piece, x.dtype, key=Key.derive(7), state=state)
+        return x / loss_scale
+
+    for size in (1e-3, 0.3):
+        x = _sample(numel) * size
+        once = received(x, 1.0)
+        for loss_scale in (2.0**-4, 2.0**10, 2.0**16):
+            scaled = received(x, loss_scale)
+            if not bool(torch.isfinite(scaled).all()) and float(x.abs().max()) * loss_scale > compressor.traits.largest:
+                continue
+            assert float((scaled - once).norm()) <= 1e-3 * float(x.norm()), f"at a loss scale of {loss_scale}"
+
+
 LAWS: tuple[Callable[[Compressor], None], ...] = (
     spec_gives_it_back,
     size_is_known_beforehand,
@@ -344,4 +379,5 @@ LAWS: tuple[Callable[[Compressor], None], ...] = (
     mean_is_that_of_what_was_sent,
     what_is_not_sent_is_kept,
     defaults_of_pytorch_change_nothing,
+    the_loss_scale_cancels,
 )

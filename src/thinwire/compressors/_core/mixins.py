@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from thinwire.compressors._core.compressor import Compressor, Count
@@ -82,7 +83,10 @@ class StepEnd(ABC):
 
 
 class Learned(ABC):
-    """It learns parameters of its code from gradients, at a few steps."""
+    """It learns parameters of its code from gradients, at a few steps.
+
+    A layer that had no gradient in the first of them (zeros, or none at all) learns in its first step that has one.
+    """
 
     @property
     @abstractmethod
@@ -91,10 +95,10 @@ class Learned(ABC):
 
     @abstractmethod
     def learn(self, values: Tensor, slots: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return new values of the learned slots. One rank learns, and the handle broadcasts the result.
+        """Return new values of the learned slots. One rank learns, and the handle gives the result to all.
 
         Args:
-            values: the gradient of a layer, flat, fp32.
+            values: the gradient of a layer, flat, fp32; not all of them are zero or not finite.
             slots: the present values of its slots.
         """
 
@@ -168,6 +172,11 @@ def learns_at(compressor: Compressor) -> tuple[int, ...]:
     return () if learned is None else learned.learns_at
 
 
+def teaches(values: Tensor) -> bool:
+    """Return whether there is anything to learn from ``values``: one that is finite and not zero."""
+    return bool((torch.isfinite(values) & (values != 0)).any())
+
+
 def first_state(compressor: Compressor, flat: Tensor, segments: Segments, loss_scale: float = 1.0) -> State | None:
     """Return the state of a first step, as if the step before it had had the gradients ``flat``; None without slots.
 
@@ -187,7 +196,7 @@ def first_state(compressor: Compressor, flat: Tensor, segments: Segments, loss_s
     state = state.swapped()
     if (learned := find_mixin(compressor, Learned)) is not None and learned.learns_at:
         for piece in segments.pieces:
-            slots = state.layers[piece.name].now
-            for name, value in learned.learn(flat[piece.elements].float() / loss_scale, slots).items():
+            slots, values = state.layers[piece.name].now, flat[piece.elements].float() / loss_scale
+            for name, value in learned.learn(values, slots).items() if teaches(values) else ():
                 slots[name].copy_(value.view_as(slots[name]))
     return state

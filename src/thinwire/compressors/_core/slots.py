@@ -27,7 +27,7 @@ class Slot:
     shared: bool = False
     """Whether all ranks hold the same value."""
     learned: bool = False
-    """Written by `Learned.learn` at a few steps, not by encoding."""
+    """Written by `Learned.learn` at a few steps, not by encoding. Its initial value is what is not learned yet."""
     scratch: bool = False
     """Used only during a step, and never saved."""
     optional: bool = False

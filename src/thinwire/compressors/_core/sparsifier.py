@@ -22,7 +22,7 @@ from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.coded import Coded
 from thinwire.compressors._core.compressor import Compressor, Count, needs_state
 from thinwire.compressors._core.mixins import Bounded, Indexed, Saturating, Scheduled, StepEnd
-from thinwire.compressors._core.segments import Key, Piece, Segments, bytes_in_chunks
+from thinwire.compressors._core.segments import Piece, Segments, bytes_in_chunks
 from thinwire.compressors._core.slots import LayerState, Slot
 from thinwire.compressors._core.traits import Traits
 
@@ -115,7 +115,7 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
             put_header(message, piece, header)
             kernels.pack_indices(picked.indices, piece.numel, room, message, piece.payload + HEADER)
             rooms.append(room)
-        self._put_values([p for p, _ in chosen], rooms, [picked.values for _, picked in chosen], message, call.key)
+        self._put_values([p for p, _ in chosen], rooms, [picked.values for _, picked in chosen], message, call)
 
     def _encode_at_once(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
         """`encode` without waiting for a device: the host does not count, and bounded payloads are full size."""
@@ -125,10 +125,10 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
         if self.coder is not None:
             pieces = tuple(piece for piece in call.pieces if piece.numel)
             rooms = tuple(self.room(piece.numel) for piece in pieces)
-            self.coder.encode(values, message, CodecCall(_value_segments(pieces, rooms), call.key))
+            self.coder.encode(values, message, call._replace(segments=_value_segments(pieces, rooms)))
 
     def _put_values(
-        self, pieces: Sequence[Piece], rooms: Sequence[int], values: Sequence[Tensor], message: Tensor, key: Key
+        self, pieces: Sequence[Piece], rooms: Sequence[int], values: Sequence[Tensor], message: Tensor, call: CodecCall
     ) -> None:
         if self.coder is None:
             for piece, room, chosen in zip(pieces, rooms, values, strict=True):
@@ -138,7 +138,7 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
         flat = torch.zeros(sum(rooms), dtype=torch.float32, device=message.device)
         for chosen, start in zip(values, _starts(rooms), strict=True):
             flat[start : start + chosen.numel()] = chosen
-        self.coder.encode(flat, message, CodecCall(_value_segments(tuple(pieces), tuple(rooms)), key))
+        self.coder.encode(flat, message, call._replace(segments=_value_segments(tuple(pieces), tuple(rooms))))
 
     def _rooms(self, message: Tensor, pieces: Sequence[Piece]) -> list[int]:
         """Return how many elements each payload holds. A header is not trusted beyond `room`."""
@@ -252,7 +252,11 @@ class Chain(Sparsifier, StepEnd, Scheduled):
     @property
     def traits(self) -> Traits:
         first, values = self.first.traits, self.values.traits
-        return first._replace(exact_bits=first.exact_bits and values.exact_bits, largest=values.largest)
+        return first._replace(
+            exact_bits=first.exact_bits and values.exact_bits,
+            largest=values.largest,
+            absolute=first.absolute or values.absolute,
+        )
 
     @property
     def slots(self) -> tuple[Slot, ...]:

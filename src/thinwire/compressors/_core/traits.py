@@ -32,4 +32,9 @@ class Traits(NamedTuple):
     plain_mean: bool = True
     """Whoever gathers all messages takes their mean. Otherwise the compressor overrides `Coded.mean`."""
     largest: float = math.inf
-    """Largest magnitude that can be represented. Beyond it, values saturate or become Inf."""
+    """Largest magnitude that can be represented. Beyond it, values saturate or become Inf.
+
+    Where they saturate, it is that of unscaled gradients: what is encoded may be `CodecCall.loss_scale` times as large.
+    """
+    absolute: bool = False
+    """What is sent depends on how large values are in the gradient's own units: it reads `CodecCall.loss_scale`."""
