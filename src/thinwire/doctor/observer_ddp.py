@@ -36,7 +36,7 @@ class DDPObserver:
                 f"thinwire.compress() or register_comm_hook() out of the script for now ({error})"
             ) from error
         self._watcher = watcher
-        self._names = {p: name for name, p in named_parameters(model.module).items()}
+        self._names: dict[torch.Tensor, str] = {p: name for name, p in named_parameters(model.module).items()}
         self._follower = Follower("thinwire doctor")
         self._device = next(model.parameters()).device
 

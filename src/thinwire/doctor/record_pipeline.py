@@ -65,7 +65,12 @@ def record_pipeline(
     free = now.unbound.step_s + measured.rest_s
     share = max(0.0, 1 - free / today)
     at_once = replace(measured, codecs=dict.fromkeys(measured.codecs, (0.0, 0.0)))
-    verdict = conclude(today, share, predictions, lambda p: predict_pipeline(p.setting, at_once))
+
+    def at_no_cost(prediction: Prediction) -> Prediction:
+        assert isinstance(prediction.setting, PipelineSetting)
+        return predict_pipeline(prediction.setting, at_once)
+
+    verdict = conclude(today, share, predictions, at_no_cost)
     rows = [prediction_row(p, prices) for p in predictions]
     results = Results(
         "thinwire doctor",

@@ -332,10 +332,9 @@ class _Hook:
         """
         error = sys.exc_info()[1]
         detector = self.wire.detector if self.wire is not None and self.wire.attached else None
-        ours = isinstance(error, RuntimeError) and "gloo" in str(error) and id(error) != self._handled
-        if detector is None or not ours:
+        if detector is None or not isinstance(error, RuntimeError) or id(error) == self._handled:
             return
-        if not hasattr(error, "rank"):
+        if "gloo" in str(error) and not hasattr(error, "rank"):
             explained = detector.explain(TransportError(str(error)))
             vars(error).update(rank=explained.rank, host=explained.host, reason=explained.reason)
             if explained.rank is not None:

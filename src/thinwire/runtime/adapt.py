@@ -331,8 +331,7 @@ class Adapter:
             proposal = asked.result()
             layers = {name: str(c) for name, c in proposal.layers.items() if name in self._adaptable}
             chosen = {} if proposal.algorithm in (None, self.algorithm) else {"algorithm": str(proposal.algorithm)}
-            answer = {"note": str(proposal.note), "layers": layers, "trial": proposal.trial}
-            return proposal, answer | chosen
+            return proposal, {"note": str(proposal.note), "layers": layers, "trial": proposal.trial, **chosen}
         except Exception as error:  # noqa: BLE001 - a policy may come from anywhere, and training goes on without it
             return None, {"note": f"the policy failed ({type(error).__name__}: {error}): the plan stays", "layers": {}}
         finally:
