@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_laws import SPECS as REGISTERED
 
 from thinwire import parse
 from thinwire.compressors import (
@@ -19,7 +20,9 @@ from thinwire.compressors import (
     State,
     SumCall,
     Summed,
+    Wrapper,
     cold_start,
+    ef,
     first_state,
     for_world,
 )
@@ -255,3 +258,84 @@ def test_whether_minmax_contracts_is_what_its_traits_say(bits: int, bucket: int,
     x = torch.randn(1 << 14, generator=torch.Generator().manual_seed(0))
     error = float((compressor.roundtrip(x) - x).norm() / x.norm())
     assert (error < 1.0) == compressor.traits.contracts, error
+
+
+_BUCKETS = (16, 128, 1024, 4096)
+_QUANTIZERS = {
+    f"{kind}(bits={{bits}}, bucket={{bucket}}{more})": range(least, 9)
+    for kind, more, least in [
+        *(("minmax", f", rounding={rounding}", 1) for rounding in ("stochastic", "nearest")),
+        *(("maxabs", f", rounding={rounding}", 2) for rounding in ("stochastic", "nearest")),
+        *(("maxabs", f", rounding={rounding}, midrise=True", 1) for rounding in ("stochastic", "nearest")),
+        ("qsgd", "", 2),
+        ("qsgd", ", norm=linf", 2),
+    ]
+}
+
+
+def _heavy(step: int) -> torch.Tensor:
+    """Values of a Student t distribution with two degrees of freedom, and one of 20 in every 128 normal ones.
+
+    Each step has the same in another order: their variance is infinite, and no two draws are alike.
+    """
+    normal = torch.randn(4, 4096, generator=torch.Generator().manual_seed(0))
+    tailed = normal[0] / (normal[1].square() + normal[2].square()).div(2.0).sqrt()
+    normal[3, ::128] = 20.0
+    order = torch.randperm(4096, generator=torch.Generator().manual_seed(step))
+    return torch.cat([tailed[order], normal[3].roll(step)]).view(64, 128)
+
+
+def _check_contraction(spec: str) -> None:
+    compressor = parse(spec)
+    if not isinstance(compressor, Wrapper):
+        if not isinstance(compressor, Coded | Summed):
+            return
+        compressor = ef(compressor)
+    assert isinstance(compressor, Wrapper)
+    coder = compressor.coder
+    if not coder.traits.contracts:
+        return
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    assert float((coder.roundtrip(x) - x).norm() / x.norm()) <= 1.0, coder
+    x = _heavy(0)
+    if float((coder.roundtrip(x) - x).norm() / x.norm()) <= 1.0:
+        return
+    residual, norms = torch.zeros_like(x), []
+    for step in range(60):
+        p = _heavy(step) + residual
+        residual = p - coder.roundtrip(p, step)
+        norms.append(float(residual.norm()))
+    assert max(norms[40:]) <= 1.5 * max(norms[:30]), coder
+
+
+@pytest.mark.parametrize("spec", REGISTERED)
+def test_what_contracts_by_its_traits_does(spec: str) -> None:
+    """Normally distributed values are larger than the error, and residuals of heavy-tailed ones do not grow."""
+    _check_contraction(spec)
+
+
+@pytest.mark.parametrize("quantizer", _QUANTIZERS)
+def test_quantizers_of_all_bits_contract_where_their_traits_say_so(quantizer: str) -> None:
+    for bits in _QUANTIZERS[quantizer]:
+        for bucket in _BUCKETS:
+            _check_contraction(quantizer.format(bits=bits, bucket=bucket))
+
+
+@pytest.mark.parametrize("kind", ["minmax", "maxabs", "topk(density=0.1) | minmax"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_quantizers_with_feedback_round_to_nearest_unless_the_spec_says_otherwise(kind: str, bits: int) -> None:
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+    plain = f"ef({kind}(bits={bits}, bucket=64))"
+    sent = {}
+    for name, more in (("", ""), ("nearest", ", rounding=nearest"), ("stochastic", ", rounding=stochastic")):
+        compressor = parse(f"ef({kind}(bits={bits}, bucket=64{more}))").fit(SHAPE)
+        assert isinstance(compressor, Coded)
+        segments = Segments.build([Piece("layer", 0, NUMEL, 0, 0, SHAPE)])
+        message = torch.zeros(compressor.payload_bytes(NUMEL, torch.float32), dtype=torch.uint8)
+        state = first_state(compressor, x.flatten(), segments)
+        compressor.encode(x.flatten(), message, CodecCall(segments, Key.derive(0), state))
+        sent[name] = message
+        assert torch.equal(compressor.roundtrip(x), parse(str(compressor)).roundtrip(x))
+    assert torch.equal(sent[""], sent["nearest"])
+    assert not torch.equal(sent[""], sent["stochastic"])
+    assert "rounding" not in str(parse(plain))

@@ -581,9 +581,9 @@ def test_what_errs_by_more_than_its_input_never_has_error_feedback(policy: Polic
     policy.check(seen.reference, SHAPES)
     first = policy.propose(seen)
     for proposal in (first, policy.propose(replace(seen, memory=first.memory))):
-        inner = [compressor.inner for compressor in proposal.layers.values() if isinstance(compressor, Wrapper)]
-        assert len(inner) == len(SHAPES)
-        assert all(compressor.traits.contracts for compressor in inner)
+        coders = [compressor.coder for compressor in proposal.layers.values() if isinstance(compressor, Wrapper)]
+        assert len(coders) == len(SHAPES)
+        assert all(compressor.traits.contracts for compressor in coders)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from thinwire.compressors._core.calls import CodecCall, SumCall
 from thinwire.compressors._core.checks import check_choice, check_share
 from thinwire.compressors._core.coded import Coded, CodedWrapper, OnePass
 from thinwire.compressors._core.compressor import Compressor
+from thinwire.compressors._core.rounding import rounded_for
 from thinwire.compressors._core.slots import Slot, State
 from thinwire.compressors._core.summed import Subtract, Summed, SumShape
 from thinwire.compressors._core.wrapper import Wrapper
@@ -45,6 +46,9 @@ def ef(inner: Compressor, units: Units = "gradient", decay: float = 1.0, bits: i
     ``bits=8`` keeps residuals in 8 bits between steps, with a scale for 128 of them and stochastic rounding, as LoCo
     does (2407.04480): 2.1 bytes an element in place of 8. Memory is saved where all layers of a DDP bucket, or of an
     FSDP module, that have error feedback have it so.
+
+    A quantizer whose spec has no ``rounding=`` rounds to nearest: what a step errs by is sent later, so only its size
+    counts, and rounding need not be unbiased.
 
     A compressor that errs by more than its input (`Traits.contracts`: TernGrad, QSGD with few steps in large buckets)
     must not have error feedback: its residual would grow without bound. `thinwire.compress` warns of that.
@@ -125,28 +129,34 @@ class EfCoded(Feedback, CodedWrapper):
     decay: float = 1.0
     bits: int = 32
 
+    @property
+    def coder(self) -> Coded:
+        return rounded_for("feedback", self.inner)
+
     def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
         e = self.residual(call.state)
-        if isinstance(self.inner, OnePass):
-            self.inner.encode(x, message, call, e)  # the same in one pass
+        coder = self.coder
+        if isinstance(coder, OnePass):
+            coder.encode(x, message, call, e)  # the same in one pass
         else:
             p = e.next
             kernels.rows_add(x, e.now, call.table, p, alpha=e.loss_scale)
-            self.inner.encode(p, message, call)
-            subtract_sent(self.inner, message, p, call, over=e.loss_scale)
+            coder.encode(p, message, call)
+            subtract_sent(coder, message, p, call, over=e.loss_scale)
         self._forget(e, call)
 
     def reduce(self, messages: Sequence[Tensor], own: Tensor, out_message: Tensor, y: Tensor, call: CodecCall) -> None:
         e = self.residual(call.state)
-        if isinstance(self.inner, OnePass) and self.traits.plain_sum:
-            self.inner.reduce(messages, own, out_message, y, call, e)  # the same in one pass
+        coder = self.coder
+        if isinstance(coder, OnePass) and self.traits.plain_sum:
+            coder.reduce(messages, own, out_message, y, call, e)  # the same in one pass
         else:
             p = e.next
-            self.inner.add_up(messages, own, p, call)
+            coder.add_up(messages, own, p, call)
             kernels.rows_add(p, e.now, call.table, p, alpha=e.loss_scale)
-            self.inner.encode(p, out_message, call)
-            self.inner.decode(out_message, y, call._replace(scale=1.0))
-            subtract_sent(self.inner, out_message, p, call, over=e.loss_scale)
+            coder.encode(p, out_message, call)
+            coder.decode(out_message, y, call._replace(scale=1.0))
+            subtract_sent(coder, out_message, p, call, over=e.loss_scale)
         self._forget(e, call)
 
     def _forget(self, e: Residual, call: CodecCall) -> None:

@@ -23,7 +23,8 @@ class MaxAbs(Bucketed):
     index of the first axis) or the ``layer``. ``midrise=True`` is the paper's description: ``2^bits`` intervals on
     [−a, a], decoded to their midpoints, so that zero is no level and the outermost values saturate. Stochastic rounding
     is unbiased, as Theorem 3.1 requires; the authors' code rounds to nearest. By default, gradients are rounded
-    stochastically, and weights and deltas as in `rounded_for`. Costs ``bits + 32/bucket`` bits an element.
+    stochastically, and weights, deltas and what has error feedback as in `rounded_for`. Costs ``bits + 32/bucket``
+    bits an element.
     """
 
     spec_name: ClassVar[str] = "maxabs"
@@ -43,7 +44,14 @@ class MaxAbs(Bucketed):
 
     @property
     def traits(self) -> Traits:
-        return Traits(unbiased=self.rounding != "nearest" and not self.midrise, keeps_constants=not self.midrise)
+        nearest = self.rounding == "nearest"
+        # A single step on each side of zero is, in all but small buckets, longer than most values are large.
+        most = (128 if nearest else 16) if self.midrise else 32
+        small = self.scale == "bucket" and self.bucket <= most
+        one_step = self.bits == 1 or (self.bits == 2 and not self.midrise and not nearest)
+        return Traits(
+            unbiased=not nearest and not self.midrise, keeps_constants=not self.midrise, contracts=small or not one_step
+        )
 
     def fit(self, shape: Sequence[int]) -> Compressor:
         if self.scale in ("bucket", "layer"):

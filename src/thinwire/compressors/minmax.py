@@ -18,7 +18,7 @@ class MinMax(Bucketed):
     Per bucket of ``bucket`` consecutive elements: ``unit = (max − min)/(2^bits − 1)``,
     ``code = floor((x − min)/unit + u)`` with ``u`` uniform in [0, 1) (stochastic, unbiased) or ½ (nearest),
     decoded to ``min + code · unit``. Costs ``bits + 64/bucket`` bits an element. By default, gradients are rounded
-    stochastically, and weights and deltas as in `rounded_for`.
+    stochastically, and weights, deltas and what has error feedback as in `rounded_for`.
 
     A bucket that holds NaN or Inf, or whose range overflows fp32, is decoded to NaN throughout.
     """
@@ -38,8 +38,8 @@ class MinMax(Bucketed):
     @property
     def traits(self) -> Traits:
         # Two levels lie at the ends of a bucket, in all but small ones further from most values than zero does.
-        small = self.bucket <= (8 if self.rounding == "nearest" else 4)
-        return Traits(unbiased=self.rounding != "nearest", contracts=self.bits > 1 or small)
+        most = {1: 8} if self.rounding == "nearest" else {1: 4, 2: 1024}
+        return Traits(unbiased=self.rounding != "nearest", contracts=self.bucket <= most.get(self.bits, self.bucket))
 
     def make_format(self) -> Format:
         return Format(self.bits, self.bucket, rounding="nearest" if self.rounding == "nearest" else "stochastic")

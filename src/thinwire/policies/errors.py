@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compressors import Compressor, PowerSGD, TopK, unwrap
+from thinwire.compressors import Compressor, PowerSGD, TopK, Wrapper
 from thinwire.compressors._core.schedule import rank_at
 
 _POWER_STEPS = 5
@@ -32,7 +32,7 @@ def squared_errors(gradient: Tensor, candidates: Sequence[Compressor], key: int 
         key: of the random draws of stochastic ones.
     """
     exact = gradient.detach().float()
-    inner = [unwrap(c) for c in candidates]
+    inner = [c.coder if isinstance(c, Wrapper) else c for c in candidates]
     errors: dict[Compressor, float] = {}
     densities = [c for c in inner if type(c) is TopK]
     if densities:

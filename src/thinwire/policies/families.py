@@ -69,7 +69,7 @@ def _finer(compressor: Compressor) -> list[Compressor]:
 
 def contracts(compressor: Compressor) -> bool:
     """Whether residuals stay bounded: what is inside error feedback errs by less than its input."""
-    return not isinstance(compressor, Wrapper) or compressor.inner.traits.contracts
+    return not isinstance(compressor, Wrapper) or compressor.coder.traits.contracts
 
 
 def check_contracting(where: str, compressors: Iterable[Compressor]) -> None:

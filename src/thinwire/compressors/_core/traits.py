@@ -20,7 +20,9 @@ class Traits(NamedTuple):
     keeps_constants: bool = True
     """A dense compressor decodes a layer with one value to that value, up to rounding."""
     contracts: bool = True
-    """The error is smaller than the input, as error feedback requires for residuals to stay bounded."""
+    """Residuals of error feedback stay bounded. The error is smaller than the input by the Euclidean norm, for normally
+    distributed values. For heavy-tailed ones, or one large value among small ones, a quantizer of few bits may err by
+    more for a while: its error is then below the input's largest magnitude, so that residuals stop growing."""
     wants_feedback: bool = False
     """So much is dropped or distorted that a plan adds error feedback."""
     takes_every_layer: bool = False

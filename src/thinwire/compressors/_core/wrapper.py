@@ -19,6 +19,11 @@ class Wrapper(Compressor):
     inner: Compressor
 
     @property
+    def coder(self) -> Compressor:
+        """What computes the messages: ``inner``, with its rounding set; see `rounded_for`."""
+        return self.inner
+
+    @property
     def traits(self) -> Traits:
         return self.inner.traits._replace(unbiased=False, contracts=True, wants_feedback=False)
 
@@ -34,7 +39,7 @@ class Wrapper(Compressor):
 
     def roundtrip(self, x: Tensor, key: int = 0) -> Tensor:
         # Nothing is kept before the first step.
-        return self.inner.roundtrip(x, key)
+        return self.coder.roundtrip(x, key)
 
     def __str__(self) -> str:
         return f"{self.spec_name}({self.inner})"
