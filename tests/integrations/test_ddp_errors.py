@@ -148,6 +148,45 @@ def test_a_rank_that_fails_is_named_and_training_can_go_on() -> None:
     assert all(len(losses) == 2 for _, _, losses in answers)
 
 
+def _one_rank_fails_before_it_sends(rank: int, spec: str, options: dict) -> tuple[str, int | None, int]:
+    model = make(rank)
+    wire = thinwire.compress(model, spec, skip_if_slower=False, **options)
+    train(model, rank, 3)
+    observe = wire.observe
+
+    def broken(*args, **kwargs) -> None:
+        raise ArithmeticError("this policy is broken")
+
+    wire.observe = broken if rank == _VICTIM else observe
+    kind, blamed = "nothing", None
+    try:
+        loss_of(model, batch(rank, 3)).backward()
+    except thinwire.PeerFailedError as error:
+        kind, blamed = "peer", error.rank
+    except ArithmeticError as error:
+        kind = str(error)
+    wire.observe = observe
+    model.zero_grad()
+    return kind, blamed, len(train(model, rank, 2, first=4))
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "others"),
+    [
+        ("ef(minmax(bits=4))", {}, "peer"),
+        ("powersgd(rank=2)", {}, "nothing"),  # added by native all-reduces, as the next two are
+        ("ef(minmax(bits=4))", {"start": 100}, "nothing"),
+        ("ef(minmax(bits=4))", {"simulate": True}, "nothing"),
+    ],
+    ids=["compressed", "low rank", "dense", "simulated"],
+)
+def test_nor_do_others_wait_for_a_rank_that_fails_before_it_sends(spec: str, options: dict, others: str) -> None:
+    answers = run_ranks(_one_rank_fails_before_it_sends, 3, spec, options)
+    assert [answer[0] for answer in answers] == [others, "this policy is broken", others]
+    assert answers[0][1] == answers[2][1] == (None if others == "nothing" else _VICTIM)
+    assert [answer[2] for answer in answers] == [2, 2, 2]
+
+
 class Sparse(nn.Module):
     """A model whose gradients cannot be compressed."""
 

@@ -209,31 +209,45 @@ class _Hook:
         if self.watch is not None:
             self.watch.note_exchange(parameters)
         layers = tuple((self.names[p], _shape_in_bucket(p)) for p in parameters)
-        if self.preconditioned is not None and not flat.is_sparse:
-            self.preconditioned.make(flat, layers, self._loss_scale)
         momentum = self.momentum if not wire.dense else None
         if momentum is not None and not momentum.active:
             return self._dense(flat, wire), _as_it_is
-        if momentum is None or flat.is_sparse:
-            return self._reduce(flat, layers, wire)
-        return self._send_momentum(momentum, flat, layers, wire)
-
-    def _send_momentum(
-        self, momentum: "Momentum", flat: torch.Tensor, layers: BucketLayers, wire: Wire
-    ) -> tuple[Reduced, Finish]:
-        scale = self._loss_scale
-        momentum.sketch(flat, layers)
-        momentum.make(flat, layers, scale)
-        future, finish = self._reduce(flat, layers, wire)
-        return future, lambda mean: momentum.undo(finish(mean), layers, scale)
-
-    def _reduce(self, flat: torch.Tensor, layers: BucketLayers, wire: Wire) -> tuple[Reduced, Finish]:
         if flat.is_sparse:
             return self._mean(flat, layers, wire)
-        wire.observe(flat, layers, loss_scale=self._loss_scale)
-        unsent = wire.add_unsent(flat, layers, loss_scale=self._loss_scale)
-        future, finish = self._mean(flat, layers, wire)
-        return future, (lambda mean: _unsent_noted(finish(mean), wire)) if unsent else finish
+        try:
+            finish = self._make(flat, layers, wire, momentum)
+        except Exception as error:  # noqa: BLE001 - raised at the end of backward
+            return self._fail(error, flat, layers, wire)
+        future, first = self._mean(flat, layers, wire)
+        return future, lambda mean: finish(first(mean))
+
+    def _make(self, flat: torch.Tensor, layers: BucketLayers, wire: Wire, momentum: "Momentum | None") -> Finish:
+        """Put in the place of gradients what is sent of them. Returns what is to be done with its mean."""
+        scale = self._loss_scale
+        if self.preconditioned is not None:
+            self.preconditioned.make(flat, layers, scale)
+        if momentum is not None:
+            momentum.sketch(flat, layers)
+            momentum.make(flat, layers, scale)
+        wire.observe(flat, layers, loss_scale=scale)
+        unsent = wire.add_unsent(flat, layers, loss_scale=scale)
+
+        def finish(mean: torch.Tensor) -> torch.Tensor:
+            if unsent:
+                wire.note_unsent(mean)
+            return mean if momentum is None else momentum.undo(mean, layers, scale)
+
+        return finish
+
+    def _fail(self, error: Exception, flat: torch.Tensor, layers: BucketLayers, wire: Wire) -> tuple[Reduced, Finish]:
+        """Take part in the exchange that the other ranks wait in, and tell them of ``error`` where messages can."""
+        if not (wire.dense or wire.simulated):
+            return wire.reduce(flat, layers, loss_scale=self._loss_scale, failed=error), _as_it_is
+
+        def finish(mean: torch.Tensor) -> torch.Tensor:
+            raise error
+
+        return self._follower.mean(flat, self.group, wire.detector), finish
 
     def _mean(self, flat: torch.Tensor, layers: BucketLayers, wire: Wire) -> tuple[Reduced, Finish]:
         if wire.dense:
@@ -368,11 +382,6 @@ def _as_it_is(mean: torch.Tensor) -> torch.Tensor:
 
 def _noted(mean: torch.Tensor, wire: Wire, layers: BucketLayers) -> torch.Tensor:
     wire.note_result(mean, layers)
-    return mean
-
-
-def _unsent_noted(mean: torch.Tensor, wire: Wire) -> torch.Tensor:
-    wire.note_unsent(mean)
     return mean
 
 

@@ -9,7 +9,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Generic, Literal, NamedTuple, TypeVar
 
@@ -407,8 +407,13 @@ class Channel(Generic[_S]):
         *,
         out: Tensor | None = None,
         kept: dict[int, Tensor] | None = None,
+        failed: Exception | None = None,
     ) -> Generator[Then]:
-        """Run all collectives of a buffer. Yields ``Then.LATER`` when its first messages are on their way."""
+        """Run all collectives of a buffer. Yields ``Then.LATER`` when its first messages are on their way.
+
+        ``failed``: what has gone wrong on this rank, which is raised once the others have been told. They cannot be
+        where there are sums: native all-reduces are run to their end.
+        """
         if isinstance(self.transport, DeviceTransport):
             call = replace(call, clock=ProfilerRanges())
         with ExitStack() as stack:
@@ -417,6 +422,11 @@ class Channel(Generic[_S]):
                 # Closed early, by an error in another one, it reports the failure to its peers.
                 running.append(stack.enter_context(closing(collective)))
                 next(collective)
+            if failed is not None and not route.layout.sums:
+                for collective in running:
+                    with suppress(type(failed)):
+                        collective.throw(failed)
+                raise failed
             yield Then.LATER
             # Otherwise every buffer under way would wait for the timeout once more, after a rank has fallen silent.
             self._check_link()

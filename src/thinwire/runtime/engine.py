@@ -247,17 +247,22 @@ class BucketEngine:
         self.slots.replace(loaded.slots)
         agree(self.record(loaded.step), self.transport)
 
-    def reduce(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> Job:
-        """A job of the executor: replace ``flat`` by its mean over all ranks, and return it."""
+    def reduce(
+        self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float, failed: Exception | None = None
+    ) -> Job:
+        """A job of the executor: replace ``flat`` by its mean over all ranks, and return it; or tell the other ranks
+        that this one has ``failed``, and raise it."""
         try:
             if self.world_size > 1:
-                yield from self._communicate(flat, layers, step, loss_scale)
+                yield from self._communicate(flat, layers, step, loss_scale, failed)
         except TransportError:
             raise
         except Exception:
             # Peers have the same news, or will: nobody commits this step.
             self._failed = True
             raise
+        if failed is not None:
+            raise failed
         self.raise_parity_error()
         return flat
 
@@ -292,7 +297,9 @@ class BucketEngine:
                     cold.follow(mean[start : start + numel], name, state)
             start += numel
 
-    def _communicate(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> Iterator[Then]:
+    def _communicate(
+        self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float, failed: Exception | None
+    ) -> Iterator[Then]:
         self._begin(step)
         self.recorder.bucket_begins()
         key = (layers, flat.dtype, self._step_plan.number)
@@ -306,7 +313,8 @@ class BucketEngine:
         self._poison.note_gradients(flat)
         exact = flat.to(torch.float32, copy=True) if self.measure and step % self.measure == 0 else None
         clock = self.timeline or self.stats
-        yield from self.channel.exchange(route, flat, CollectiveCall(self.channel.seed, step, state=state, clock=clock))
+        call = CollectiveCall(self.channel.seed, step, state=state, clock=clock)
+        yield from self.channel.exchange(route, flat, call, failed=failed)
         self._close_slots(key, step)
         if exact is not None:
             # Against the exact mean, which takes an all-reduce in fp32.

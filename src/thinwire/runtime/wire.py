@@ -294,14 +294,17 @@ class Wire(Handle["BucketEngine"]):
         """Count ``num_bytes`` that a native all-reduce has moved beside the gradients of a bucket."""
         self._engine.recorder.beside(ring_bytes(num_bytes, self.world_size))
 
-    def reduce(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> torch.futures.Future[Tensor]:
+    def reduce(
+        self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0, failed: Exception | None = None
+    ) -> torch.futures.Future[Tensor]:
         """Start replacing ``flat``, the gradients of ``layers`` end to end, by their mean over all ranks.
 
         ``loss_scale`` is how many times larger than the gradients its values are (a `GradScaler`'s scale). The future's
-        result is ``flat`` itself; whatever goes wrong reaches the caller through it.
+        result is ``flat`` itself; whatever goes wrong reaches the caller through it. ``failed`` is what has gone wrong
+        on this rank already: the other ranks, which wait for its messages, are told instead, and the future has it.
         """
         timeline = self._engine.timeline
-        job = self._engine.channel.guarded(self._engine.reduce(flat, layers, self._step, loss_scale))
+        job = self._engine.channel.guarded(self._engine.reduce(flat, layers, self._step, loss_scale, failed))
         if timeline:
             job = timeline.bucket(job, self._step, [name for name, _ in layers], flat.nbytes)
         future = self._executor.submit(job)
