@@ -356,7 +356,7 @@ class BucketEngine:
         if not layers:
             return
         values = [flat[layer.start : layer.start + layer.numel].float() / state.loss_scale for layer in layers]
-        teaching = torch.tensor([teaches(v) for v in values], dtype=torch.uint8)
+        teaching = torch.tensor([teaches(v) for v in values], dtype=torch.uint8, device="cpu")
         by_rank = self.transport.all_gather(teaching).tolist()
         teachers = [next((r for r, all_of in enumerate(by_rank) if all_of[at]), None) for at in range(len(layers))]
         with failing_together([self.transport], "learning what gradients are coded with"):

@@ -347,7 +347,7 @@ def the_loss_scale_cancels(compressor: Compressor) -> None:
         x = x * loss_scale
         state = first_state(compressor, x, segments, loss_scale) or State({}, {}, loss_scale)
         if isinstance(compressor, Coded):
-            message = torch.zeros(compressor.payload_bytes(numel, x.dtype), dtype=torch.uint8)
+            message = torch.zeros(compressor.payload_bytes(numel, x.dtype), dtype=torch.uint8, device="cpu")
             compressor.encode(x, message, CodecCall(segments, Key.derive(7), state=state))
             return decode_one(compressor, message, segments, torch.float32) / loss_scale
         sum_alone(compressor, x, piece, x.dtype, key=Key.derive(7), state=state)
