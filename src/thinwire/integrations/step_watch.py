@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from thinwire.runtime.handle import Handle
 from thinwire.runtime.warning import warn_caller
@@ -17,6 +18,7 @@ _PATIENCE = 3
 """Steps in a row without an exchange before the loop is told: one may come of gradients made before ``compress()``."""
 
 _watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
+_hook: RemovableHandle | None = None
 
 
 class StepWatch:
@@ -36,13 +38,11 @@ class StepWatch:
         self._last_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._missed = 0
         self._exchanged: set[int] = set()
-        """The parameters of the first backward pass, which are those of all."""
+        """The parameters whose gradients were exchanged so far: under DDP the same in every backward pass."""
         self._told = False
         self.accumulates = False
         """Whether a forward pass whose gradients stay on this rank came after the last exchange."""
-        if not _watches:
-            _registered()
-        _watches.add(self)
+        _begin(self)
         # What holds the watch: it ends with the handle.
         handle.at_detach(self.stop)
 
@@ -88,17 +88,16 @@ class StepWatch:
             )
 
 
-def _registered() -> None:
-    """Have PyTorch call the watches from now on. Registered once and for all: hooks cannot be removed while a step
+def _begin(watch: StepWatch) -> None:
+    """Have PyTorch call a watch from now on. The hook is registered once and for all: none can be removed while a step
     goes through them, and a handle may end at any time."""
-    global _register
-    if _register is None:
-        _register = register_optimizer_step_pre_hook(_look)
-
-
-_register: Any = None
+    global _hook
+    _hook = _hook or register_optimizer_step_pre_hook(_look)
+    _watches.add(watch)
 
 
 def _look(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    if torch.compiler.is_compiling():  # a step that is compiled as a whole stays one graph
+        return
     for watch in list(_watches):
         watch.before_step(optimizer)
