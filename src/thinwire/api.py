@@ -97,9 +97,10 @@ def compress_ddp(
     Args:
         model: with its parameters on the CPU, over gloo; or on one CUDA device of each rank, over NCCL, where Triton
             compresses (docs/gpu.md says what differs there).
-        compressor: a compressor, its spec, or a mapping from name patterns to them: the first pattern that matches
-            holds. A pattern with ``*`` or ``?`` must match the whole name of the parameter in the module inside DDP; a
-            plain word matches any name that contains it. Layers that no pattern matches stay raw. Compressors that drop
+        compressor: a compressor, its spec, or a mapping from name patterns to them. A layer's full name means that
+            layer alone and counts before any pattern; then the first pattern that matches holds. One with ``*`` or
+            ``?`` must match the whole name of the parameter in the module inside DDP; any other word matches every name
+            that contains it. Layers that no pattern matches stay raw. Compressors that drop
             or distort much (``topk``, ``powersgd`` ...) get error feedback around them unless they say
             ``feedback=False``; layers that a compressor cannot take stay raw (``wire.unsuited`` says which and why). By
             default ``minmax(bits=4, bucket=128)``, for which ``4bit`` is short, as ``8bit``, ``2bit`` and ``bf16`` are

@@ -51,7 +51,7 @@ def compare(
     Examples:
       thinwire compare "minmax(bits=4, bucket=128)" "ef(minmax(bits=2))"
       thinwire compare "minmax(bits=4)" --seeds 5 --within 0.5% --rate 100mbit --json out.json
-      thinwire compare "ef(minmax(bits=1))" --tune-each
+      thinwire compare "onebit(bucket=512)" --tune-each
       thinwire compare "topk(density=0.01)" "topk(density=0.01) with lgreco(every=25)"
       thinwire compare --smoke
 

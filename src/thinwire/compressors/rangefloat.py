@@ -104,27 +104,29 @@ class RangeFloat(Coded, Learned, Saturating):
             formats = torch.stack([call.state.layers[piece.name].now[_FORMAT.name] for piece in call.pieces])
             formats = self._completed(formats, x, call)
         else:
-            formats = call.table.kept((self, x.device), lambda: self._fixed(len(call.segments)).to(x.device))
+            formats = self._fixed(x, call)
         if call.loss_scale == 1.0:
             return formats
         ranges, mantissas = formats.unbind(1)
         return torch.stack(((ranges * call.loss_scale).clamp(_LEAST_RANGE, _MOST_RANGE), mantissas), 1)
 
     def _completed(self, formats: Tensor, x: Tensor, call: CodecCall) -> Tensor:
-        """Return ``formats`` with one for pieces whose layer has learned none: its gradient was zero on this rank."""
+        """Return ``formats`` with one for pieces whose layer has learned none: no rank had a gradient of it yet, under
+        FSDP2 not this one."""
         unknown = formats[:, 0] == 0
         if kernels.asynchronous(x):
             # Of zeros, of which any format is one.
-            return torch.where(unknown[:, None], self._fixed(1).to(x.device, non_blocking=True), formats)
+            return torch.where(unknown[:, None], self._fixed(x, call), formats)
         for at in unknown.nonzero()[:, 0].tolist():
             values = x[call.pieces[at].elements].float() / call.loss_scale
             formats[at] = torch.tensor(self.chosen(values), dtype=torch.float32, device="cpu")
         return formats
 
-    def _fixed(self, num_pieces: int) -> Tensor:
+    def _fixed(self, x: Tensor, call: CodecCall) -> Tensor:
         top = 1.0 if self.range == "auto" else float(self.range)
         mantissa = max(0, self.bits - _USUAL_EXPONENT_BITS) if self.mantissa == "auto" else self.mantissa
-        return torch.tensor([[top, float(mantissa)]], dtype=torch.float32, device="cpu").repeat(num_pieces, 1)
+        row = torch.tensor([[top, float(mantissa)]], dtype=torch.float32, device="cpu")
+        return call.table.kept((self, x.device), lambda: row.repeat(len(call.segments), 1).to(x.device))
 
     def decode(self, message: Tensor, y: Tensor, call: CodecCall, *, add: bool = False) -> None:
         kernels.rangefloat_decode(message, call.table, y, bits=self.bits, add=add, scale=call.scale)

@@ -102,8 +102,8 @@ class BufferContents:
         self._seen.add(buffer.kind)
         what = f"{buffer.kind.replace('_', '-')} of {buffer.numel:,} values"
         warn_caller(
-            f"a process group of backend thinwire sent an {what} exactly, and will send others so, because it is not "
-            "known to hold gradients or weights. For DistributedDataParallel, register the model: "
+            f"a process group of backend thinwire sends this exactly, and others like it: {what}. It is not known to "
+            "hold gradients or weights. For DistributedDataParallel, register the model: "
             "thinwire.register_model(model). For other buffers, pass ProcessGroupOptions(where=...), which chooses "
             "those to compress"
         )

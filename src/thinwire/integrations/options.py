@@ -165,7 +165,10 @@ def unfit(module: nn.Module) -> dict[str, str]:
     for part in module.modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             kind = type(part).__name__
-            why[names[id(part.weight)]] = f"its gradients are sparse ({kind}(sparse=True)), and are sent as they are"
+            # A weight that is computed (``torch.nn.utils.parametrize``) is no parameter, and what makes it has a name.
+            if (name := names.get(id(part.weight))) is None:
+                continue
+            why[name] = f"its gradients are sparse ({kind}(sparse=True)), and are sent as they are"
     return why
 
 

@@ -88,7 +88,7 @@ class Plan:
         asked = self.named(name, shape)
         unfit = self.keep.unfit.get(name) if not isinstance(asked, Raw) else None
         if unfit is not None and self._own(name) is not None:
-            raise TypeError(f"{name}: {unfit}; leave it raw, as a pattern such as '*' does, which does not name it")
+            raise TypeError(f"{name}: {unfit}; take its name out of the rules: a pattern such as '*' leaves it raw")
         try:
             if unfit is not None:
                 raise Unsuited(unfit)

@@ -59,8 +59,8 @@ def family(
 def _finer(compressor: Compressor) -> list[Compressor]:
     """What errs less than a quantizer of the most bits: the same in smaller buckets, and no compression."""
     bucket, finer = getattr(compressor, "bucket", None), []
-    if not isinstance(bucket, int):
-        return []
+    if not isinstance(bucket, int) or getattr(compressor, "scale", "bucket") == "layer":
+        return [Raw()]
     while (bucket := bucket // 2) >= _LEAST_BUCKET:
         changes: dict[str, Any] = {"bucket": bucket}
         finer.append(replace(compressor, **changes))

@@ -142,7 +142,7 @@ class Wire(Handle["BucketEngine"]):
     def memory(self) -> int:
         """Bytes that the compressors' state takes on this rank, by formula: known before training.
 
-        Error feedback keeps two values for each element of the model, 8 bytes, or about 2 with ``ef(..., state=8)``.
+        Error feedback keeps two values for each element of the model, 8 bytes, or about 2 with ``ef(..., bits=8)``.
         """
         return slot_bytes(self.plan.layers, self._engine.shapes)
 
