@@ -317,9 +317,11 @@ def _stage_function() -> Callable[..., Any]:
 def explained(name: str, value: object, function: Callable[..., Any], kind: str) -> str:
     """Explain that ``function``, for models of this ``kind``, takes no ``name``: which one does, and what it takes."""
     if name == "compressor" and function is compress_fsdp:
+        from thinwire.integrations.fsdp import DEFAULT_SHARDED_RULES
+
         return (
             "a model under fully_shard() sends weights and gradients, and each has a compressor of its own: "
-            f"thinwire.compress(model, gradients={value!r}), with weights='minmax(bits=8, bucket=1024)' unless you "
+            f"thinwire.compress(model, gradients={value!r}), with weights={DEFAULT_SHARDED_RULES!r} unless you "
             "give weights= as well"
         )
     if name == "compressor" and function is _stage_function():

@@ -168,6 +168,26 @@ def test_weights_moved_by_each_ranks_own_gradient_and_put_back_are_no_difference
     assert run_ranks(_sharpness_aware, 2) == [4, 4]
 
 
+def _resync_while_accumulating(rank: int) -> int:
+    model, optimizer = _make()
+    checks = thinwire.Checks(parity_every=2, resync_every=2)
+    wire = thinwire.compress(model, "minmax(bits=8)", checks=checks, **KEEP)
+    for step in range(4):
+        if step == 2:
+            _differs(rank, model)
+        optimizer.zero_grad()
+        with model.no_sync():
+            model(_batch(rank, step)).square().mean().backward()
+        model(_batch(rank, step)).square().mean().backward()
+        optimizer.step()
+    assert_replicas_identical(model)
+    return wire.stats.resyncs
+
+
+def test_parameters_that_were_copied_within_a_step_are_compared_as_they_are_then() -> None:
+    assert run_ranks(_resync_while_accumulating, 2) == [1, 1]
+
+
 def _joins(rank: int, kind: str) -> tuple[list[str], int]:
     model, optimizer = _make()
     checks = thinwire.Checks(parity_every=1)
@@ -283,6 +303,29 @@ def _sharded(rank: int, synchronized: bool) -> list[str]:
 def test_sharded_gradients_that_are_never_reduced_are_said_once(synchronized: bool) -> None:
     for told in run_ranks(_sharded, 2, synchronized):
         assert len(told) == (not synchronized)
+
+
+def _adversaries(rank: int) -> list[str]:
+    critic, generator = (DDP(Net(), bucket_cap_mb=0.03) for _ in range(2))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (critic, generator)]
+    for model in (critic, generator):
+        thinwire.compress(model, "minmax(bits=8)", **KEEP)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(5):
+            critic(_batch(rank, step)).square().mean().backward()
+            critic.requires_grad_(False)
+            with critic.no_sync():
+                critic(generator(_batch(rank, step))).mean().backward()
+            critic.requires_grad_(True)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return [str(warning.message) for warning in told]
+
+
+def test_a_frozen_model_that_another_trains_through_accumulates_nothing() -> None:
+    assert run_ranks(_adversaries, 2) == [[], []]
 
 
 def _unfrozen(rank: int, before_compress: bool) -> list[str]:

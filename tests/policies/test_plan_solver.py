@@ -178,7 +178,9 @@ def test_other_errors_are_those_of_a_round_trip(spec: str) -> None:
     assert squared_errors(gradient, [compressor]) == pytest.approx([direct(compressor, gradient)], rel=1e-5)
 
 
-@pytest.mark.parametrize("spec", ["minmax(bits=3)", "topk(density=0.05)", "powersgd(rank=2)", "fft(theta=0.8)"])
+@pytest.mark.parametrize(
+    "spec", ["minmax(bits=3, rounding=nearest)", "topk(density=0.05)", "powersgd(rank=2)", "fft(theta=0.8)"]
+)
 def test_error_feedback_changes_no_error(spec: str) -> None:
     gradient = normal(64, 48)
     plain, fed_back = squared_errors(gradient, [parse(spec), ef(parse(spec))])

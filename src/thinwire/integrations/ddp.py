@@ -104,7 +104,7 @@ class _Hook:
         self._resynced = -1
         self._told_of_join = False
         self._handled = id(None)
-        """Of the error that the caller was handling when forward began."""
+        """The ``id()`` of the error that the caller was handling when forward began, which is none of forward's."""
         self._loss_scale = 1.0
         self._loss_scale_readback = AsyncReadback()
         self._follower = Follower("thinwire dense")
@@ -297,7 +297,7 @@ class _Hook:
         if model.training and model.require_backward_grad_sync:
             self._begin_pass(wire, model)
         self._sum_parameters(wire, watch)
-        watch.accumulates |= not model.require_backward_grad_sync
+        watch.accumulates |= not model.require_backward_grad_sync and any(p.requires_grad for p in self.names)
 
     def _begin_pass(self, wire: Wire, model: DistributedDataParallel) -> None:
         for parameter, name in self.names.items():
@@ -332,6 +332,7 @@ class _Hook:
         self._resynced = wire.step
         if not accepts_uneven_inputs(model):
             wire.resync({name: p for p, name in self.names.items()})
+            self._sums = None  # of the parameters before
         elif not self._told_of_join:
             self._told_of_join = True
             warn_caller(
@@ -456,6 +457,7 @@ def _attach(model: DistributedDataParallel, options: Options) -> Wire:
     if model not in _attached:
         _register(model, hook, wire)
     hook.wire = wire
+    hook._resynced, hook._sums = -1, None
     hook.watch = StepWatch(wire, parameters, before_step=hook.raise_error)
     wire.between_steps(hook.raise_error)
     hook.updates, hook.momentum, hook.preconditioned = None, prepared.momentum, prepared.preconditioned

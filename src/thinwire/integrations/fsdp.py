@@ -312,8 +312,9 @@ def _attach(model: nn.Module, options: ShardedOptions) -> ShardedWire:
         raise RuntimeError("this model is compressed already: call detach() on its Wire first, on every rank")
     every = _sharded(model, options)
     sharded = [entry for entry in every if not _unfit(entry[1])]
-    if every and not sharded:
-        raise TypeError(f"no module can be compressed: {_unfit(every[0][1])}")
+    if not sharded:
+        why = _unfit(every[0][1]) if every else "none holds parameters that are sharded"
+        raise TypeError(f"no module can be compressed: {why}")
     groups = {_ranks(group): group.process_group for _, group, _ in sharded}
     # The Wire closes its transports. What fails before there is one closes them here.
     with ExitStack() as without_wire:
@@ -502,6 +503,7 @@ def _put_into(module: FSDPModule, attached: Attached, options: ShardedOptions) -
     use.watch()
     assert isinstance(module, nn.Module)
     wire.at_detach(module.register_forward_pre_hook(begin).remove)
+    wire.at_detach(lambda: [hook.remove() for hook in use.hooks])
 
 
 def _without_zeros(held: weakref.ref[FSDPModule]) -> None:

@@ -260,7 +260,11 @@ class ProcessGroup(dist.ProcessGroup):
     def _all_gather(self, outputs: Tensor | list[Tensor], input: Tensor) -> Work | None:
         given = [input, *outputs] if isinstance(outputs, list) else [input, outputs]
         alike = isinstance(outputs, Tensor) or all(out.numel() == input.numel() for out in outputs)
-        in_place = isinstance(outputs, Tensor) and _part(outputs, input, self.rank()).data_ptr() == input.data_ptr()
+        in_place = (
+            isinstance(outputs, Tensor)
+            and outputs.is_contiguous()
+            and _part(outputs, input, self.rank()).data_ptr() == input.data_ptr()
+        )
         buffer = GroupBuffer("all_gather", input.numel(), input.dtype, in_place=in_place)
         contents = self._choose(buffer, given, 1.0 if alike else None)
         if contents is None:

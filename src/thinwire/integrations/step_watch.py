@@ -31,10 +31,11 @@ class StepWatch:
     def __init__(
         self, handle: Handle[Any], parameters: Mapping[str, Tensor], *, before_step: Callable[[], None] | None = None
     ) -> None:
-        """``before_step`` is called before each step of an optimizer of these parameters."""
+        """``before_step``, a method, is called before each step of an optimizer of these parameters. Neither these nor
+        its object are kept alive."""
         self._handle = weakref.ref(handle)
-        self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._before_step = before_step
+        self._parameters = {id(p): (weakref.ref(p), name) for name, p in parameters.items()}
+        self._before_step = weakref.WeakMethod(before_step) if before_step is not None else lambda: None
         self._last_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._missed = 0
         self._exchanged: set[int] = set()
@@ -55,21 +56,25 @@ class StepWatch:
         self.accumulates = False
         self._exchanged.update(id(parameter) for parameter in parameters)
 
+    def _name_of(self, parameter: Tensor) -> str | None:
+        held, name = self._parameters.get(id(parameter), (None, None))
+        return name if held is not None and held() is parameter else None
+
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at what a step of ``optimizer`` is about to take."""
         handle = self._handle()
-        held = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names]
+        held = [p for group in optimizer.param_groups for p in group["params"] if self._name_of(p) is not None]
         if handle is None or not held:
             return
-        if self._before_step is not None:
-            self._before_step()
+        if (act := self._before_step()) is not None:
+            act()
         if self._told or handle.world_size == 1:
             return
         exchanged = self._last_steps.get(optimizer, -1) != handle.step and not self.accumulates
         self._last_steps[optimizer] = handle.step
         self._missed = 0 if exchanged else self._missed + 1
         late = [
-            self._names[id(p)] for p in held if self._exchanged and p.grad is not None and id(p) not in self._exchanged
+            self._name_of(p) for p in held if self._exchanged and p.grad is not None and id(p) not in self._exchanged
         ]
         if self._missed >= _PATIENCE:
             self._told = True

@@ -99,6 +99,8 @@ def add_streams(transport: ProcessGroupTransport, group: dist.ProcessGroup, stre
     Raises:
         TransportError: A rank did not come in time, or is gone.
     """
+    if streams == 1:
+        return
     meeting = _meeting(dist.get_process_group_ranks(group))
     transport.add_streams(_new_groups(meeting, group, transport.timeout, transport.detector, streams - 1))
 

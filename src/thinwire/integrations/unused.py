@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from thinwire.compat import FSDPGroup
 
@@ -22,6 +23,7 @@ class UnitUse:
         """Those that have got a gradient since one was last written for the optimizer."""
         self._fresh: set[str] = set()
         """Those that were reduced since, and had none from before."""
+        self.hooks: list[RemovableHandle] = []
 
     def watch(self, *, late: bool = False) -> None:
         """Follow the whole parameters, which exist once they were gathered. ``late``: they may have been used since."""
@@ -33,7 +35,7 @@ class UnitUse:
                 self._watched[name] = whole
                 if late:
                     self._used.add(name)
-                whole.register_post_accumulate_grad_hook(_adding(self._used, name))
+                self.hooks.append(whole.register_post_accumulate_grad_hook(_adding(self._used, name)))
 
     def reduce(self, trained: Sequence[str]) -> None:
         """Note that gradients of these parameters are being reduced, before they are."""
@@ -67,7 +69,7 @@ class UnitUse:
 
 
 class Uses:
-    """The same of all units of a model."""
+    """Which parameters of all units of a model get gradients in a step."""
 
     def __init__(self, any_rank: Callable[[Tensor], Tensor]) -> None:
         """``any_rank`` tells for each of several conditions whether it holds on any rank: a collective call."""

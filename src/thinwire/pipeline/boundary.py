@@ -46,7 +46,7 @@ class BoundarySide:
         self.earlier = earlier
         self.options = options
         self.seed = options.seed
-        """Of the random draws."""
+        """The seed of the random draws, another one in each replica of a pipeline."""
         self.stats = stats
         self.store: Store | None = None
         self._crossings: dict[Direction, BoundaryTensors] = {}

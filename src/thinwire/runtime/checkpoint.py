@@ -56,8 +56,9 @@ class Checked:
     """A state that is valid on this rank."""
 
     record: Mapping[str, str]
-    """What all ranks must have in common, and `shared` values, too."""
+    """Facts that must be equal on all ranks, by name."""
     shared: Mapping[str, Tensor]
+    """Tensors that must be equal on all ranks, by name."""
     adopt: Callable[[], None]
     """Continue from the state."""
 

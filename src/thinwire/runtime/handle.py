@@ -54,7 +54,7 @@ class Handle(ABC, Generic[E]):
         """The plan that was loaded, and the layers that are raw in it and were not before."""
         self._attached = True
         self._at_detach = ExitStack()
-        self._between_steps: list[Callable[[], None]] = []
+        self._between_steps: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._adapter: Adapter | None = None
         self.moments: checkpoint.Moments | None = None
         """The moments of an optimizer that differ between ranks, which checkpoints hold; None if there are none."""
@@ -115,8 +115,9 @@ class Handle(ABC, Generic[E]):
         carry the rank, merge, or one file for each rank. Where one rank writes, save `gather_state_dict`.
         """
         self._check_attached()
-        for check in self._between_steps:
-            check()
+        for held in self._between_steps:
+            if (check := held()) is not None:
+                check()
         with on_the_host():
             state = self._alone(self._collect)
             if self.moments is not None:
@@ -282,8 +283,9 @@ class Handle(ABC, Generic[E]):
         self._at_detach.callback(call)
 
     def between_steps(self, check: Callable[[], None]) -> None:
-        """Have `state_dict` call this first, which raises where the present moment is not between two steps."""
-        self._between_steps.append(check)
+        """Have `state_dict` call this method first, which raises where the present moment is not between two steps.
+        Its object is not kept alive."""
+        self._between_steps.append(weakref.WeakMethod(check))
 
     def _close_at_end(self, close: Callable[[], object]) -> None:
         """Have ``close`` called by `detach`, and again when nobody holds the handle any more.

@@ -283,6 +283,7 @@ class ShardedEngine:
     def settle(self) -> None:
         """Let residuals take what the last pass left: nothing, if some rank met NaN or Inf in it."""
         if not self._touched:
+            self._dropped.clear()
             return
         for channel in self.all_channels:
             channel.alone(lambda: None)

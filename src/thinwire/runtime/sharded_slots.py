@@ -115,7 +115,8 @@ class ShardedSlots:
         if learning:
             started = time.perf_counter()
             self._learn(x, learning, loss_scale)
-            self.learned_at = step
+            if any(step in learns_at(compressor) for compressor in learning.values()):
+                self.learned_at = step  # not where layers learn late, which differ between ranks
             self.learn_s += time.perf_counter() - started
         return State(*opened(self._flat), loss_scale, self._layers)
 
@@ -151,7 +152,7 @@ class ShardedSlots:
             self._learned.add(name)
 
     def commit(self, without: Collection[str] = ()) -> None:
-        """Make the values that the last step wrote the present ones, but for those of the layers ``without``."""
+        """Make the values that the last message wrote the present ones, but for those of the layers ``without``."""
         stay = [name for name in without if name in self._placement.by_name]
         for slot in self._flat.values():
             if stay:

@@ -243,7 +243,7 @@ class ShardedWire(Handle["ShardedEngine"]):
         """Start replacing this rank's part of the gradients of the layers ``trained`` by its mean over all replicas."""
         if self.begins_step:  # among shards of one rank nothing was reduced before
             self._begin_step()
-            self._engine.follow_trained(unit, trained)
+        self._engine.follow_trained(unit, trained)
         return self._engine.reduce_across(unit, part, loss_scale)
 
     def note(self, *, local_gathers: int = 0, overlapped: int = 0) -> None:
