@@ -67,6 +67,34 @@ def test_what_a_residual_sends_of_a_layer_that_no_rank_used_is_kept(bucket_view:
         assert lost < 1e-5
 
 
+class Turned(Experts):
+    """With a layer of complex numbers, which DDP's buckets hold as pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.ones(_WIDTH, dtype=torch.complex64))
+
+    def forward(self, x: Tensor, whole: bool = True) -> Tensor:
+        return (super().forward(x, whole) * self.turn).abs()
+
+
+def _complex_and_unused(rank: int) -> bool:
+    torch.manual_seed(0)
+    model = DDP(Turned(), find_unused_parameters=True)
+    thinwire.compress(model, "ef(topk(density=0.02))", skip_if_slower=False, min_numel=0)
+    for step in range(4):
+        model.zero_grad(set_to_none=False)
+        model(_batch(rank, step), step % 2 == 0).mean().backward()
+    own = torch.view_as_real(model.module.turn.grad)
+    mean = own.clone()
+    dist.all_reduce(mean.div_(2))
+    return torch.allclose(own, mean)
+
+
+def test_complex_layers_go_with_layers_that_no_rank_used() -> None:
+    assert run_ranks(_complex_and_unused, 2) == [True, True]
+
+
 def _momenta_of_an_unused_layer(rank: int) -> tuple[set[str], bool, bool]:
     """Names of what is kept of the expert, whether a step without it leaves it alone, and whether one with it does."""
     torch.manual_seed(0)
