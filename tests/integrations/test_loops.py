@@ -353,13 +353,19 @@ def test_a_layer_that_was_frozen_when_ddp_was_built_is_named(before_compress: bo
 
 
 def _another_dtype(rank: int) -> str:
-    model, optimizer = _make()
+    net = Net()
+    net.extra = nn.Linear(2, 2).requires_grad_(False)
+    model = DDP(net, bucket_cap_mb=0.03)
+    optimizer = torch.optim.SGD(net.layers.parameters(), lr=0.05)
     thinwire.compress(model, "minmax(bits=8)", **KEEP)
     for step in range(3):
         _step(model, optimizer, rank, step)
+    # What is frozen may change: nothing of it is exchanged.
+    model.module.extra.to(torch.float64)
+    _step(model, optimizer, rank, 3)
     model.to(torch.bfloat16)
     with pytest.raises(TypeError) as error:
-        model(_batch(rank, 3).to(torch.bfloat16))
+        model(_batch(rank, 4).to(torch.bfloat16))
     return str(error.value)
 
 

@@ -301,7 +301,7 @@ class _Hook:
 
     def _begin_pass(self, wire: Wire, model: DistributedDataParallel) -> None:
         for parameter, name in self.names.items():
-            if parameter.dtype != self._dtypes[name]:
+            if parameter.requires_grad and parameter.dtype != self._dtypes[name]:
                 raise TypeError(
                     f"{name} is {parameter.dtype} by now, and was {self._dtypes[name]}: DistributedDataParallel "
                     "exchanges no gradients of a model whose dtype has changed (nor does PyTorch's own, silently). "
