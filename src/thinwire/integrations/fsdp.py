@@ -503,7 +503,8 @@ def _put_into(module: FSDPModule, attached: Attached, options: ShardedOptions) -
     use.watch()
     assert isinstance(module, nn.Module)
     wire.at_detach(module.register_forward_pre_hook(begin).remove)
-    wire.at_detach(lambda: [hook.remove() for hook in use.hooks])
+    hooks = use.hooks  # which do not hold the model, as what the wire is to call must not
+    wire.at_detach(lambda: [hook.remove() for hook in hooks])
 
 
 def _without_zeros(held: weakref.ref[FSDPModule]) -> None:
