@@ -45,7 +45,7 @@ def test_natural() -> None:
     results = []
     for run, device in ((reference_floats, torch.device("cpu")), (gpu_floats(), DEVICE)):
         sent, there = blank.to(device, copy=True), x.to(device)
-        run.natural_encode(there, spans, sent, key=9 << 60 | 4)
+        run.natural_encode(there, spans, sent, key=9 << 60 | 4, shift=5)
         stored, added = torch.full_like(there, 7.0), torch.ones_like(there)
         run.natural_decode(sent, spans, stored, add=False, scale=0.3)
         hostile = torch.arange(sent.numel(), device=device).mul(7919).remainder(251).to(torch.uint8)
@@ -153,7 +153,7 @@ TYPES = {
     **dict.fromkeys(("x", "y", "params", "alphas", "factors", "inverses", "levels"), "*fp32"),
     **dict.fromkeys(("pieces", "rows", "clipped", "firsts"), "*i64"),
     **dict.fromkeys(("low_keys", "high_keys"), "*i32"),
-    **dict.fromkeys(("key_low", "key_high", "bucket"), "i32"),
+    **dict.fromkeys(("key_low", "key_high", "bucket", "shift"), "i32"),
     **dict.fromkeys(("scale", "clip"), "fp32"),
     "message": "*u8",
     "out": "*i8",

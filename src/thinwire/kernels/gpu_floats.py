@@ -102,7 +102,7 @@ def natural_values(message, y, pieces, rows, scale, SIZE: tl.constexpr, MODE: tl
     write(y, y, start + at, bits.to(tl.float32, bitcast=True), scale, at < numel, MODE)
 
 
-def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int, shift: int) -> None:
+def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int, shift: int = 0) -> None:
     """See :func:`thinwire.kernels.natural_encode`."""
     check_aligned(message)
     if not table.numel:

@@ -82,7 +82,7 @@ def words_of(message: Tensor, at: int, count: int) -> Tensor:
 # ---- Natural compression: powers of two ---------------------------------------------------------------------------
 
 
-def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int, shift: int) -> None:
+def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int, shift: int = 0) -> None:
     """See :func:`thinwire.kernels.natural_encode`."""
     for row in table.segments:
         if not row.numel:
