@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from thinwire_cli import Command, Program
+from thinwire_tools.cli import Command, Program
 
 _PAPERS = {
     "all": Command("experiments.framework.everything:repro_all", "every paper in turn, and one page of all claims"),

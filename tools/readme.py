@@ -18,7 +18,7 @@ from experiments.bench.formats import BITS, FORMATS, KINDS, TREATMENTS
 from experiments.framework import power as power_tables
 from experiments.framework import results_page
 from experiments.framework.catalogue import CATALOGUE
-from thinwire.lab.units import format_rate, parse_rate
+from thinwire_tools.lab.units import format_rate, parse_rate
 
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 NESTED = ("sra", "hierarchical(inside=dense, across=slices)", "hierarchical(inside=dense, across=leaders)")

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.bench.owners import train
-from thinwire import lab
-from thinwire.bench.ranks import run_ranks
-from thinwire.results import OutputFile, Results
+from thinwire_tools import lab
+from thinwire_tools.bench.ranks import run_ranks
+from thinwire_tools.results import OutputFile, Results
 
 SPECS = ("intsgd(bits=8)", "intsgd(bits=4)", "intsgd(bits=2)", "intdiana(bits=2)")
 

@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.tasks.resnet import ImageTask
-from thinwire import lab
-from thinwire.bench.allreduce import measure
-from thinwire.compare.compare import Bar, facts_of
-from thinwire.compare.every import TINY
-from thinwire.compare.paired import compare_training
-from thinwire.compare.variants import ALONE
-from thinwire.results import OutputFile, Results
+from thinwire_tools import lab
+from thinwire_tools.bench.allreduce import measure
+from thinwire_tools.compare.compare import Bar, facts_of
+from thinwire_tools.compare.every import TINY
+from thinwire_tools.compare.paired import compare_training
+from thinwire_tools.compare.variants import ALONE
+from thinwire_tools.results import OutputFile, Results
 
 METHODS = ("topk", "chunktopk", "fft")
 TASKS = {"digits": ImageTask(steps=200, batch=16), "gpt": TINY}

@@ -12,11 +12,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from thinwire import lab
-from thinwire.bench.ranks import run_ranks
 from thinwire.compressors import parse
-from thinwire.lab.units import format_rate, parse_rate
-from thinwire.planner import (
+from thinwire_tools import lab
+from thinwire_tools.bench.ranks import run_ranks
+from thinwire_tools.lab.units import format_rate, parse_rate
+from thinwire_tools.planner import (
     Boundary,
     Choice,
     Layer,
@@ -32,8 +32,8 @@ from thinwire.planner import (
     plan_pipeline,
     simulate,
 )
-from thinwire.planner.plot import Row, draw_timelines
-from thinwire.results import OutputFile, Results
+from thinwire_tools.planner.plot import Row, draw_timelines
+from thinwire_tools.results import OutputFile, Results
 
 RANKS, CHUNKS, BATCH, LENGTH, WIDTH = 4, 8, 2, 128, 512
 SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble")

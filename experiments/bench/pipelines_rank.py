@@ -17,9 +17,9 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 import thinwire
-from thinwire.bench.rank import serve
-from thinwire.planner import PYTORCH_CLASSES, ScheduleName
 from thinwire.store import Disk
+from thinwire_tools.bench.rank import serve
+from thinwire_tools.planner import PYTORCH_CLASSES, ScheduleName
 
 _WARM_UP = 2
 
@@ -167,7 +167,7 @@ def run(
     Args:
         method: forward and backward compressors of `thinwire.compress_stage`, and the folder that messages are kept in
             if it is not memory; None for PyTorch's own stages.
-        schedule: by its name in `thinwire.planner`.
+        schedule: by its name in `thinwire_tools.planner`.
         stages: by stage, for each of its layers the seconds forward, backward, and of the weights.
         chunks: micro-batches of a step.
         batch: samples of a micro-batch.

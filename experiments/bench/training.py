@@ -13,12 +13,12 @@ from typing import Any
 
 from rich.console import Console
 
-from thinwire.bench.ranks import run_ranks
-from thinwire.compare.gpt import GPTConfig
-from thinwire.compare.statistics import estimate, relative_differences
-from thinwire.compare.tasks import GPTTask
 from thinwire.local.fragments import FEW_BITS
-from thinwire.results import OutputFile, Results
+from thinwire_tools.bench.ranks import run_ranks
+from thinwire_tools.compare.gpt import GPTConfig
+from thinwire_tools.compare.statistics import estimate, relative_differences
+from thinwire_tools.compare.tasks import GPTTask
+from thinwire_tools.results import OutputFile, Results
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from thinwire.collectives import PeerFailedError
 from thinwire.collectives.message import HEADER_BYTES, seal, verify
 from thinwire.compressors import GRADIENT_DTYPES, CodecCall, Coded, Piece, Segments, parse
 from thinwire.kernels import native
-from thinwire.results import OutputFile, Results
 from thinwire.testing.laws import encode_one
+from thinwire_tools.results import OutputFile, Results
 
 SPECS = (
     *("raw", "minmax(bits=1, bucket=64)", "minmax(bits=3, bucket=128)", "minmax(bits=4)", "minmax(bits=8, bucket=1)"),

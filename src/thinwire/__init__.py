@@ -10,15 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from thinwire import compressors
+from thinwire.aggregator import AggregatorAddress
 from thinwire.api import compress, compress_ddp, compress_fsdp
-from thinwire.collectives import (
-    AggregatorAddress,
-    CommunicationError,
-    MessageError,
-    PeerFailedError,
-    SharedMemoryError,
-    TransportError,
-)
+from thinwire.collectives import CommunicationError, MessageError, PeerFailedError, SharedMemoryError, TransportError
 from thinwire.compressors import parse, register
 from thinwire.integrations.options import Checks, Network
 from thinwire.plan import Plan

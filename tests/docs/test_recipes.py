@@ -108,7 +108,7 @@ def test_logs_are_written(kind: str, tmp_path: Path) -> None:
         assert b"thinwire/per_step/payload_sent_bytes" in written.read_bytes()
         return
     if kind == "tensorboard":
-        from thinwire.compare.losses import read_log
+        from thinwire_tools.compare.losses import read_log
 
         sent = read_log(tmp_path / "runs", "thinwire/per_step/payload_sent_bytes")
     else:

@@ -18,21 +18,21 @@ from torch.distributed import pipelining
 import thinwire
 from doctor_pipeline_training import WIDTH, train
 from harness import run_ranks
-from thinwire import lab
 from thinwire.compressors import parse
-from thinwire.doctor import page, report
-from thinwire.doctor.observer_pipeline import PipelineObserver, WatchedPipeline
-from thinwire.doctor.record_pipeline import record_pipeline
-from thinwire.doctor.settings_pipeline import (
+from thinwire.runtime.probe import Pair
+from thinwire_tools import lab
+from thinwire_tools.doctor import page, report
+from thinwire_tools.doctor.observer_pipeline import PipelineObserver, WatchedPipeline
+from thinwire_tools.doctor.record_pipeline import record_pipeline
+from thinwire_tools.doctor.settings_pipeline import (
     MeasuredPipeline,
     PipelineSetting,
     pipeline_compressors,
     pipeline_settings,
     predict_pipeline,
 )
-from thinwire.doctor.watched import DoctorError
-from thinwire.planner import Schedule, StageTimes
-from thinwire.runtime.probe import Pair
+from thinwire_tools.doctor.watched import DoctorError
+from thinwire_tools.planner import Schedule, StageTimes
 
 pytestmark = pytest.mark.alone
 SCRIPT = str(Path(__file__).parents[1] / "support" / "doctor_pipeline_training.py")
@@ -76,8 +76,8 @@ def test_pipelining_is_imported_by_those_who_use_it_and_is_watched_then() -> Non
     """Importing it takes about as long as the rest of doctor does, which most trainings need not wait for."""
     code = f"""
 import sys
-import thinwire.doctor.examine
-from thinwire.doctor.observer_pipeline import PipelineObserver
+import thinwire_tools.doctor.examine
+from thinwire_tools.doctor.observer_pipeline import PipelineObserver
 name, before = {pipelining.__name__!r}, list(sys.meta_path)
 assert name not in sys.modules
 with PipelineObserver(6, print):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from experiments.bench.pipelines import CHUNKS, METHODS, RANKS, _predict, _rows, _times, draw, run
-from thinwire.planner import Link, Schedule
+from thinwire_tools.planner import Link, Schedule
 
 STAGES = [[[0.002, 0.004, 0.002]]] * RANKS
 

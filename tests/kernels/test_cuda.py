@@ -54,7 +54,7 @@ from thinwire.plan import Plan
 from thinwire.runtime import Wire
 from thinwire.runtime.executor import Job, StreamExecutor, Then
 from thinwire.runtime.probe import measure_speeds
-from thinwire_cli import main
+from thinwire_tools.cli import main
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: see this file's first lines"),
@@ -362,7 +362,7 @@ def test_the_loss_scale_is_the_scalers() -> None:
 @pytest.mark.parametrize(("spec", "most"), [("minmax(bits=4)", 1), ("ef(minmax(bits=4))", 1), ("natural", 2),
                                             ("raw", 1), ("topk(density=0.01)", 25)])  # fmt: skip
 def test_the_number_of_launches_does_not_depend_on_that_of_layers(spec: str, most: int) -> None:
-    from thinwire.bench.cuda import launches
+    from thinwire_tools.bench.cuda import launches
 
     compressor, found = parse_coded(spec), []
     for num_layers in (3, 60):

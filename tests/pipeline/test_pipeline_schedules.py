@@ -1,4 +1,4 @@
-"""The lists of `thinwire.planner` are what PyTorch's schedules do."""
+"""The lists of `thinwire_tools.planner` are what PyTorch's schedules do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from harness import run_ranks
 from pipelines import BATCH, CHUNKS, Pipe, samples
-from thinwire.planner import Schedule, ScheduleName
+from thinwire_tools.planner import Schedule, ScheduleName
 
 CALLS = {"forward_one_chunk": "forward", "backward_one_chunk": "backward", "backward_weight_one_chunk": "weights"}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import thinwire_cli as cli
+from thinwire_tools import cli
 
 MEASURED: dict[str, Any] = {
     "micro_batches": 4,

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.planner import (
+from thinwire.policies import ByLink
+from thinwire_tools.planner import (
     Boundary,
     Layer,
     Link,
@@ -26,7 +27,6 @@ from thinwire.planner import (
     plan_pipeline,
     simulate,
 )
-from thinwire.policies import ByLink
 
 KINDS: list[tuple[ScheduleName, int]] = [
     ("gpipe", 1),

@@ -12,11 +12,11 @@ from experiments.framework.methods import Method
 from experiments.papers.lgreco.gradients import Snapshot, choose, reference_of
 from experiments.papers.lgreco.methods import POWERSGD, kmeans_method, lgreco_method, settled, uniform_method
 from experiments.papers.lgreco.study import NUM_RANKS, LGrecoScale, LGrecoStudy
-from thinwire import plots
 from thinwire.compressors import Compressor
 from thinwire.plan import sent_bytes
 from thinwire.policies import LGreco, Policy, Sync, parse_policy
 from thinwire.policies.bucket_times import seconds_per_byte
+from thinwire_tools import plots
 
 _SKIPPED_STEPS = 2
 """Of a new plan: its first steps open new messages."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from experiments.framework.methods import Method
 from experiments.papers.lgreco.tasks import Name
-from thinwire.compare.variants import Variant
+from thinwire_tools.compare.variants import Variant
 
 RANK = 16
 """Of PowerSGD on the GPT: the least power of two at which its quality is within 1 % of uncompressed training's."""

@@ -17,8 +17,8 @@ from experiments.papers.lgreco.quality import TABLES
 from experiments.papers.lgreco.speed import FIGURES, STAGES
 from experiments.papers.lgreco.study import CONTROL, NAMES, RATES, SMOKE, TITLES, LGrecoScale, LGrecoStudy, where
 from experiments.papers.lgreco.tasks import Name
-from thinwire.compare.statistics import Estimate, estimate
 from thinwire.policies import LGreco
+from thinwire_tools.compare.statistics import Estimate, estimate
 
 # --- tables 4.1 to 4.3, section 4.4
 

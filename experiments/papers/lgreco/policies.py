@@ -14,9 +14,9 @@ from experiments.papers.lgreco.methods import BITS, POWERSGD, RANK, TOPK, with_p
 from experiments.papers.lgreco.quality import plan_gains
 from experiments.papers.lgreco.study import LGrecoScale, LGrecoStudy
 from experiments.papers.lgreco.tasks import Name
-from thinwire import plots
-from thinwire.compare.report import Run
 from thinwire.policies import parse_policy
+from thinwire_tools import plots
+from thinwire_tools.compare.report import Run
 
 UNIFORM = "uniform"
 FP32 = "fp32"

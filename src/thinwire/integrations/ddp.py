@@ -14,15 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.collectives import (
-    AggregatorAddress,
-    AggregatorClient,
-    ProcessGroupTransport,
-    Transport,
-    TransportError,
-    session_number,
-    with_shared_memory,
-)
+from thinwire.aggregator import AggregatorAddress, AggregatorClient, session_number
+from thinwire.collectives import ProcessGroupTransport, Transport, TransportError, with_shared_memory
 from thinwire.compat import (
     accepts_uneven_inputs,
     at_end_of_backward,

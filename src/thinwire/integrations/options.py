@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from thinwire.collectives import AggregatorAddress, Algorithm, TransportChoice, parse_address, parse_algorithm
+from thinwire.aggregator import AggregatorAddress, parse_address
+from thinwire.collectives import Algorithm, TransportChoice, parse_algorithm
 from thinwire.collectives.shared_transport import check_choice
 from thinwire.compressors import GRADIENT_DTYPES, Compressor, check_int, parse
 from thinwire.plan import Filter, named_parameters, names_of
