@@ -14,8 +14,8 @@ WORKERS := -n 2 --dist loadfile --max-worker-restart 0
 
 # Under six minutes on two cores, with tests of every part.
 test: .venv/ready
-	$(PYTEST) $(WORKERS) -m "not slow and not alone"
-	$(PYTEST) -m "alone and not slow"
+	$(PYTEST) $(WORKERS) -m "not slow and not smoke and not alone"
+	$(PYTEST) -m "alone and not slow and not smoke"
 
 # The rest: whole trainings, killed ranks, emulated networks, small versions of the experiments.
 test-slow: .venv/ready
@@ -100,9 +100,9 @@ experiments: .venv/ready
 	mkdir -p benchmarks
 	$(BIN)/python -m experiments all --out benchmarks
 
-# The small version of each: the same path, no figures worth keeping. A few minutes.
+# The small version of each: the same path, no figures worth keeping. Ten minutes.
 experiments-smoke: .venv/ready
-	$(BIN)/python -m experiments all --smoke --out build/experiments
+	$(PYTEST) $(WORKERS) -m "smoke or slow" tests/experiments
 
 # The figures of README.md and docs/, from the JSON files that `make bench` and `make experiments` wrote.
 readme: .venv/ready
