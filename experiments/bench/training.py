@@ -56,7 +56,6 @@ METHODS = (
     Method("Muon, 2 bits", "Muon", "ef(gaussian(bits=2))"),
     Method("Muon, rank 4", "Muon", "powersgd(rank=4)"),
     Method("DiLoCo, AdamW, 2 bits, every 25", "AdamW", FEW_BITS, every=25),
-    Method("DiLoCo, AdamW, sparseloco, every 25", "AdamW", "ef(chunktopk(k=64, chunk=4096), decay=0.95)", every=25),
     Method("DiLoCo, Muon, 2 bits, every 10", "Muon", FEW_BITS, every=10),
     Method("DiLoCo, Muon, 2 bits, every 25", "Muon", FEW_BITS, every=25),
     Method("DiLoCo, Muon, 2 bits, every 50", "Muon", FEW_BITS, every=50),
