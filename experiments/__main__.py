@@ -37,7 +37,6 @@ _VALIDATION = {
     "bench first-epoch": Command("experiments.bench.first_epoch:first_epoch", "pipelines that see each sample once"),
     "bench deltas": Command("experiments.bench.deltas:deltas", "sharded weights sent as changes, in few bits"),
     "bench formats": Command("experiments.bench.formats:formats", "error at equal bytes: rotations, spikes"),
-    "bench owners": Command("experiments.bench.owners:owners", "sparse gradients reduced by owners, or gathered"),
     "bench streams": Command("experiments.bench.streams:streams", "all-reduces over several TCP connections a pair"),
     "bench integers": Command("experiments.bench.integers:integers", "sums of 2, 4 and 8 bits: time, bytes, loss"),
     "bench training": Command("experiments.bench.training:training", "loss and bytes of each way to train"),

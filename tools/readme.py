@@ -489,24 +489,6 @@ def formats() -> str:
     )
 
 
-def owners() -> str:
-    rows = []
-    figures = Figures(BENCHMARKS / "owners.json")
-    about = figures.record["about"]
-    for spec in (name.removeprefix("seconds/") for name in figures.rows if name.startswith("seconds/")):
-        row, received = figures.rows[f"seconds/{spec}"], figures.get(f"received_bytes/{spec}") or 0.0
-        times = f"{1e3 * row['value']:.0f} ({1e3 * min(row['all']):.0f} to {1e3 * max(row['all']):.0f})"
-        rows.append([f"`{spec}`", times, f"{row['gloo'] / row['value']:.1f}x", f"{received / 1e6:.2f}"])
-    timed = table(["all-reduce", "ms (of three)", "speed, of gloo's fp32", "MB that a rank receives"], rows)
-    return (
-        f"`python -m experiments bench owners`: {about['size_mb']:g} MB, {about['ranks']} ranks over "
-        f"{RATES[about['rate']]} links.\n\n{timed}\n\n"
-        "What is trained with them, chosen from chunks of 16384 (in brackets, 90 % confidence intervals):\n\n"
-        f"{_trained('owners-digits.json', 'a ResNet of digits, momentum SGD')}\n\n"
-        f"{_trained('owners-gpt.json', 'a small GPT, AdamW')}\n\n{figures.machine}."
-    )
-
-
 def integers() -> str:
     figures = Figures(BENCHMARKS / "integers.json")
     about, rows = figures.record["about"], []
@@ -1132,7 +1114,7 @@ PAGES = {
     "docs/auto.md": {"auto": auto},
     "docs/doctor.md": {"doctor": doctor, "doctor-fsdp": doctor_fsdp},
     "docs/kernels.md": {"kernels": kernels},
-    "docs/algorithms.md": {"owners": owners, "algorithms": algorithms},
+    "docs/algorithms.md": {"algorithms": algorithms},
     "docs/policy-laboratory.md": {"policies": policies},
     "docs/results.md": {"results": results, "instrument": instrument, "power": power},
     **{f"docs/repro-{entry.name}.md": {f"repro-{entry.name}": partial(experiment, entry.name)} for entry in CATALOGUE},

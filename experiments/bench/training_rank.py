@@ -10,7 +10,7 @@ from torch import nn
 
 import thinwire
 from thinwire.local import DiLoCo
-from thinwire.optim import CompressedAdamW, Dion, Muon, QuantizedAdam
+from thinwire.optim import CompressedAdamW, Muon, QuantizedAdam
 from thinwire_tools.bench.rank import serve
 from thinwire_tools.compare.compare_rank import digest
 from thinwire_tools.compare.gpt import GPTConfig
@@ -83,8 +83,6 @@ def _optimizer(method: dict[str, Any], model: nn.Module, lr: float, steps: int) 
             return QuantizedAdam(model.parameters(), lr, **options)
         case "Muon":
             return Muon(model, lr, weight_decay=_WEIGHT_DECAY, betas=_BETAS)
-        case "Dion":
-            return Dion(model, lr, weight_decay=_WEIGHT_DECAY, betas=_BETAS)
         case order:
             options = {"betas": _BETAS, "weight_decay": _WEIGHT_DECAY, "order": order}
             return CompressedAdamW(model.parameters(), lr, **options)

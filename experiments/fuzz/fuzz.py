@@ -39,7 +39,6 @@ SPECS = (
     *("topk(density=0.1) | minmax(bits=8)", "threshold(lam=1.0, capacity=0.5) | natural", "fft(theta=0.85)"),
     *("fft(theta=0.9, bits=8, block=100, cast=True)", "ef(topk(density=0.1))", "dgc(topk(density=0.05))"),
     *("direct(maxabs(bits=3))", "chunktopk(k=3, chunk=100)", "chunktopk(k=64, average=senders)"),
-    *("topk(density=0.1, chunk=128)", "fft(theta=0.9, block=64, chunk=128)"),
 )
 _NUMELS = (1, 63, 64, 129, 700)
 _RUNS = ("set", "add", "mean", "add up")

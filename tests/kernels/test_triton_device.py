@@ -142,8 +142,7 @@ def test_sums_and_scales(there: None) -> None:
 # --- sparse payloads -------------------------------------------------------------------------------------------------
 
 SPARSE = ["topk(density=0.1)", "topk(density=0.01)", "topk(density=1.0)", "topk(density=0.02, select=sampled)",
-          "topk(density=0.1) | minmax(bits=8)", "topk(density=0.03) | natural", "dgc(topk(density=0.05))",
-          "topk(density=0.1, chunk=1024)"]  # fmt: skip
+          "topk(density=0.1) | minmax(bits=8)", "topk(density=0.03) | natural", "dgc(topk(density=0.05))"]  # fmt: skip
 
 
 Coding = tuple[list[Tensor], list[Tensor], State | None]

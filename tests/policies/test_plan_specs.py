@@ -6,7 +6,7 @@ import pytest
 
 from thinwire import parse
 from thinwire.compressors import PowerSGD, ef
-from thinwire.policies import Accordion, Bayes, KMeans, LGreco, Linear, Policy, parse_policy
+from thinwire.policies import Accordion, KMeans, LGreco, Policy, parse_policy
 
 POLICIES = [
     LGreco(),
@@ -18,8 +18,6 @@ POLICIES = [
     Accordion(),
     Accordion(every=500, pair=(2, 4)),
     KMeans(clusters=4, buckets=(1024, 128), top=0.05, alpha=2.0),
-    Linear(bounds=(2, 6)),
-    Bayes(trials=12, proposals=64),
 ]
 
 
@@ -51,7 +49,7 @@ def test_texts(text: str, policy: Policy) -> None:
     [
         ("", "is not a policy"),
         ("lgreco(", "is not a policy"),
-        ("greedy()", "there are accordion, auto, bayes"),
+        ("greedy()", "there are accordion, auto, kmeans"),
         ("__import__('os').system('true')", "is no policy"),
         ("lgreco(every=__import__('os'))", "not a plain value"),
         ("lgreco(every=2 * 50)", "not a plain value"),
@@ -86,7 +84,6 @@ def test_texts(text: str, policy: Policy) -> None:
         ("accordion(pair=(0, 4))", "numbers above 0"),
         ("kmeans(clusters=0)", "clusters must be a whole number"),
         ("kmeans(top=0)", "top must be above 0"),
-        ("bayes(trials=0)", "trials must be a whole number"),
     ],
 )
 def test_wrong_texts(text: str, message: str) -> None:

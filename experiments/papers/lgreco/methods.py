@@ -80,14 +80,6 @@ def kmeans(every: int, more: str = "") -> str:
     return _policy("kmeans", every, more)
 
 
-def linear(every: int) -> str:
-    return _policy("linear", every, "")
-
-
-def bayes(every: int) -> str:
-    return _policy("bayes", every, "")
-
-
 def accordion(every: int, weak: str, strong: str) -> str:
     return _policy("accordion", every, f"pair={(strong, weak)!r}")
 

@@ -477,7 +477,7 @@ def _prepare(
     shapes = {name: p.shape for name, p in trained(model).items()}
     device = None if options.simulate else device_of(model, group, options.as_device)
     plan = Plan.build(shapes, rules, options.filter(model.module))
-    momentum, preconditioned, plan = of_optimizer(plan, policy, parameters, options)
+    momentum, preconditioned, plan = of_optimizer(plan, parameters, options)
     _check_dtypes(model, plan)
     check_feedback(plan.layers.values())
     if options.optimizer is not None:
@@ -498,7 +498,7 @@ def _prepare(
 
 
 def of_optimizer(
-    plan: Plan, policy: Policy | None, parameters: dict[str, torch.Tensor], options: Options
+    plan: Plan, parameters: dict[str, torch.Tensor], options: Options
 ) -> tuple["Momentum | None", "Preconditioned | None", Plan]:
     """What an optimizer of thinwire has sent in the gradients' place, and the plan by which that is sent."""
     optimizer = options.optimizer
@@ -506,19 +506,14 @@ def of_optimizer(
         return None, None, plan
     # Imported only here, because most trainings have none of them.
     from thinwire.integrations.momentum import Momentum, with_feedback
-    from thinwire.integrations.preconditioned import Preconditioned, for_momenta
-    from thinwire.optim import CompressedAdamW, Dion, QuantizedAdam
+    from thinwire.integrations.preconditioned import Preconditioned
+    from thinwire.optim import CompressedAdamW, QuantizedAdam
 
     if isinstance(optimizer, QuantizedAdam):
         return Momentum(optimizer, parameters), None, with_feedback(plan)
     if not isinstance(optimizer, CompressedAdamW):
         return None, None, plan
-    preconditioned, plan = Preconditioned(optimizer, parameters), with_feedback(plan)
-    if isinstance(optimizer, Dion):
-        if policy is not None:
-            raise ValueError("Dion sends momenta as low-rank factors of one rank: leave out adapt= and auto")
-        plan = for_momenta(plan, optimizer, parameters)
-    return None, preconditioned, plan
+    return None, Preconditioned(optimizer, parameters), with_feedback(plan)
 
 
 def rules_of(options: Options) -> tuple[Rules, Policy | None]:

@@ -11,7 +11,7 @@ from thinwire import policies
 from thinwire.compressors import expression
 from thinwire.policies.policy import Policy
 
-_POLICIES = {name.lower(): name for name in ("Accordion", "Auto", "Bayes", "KMeans", "LGreco", "Linear")}
+_POLICIES = {name.lower(): name for name in ("Accordion", "Auto", "KMeans", "LGreco")}
 """The classes in `thinwire.policies` by what texts call them."""
 
 

@@ -38,14 +38,6 @@ def check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
         raise ValueError(f"{name} must be {bounds}, not {value}")
 
 
-def check_chunk(chunk: int | str) -> None:
-    """Raise an error unless a chunk is ``layer``, or so many elements that layers can be cut at its multiples."""
-    if chunk != "layer":
-        check_int("chunk (or layer)", chunk, 128)
-        if int(chunk) % 128:
-            raise ValueError(f"chunk must be a multiple of 128, where layers are cut among owners, not {chunk}")
-
-
 def check_share(name: str, value: Any) -> None:
     """Raise an error unless a parameter is a number in (0, 1]."""
     if not isinstance(value, int | float) or isinstance(value, bool):

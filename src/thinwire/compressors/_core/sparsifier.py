@@ -22,7 +22,7 @@ from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.coded import Coded
 from thinwire.compressors._core.compressor import Compressor, Count, needs_state
 from thinwire.compressors._core.mixins import Bounded, Indexed, Saturating, Scheduled, StepEnd
-from thinwire.compressors._core.segments import Piece, Segments, bytes_in_chunks
+from thinwire.compressors._core.segments import Piece, Segments
 from thinwire.compressors._core.slots import LayerState, Slot
 from thinwire.compressors._core.traits import Traits
 
@@ -44,12 +44,7 @@ class Picked(NamedTuple):
 
 @dataclass(frozen=True)
 class Sparsifier(Coded, Bounded, Indexed, Saturating):
-    """A compressor that sends a choice of each layer's elements.
-
-    With a `grain`, a choice is made from every so many elements, each with a payload of its own: layers are divided
-    among owners, who add up what ranks chose and choose from the sum. Without, layers stay whole and are gathered by
-    all ranks.
-    """
+    """A compressor that sends a choice of each layer's elements. Layers stay whole and are gathered by all ranks."""
 
     @property
     def coder(self) -> Coded | None:
@@ -80,20 +75,7 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
         return tuple(self.room(piece.numel) for piece in segments.pieces)
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return bytes_in_chunks(numel, self.grain, self._chunk_bytes)
-
-    def _chunk_bytes(self, numel: int) -> int:
         return self.payload_bytes_of(numel, self.room(numel))
-
-    def _chunks(self, segments: Segments) -> Segments:
-        """Return the pieces of which a choice is made, one for each payload."""
-        chunk = self.grain
-        if chunk is None or all(piece.numel <= chunk for piece in segments.pieces):
-            return segments
-        return segments.table.kept(
-            (self, "chunks"),
-            lambda: Segments.build([c for p in segments.pieces for c in p.in_chunks(chunk, self._chunk_bytes)]),
-        )
 
     def payload_bytes_of(self, numel: int, room: int) -> int:
         """Return the bytes of a payload with room for ``room`` elements."""
@@ -103,7 +85,6 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
         return HEADER + kernels.index_bytes(numel, room) + values
 
     def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
-        call = call._replace(segments=self._chunks(call.segments))
         if kernels.asynchronous(x):
             self._encode_at_once(x, message, call)
             return
@@ -158,7 +139,6 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
         return [flat[start : start + room] for start, room in zip(_starts(rooms), rooms, strict=True)]
 
     def decode(self, message: Tensor, y: Tensor, call: CodecCall, *, add: bool = False) -> None:
-        call = call._replace(segments=self._chunks(call.segments))
         pieces = [piece for piece in call.pieces if piece.numel]
         check_place(message, pieces, y, self.payload_bytes)
         if kernels.asynchronous(y):
@@ -190,7 +170,6 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
 
     def forget_sent(self, message: Tensor, segments: Segments, y: Tensor) -> None:
         """Set the elements of ``y`` that a message contains to zero."""
-        segments = self._chunks(segments)
         if kernels.asynchronous(y):
             rooms = self._row_rooms(segments)
             kernels.rows_zero_at(y, segments.table, rooms, kernels.rows_unpack(message, segments.table, rooms))
@@ -209,8 +188,7 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
         return self.payload_bytes_of(piece.numel, count)
 
     def index_bytes(self, message: Tensor, piece: Piece) -> int:
-        chunks = piece.in_chunks(self.grain, self._chunk_bytes) if piece.numel else ()
-        return sum(map(kernels.index_bytes, (c.numel for c in chunks), self._rooms(message, chunks)))
+        return kernels.index_bytes(piece.numel, self._rooms(message, [piece])[0]) if piece.numel else 0
 
     def limits(self, message: Tensor, segments: Segments) -> tuple[Count, Count]:
         if not self.traits.bounded:
@@ -240,10 +218,6 @@ class Chain(Sparsifier, StepEnd, Scheduled):
             raise TypeError(f"{self.first} chooses no values: what stands before | is a sparsifier such as topk")
         if not isinstance(values, Coded) or isinstance(values, Sparsifier) or needs_state(values):
             raise TypeError(f"{values} cannot follow |: chosen values are coded by a quantiser without state")
-
-    @property
-    def grain(self) -> int | None:
-        return self.first.grain
 
     @property
     def coder(self) -> Coded:

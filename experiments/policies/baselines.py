@@ -1,24 +1,42 @@
-"""Compression by Bayesian optimisation (thesis, section 3.6)."""
+"""Policies that the thesis compares with (sections 3.6 and B.1), and that no training is advised to use."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
-from thinwire.policies import allocate
+from thinwire.policies import Evidence, LGreco, allocate
 from thinwire.policies.allocate import Array
 from thinwire.policies.budget import BudgetedPolicy
 from thinwire.policies.candidates import LayerCandidates
-from thinwire.policies.mapped import ladder
-from thinwire.policies.policy import Evidence
+from thinwire.policies.mapped import MappedPolicy, ladder
+from thinwire.policies.policy import gradient_norm
 
 _SEED = 0
 _MOST_CHANGED = 3
 _LEARN_EVERY = 4
 """Trials between two fits of the length scales, which take most of the time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear(MappedPolicy):
+    """Sorts layers by the norm of their gradient over their size; the first are compressed most (thesis, 3.6)."""
+
+    def places(self, gradients: Mapping[str, Tensor]) -> Mapping[str, float]:
+        order = sorted(gradients, key=lambda name: gradient_norm(gradients[name]) / gradients[name].numel())
+        return {name: place / max(1, len(order) - 1) for place, name in enumerate(order)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByPriority(LGreco):
+    """L-GreCo that weighs the bytes of later buckets more (thesis, B.1)."""
+
+    def _weights(self, evidence: Evidence) -> dict[str, float]:
+        return {name: 1.0 + bucket for name, bucket in evidence.bucket_of.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,20 +54,10 @@ class Bayes(BudgetedPolicy):
     proposals: int = 512
     """Plans among which the next trial is chosen."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("trials", "proposals"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
-
     def choose(self, evidence: Evidence, layers: Sequence[LayerCandidates]) -> list[int]:
-        try:
-            from sklearn.exceptions import ConvergenceWarning
-            from sklearn.gaussian_process import GaussianProcessRegressor, kernels
-        except ImportError as error:
-            raise ImportError("Bayes requires scikit-learn: pip install scikit-learn") from error
         from scipy.stats import norm
+        from sklearn.exceptions import ConvergenceWarning
+        from sklearn.gaussian_process import GaussianProcessRegressor, kernels
 
         draw = np.random.default_rng(_SEED)
         ladders = [ladder(layer) for layer in layers]
