@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.arguments import close_names
 from thinwire.compat import is_replicated, uncompiled
 from thinwire.integrations.alone import attach_alone, is_alone
 from thinwire.integrations.ddp import Options, attach_ddp
@@ -340,7 +340,7 @@ def explained(name: str, value: object, function: Callable[..., Any], kind: str)
         return f"{name} is given within another argument: {inside}"
     takes = [own for own in inspect.signature(function).parameters if own not in ("model", "stage")]
     whose = f"is an argument of {' and '.join(owners)}" if owners else "is not an argument of thinwire.compress()"
-    close = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else difflib.get_close_matches(name, takes, n=1)
+    close = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else close_names(name, takes)
     if not owners and close and close[0] in takes:
         whose += f" (did you mean {close[0]}=?)"
     takes = ", ".join(f"{own}=" for own in takes)

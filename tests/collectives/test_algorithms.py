@@ -88,17 +88,17 @@ def test_a_spec_is_its_text(spec: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("star", "there are sra, ring, tree"),
-        ("ring(", "there are sra"),
-        ("ring(3)", "there are sra"),
-        ("ring(bits=3)", "no option 'bits'; it takes no options"),
+        ("star", "There are allgather, hierarchical, parameter_server, ring, sra, tree"),
+        ("ring(", "Did you mean 'ring"),
+        ("ring(3)", "ring takes no parameters by position"),
+        ("ring(bits=3)", "ring has no parameter 'bits': it takes none"),
         ("tree(root=-1)", "root is -1: give a rank"),
         ("sra(rates=guessed)", "or measured"),
         ("sra(rates=(1, 0))", "above zero"),
         ("hierarchical(across=wires)", "slices or leaders"),
         ("hierarchical(inside=topk(density=0.1))", "a quantiser without a state"),
         ("hierarchical(inside=minimax)", "no compressor is called"),
-        ("__import__('os')", "there are sra"),
+        ("__import__('os')", "no collective algorithm is called"),
     ],
 )
 def test_what_is_no_algorithm_is_refused(spec: str, message: str) -> None:

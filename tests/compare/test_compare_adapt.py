@@ -44,7 +44,7 @@ def test_a_variant_has_one_text(text: str, canonical: Variant) -> None:
     [
         ("topk(density=0.1) with ", "names no policy"),
         ("topk(density=0.1) with greed()", "no policy"),
-        ("topk(density=0.1) with lgreco(evry=3)", "did you mean every"),
+        ("topk(density=0.1) with lgreco(evry=3)", "lgreco has no parameter 'evry'"),
         ("topk(density=0.1) with lgreco(every=1)", "at least 2"),
         ("quantise with lgreco()", "no compressor"),
     ],

@@ -229,7 +229,7 @@ def test_a_wrong_option_is_refused_where_it_is_given(library: str) -> None:
         getattr(thinwire, library)("4bit", nosuch=1)
     with pytest.raises(TypeError, match=r'thinwire.compress\(model, "minmax\(bits=4\)"\)'):
         getattr(thinwire, library)(bits=4)
-    with pytest.raises(ValueError, match=r"compressor: .*Did you mean 'topk\(0.01\)'"):
+    with pytest.raises(ValueError, match=r"compressor: .*Did you mean 'topk\(density=0.01\)'"):
         getattr(thinwire, library)("topk(1%)")
     with pytest.raises(TypeError, match=r"compressor must be .*, not 4"):
         getattr(thinwire, library)(4)

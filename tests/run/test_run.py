@@ -109,7 +109,7 @@ def test_scripts_and_options_that_are_none(capsys: pytest.CaptureFixture[str]) -
     assert cli.main(["run", "--start", "-1", "--", SCRIPT]) == 64
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 2
-    assert told[0].endswith("Did you mean 'topk(0.01)'?")
+    assert told[0].endswith("Did you mean 'topk(density=0.01)'?")
     assert told[1].startswith("thinwire run: start must be at least 0")
     with pytest.raises(ScriptNotFound):
         run_script(["nosuch.py"])

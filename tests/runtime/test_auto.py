@@ -155,7 +155,7 @@ def test_misuse_says_what_to_do() -> None:
             "give one of them",
             "give a compressor instead",
             "takes the place of the compressor",
-            "did you mean error?",
+            "Did you mean 'auto(error=1)'?",
         )
         assert len(texts) == len(parts)
         for part, text in zip(parts, texts, strict=True):

@@ -8,7 +8,6 @@ One implementation (`thinwire.collectives.all_reduce`) runs them all.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,7 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
-from thinwire.compressors import RESIDUAL, Coded, Raw, ef, expression, needs_state, parse
+from thinwire.arguments import Calls
+from thinwire.compressors import RESIDUAL, Coded, Raw, ef, needs_state, parse
 
 _SHARE_UNITS = 1000
 """Shares of owners are rounded to whole numbers of this resolution, so that all ranks compute the same ones."""
@@ -378,6 +378,14 @@ def balanced_shares(rates: Sequence[float]) -> tuple[float, ...]:
 _ALGORITHMS: dict[str, type[Algorithm]] = {
     t.spec_name: t for t in (ScatterReduceAllGather, Ring, Binomial, AllGather, Hierarchical, ParameterServer)
 }
+_calls = Calls[Algorithm](
+    kind="collective algorithm",
+    what="collective algorithm",
+    example="sra(rates=(10, 10, 1))",
+    find=_ALGORITHMS.get,
+    names=lambda: _ALGORITHMS,
+    nested=("Algorithm",),
+)
 
 
 def parse_algorithm(spec: str | Algorithm) -> Algorithm:
@@ -389,32 +397,7 @@ def parse_algorithm(spec: str | Algorithm) -> Algorithm:
     Raises:
         ValueError: The spec is invalid: there is no such algorithm, or an option is wrong.
     """
-    if isinstance(spec, Algorithm):
-        return spec
-    known = ", ".join(_ALGORITHMS)
     try:
-        node = expression(spec)
-    except SyntaxError:
-        raise ValueError(f"{spec!r} is not a collective algorithm: there are {known}") from None
-    name = node.func if isinstance(node, ast.Call) else node
-    if not isinstance(name, ast.Name) or name.id not in _ALGORITHMS or (isinstance(node, ast.Call) and node.args):
-        raise ValueError(
-            f"{spec!r} is not a collective algorithm: there are {known}, with options as in sra(rates=(10, 10, 1))"
-        )
-    kind = _ALGORITHMS[name.id]
-    options = {}
-    for keyword in node.keywords if isinstance(node, ast.Call) else ():
-        names = [f.name for f in dataclasses.fields(kind)]
-        if keyword.arg not in names:
-            takes = ", ".join(names) or "no options"
-            raise ValueError(f"{spec!r}: {name.id} has no option {keyword.arg!r}; it takes {takes}")
-        try:
-            options[keyword.arg] = ast.literal_eval(keyword.value)
-        except ValueError:
-            options[keyword.arg] = ast.unparse(keyword.value)
-        except (TypeError, RecursionError, MemoryError):
-            raise ValueError(f"{spec[:80]!r}: {keyword.arg} is not a plain value") from None
-    try:
-        return kind(**options)
-    except (TypeError, RecursionError) as error:
+        return spec if isinstance(spec, Algorithm) else _calls.parse(spec)
+    except TypeError as error:
         raise ValueError(f"{spec!r} is not a collective algorithm: {error}") from None

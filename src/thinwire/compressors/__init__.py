@@ -31,7 +31,7 @@ from thinwire.compressors._core.rounding import rounded_for
 from thinwire.compressors._core.segments import Key, Part, Parts, Piece, Segments
 from thinwire.compressors._core.slots import LayerState, Slot, State
 from thinwire.compressors._core.sparsifier import Chain, Sparsifier
-from thinwire.compressors._core.spec import PRESETS, expression, parse, register, registered
+from thinwire.compressors._core.spec import PRESETS, parse, register, registered
 from thinwire.compressors._core.summed import Reduction, Subtract, Summed, SumShape, sum_alone
 from thinwire.compressors._core.traits import Traits
 from thinwire.compressors._core.wrapper import Wrapper, unwrap
@@ -150,7 +150,6 @@ __all__ = [
     "cold_start",
     "direct",
     "ef",
-    "expression",
     "find_mixin",
     "first_state",
     "for_world",

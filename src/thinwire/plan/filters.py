@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from thinwire.arguments import close_names
 
 Names = Mapping[str, str]
 """Every full name that the parameters of a model have, and the name of the layer that it means: a shared parameter has
@@ -41,7 +42,7 @@ def check_pattern(pattern: str, layers: Iterable[str], names: Names, names_are: 
         raise ValueError("a pattern is empty: a part of a name, as 'bias', or '*' for every layer")
     if any(matches(pattern, name, names) for name in layers):
         return
-    close = difflib.get_close_matches(pattern, layers, n=3, cutoff=0.3) or layers[:3]
+    close = close_names(pattern, layers, most=3, cutoff=0.3) or layers[:3]
     raise ValueError(
         f"the pattern {pattern!r} matches no parameter; close names are {', '.join(close) or '(none)'}. "
         f"Names are those of {names_are}; '*' stands for any characters"
