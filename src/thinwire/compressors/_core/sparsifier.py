@@ -72,13 +72,6 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
     def pick(self, x: Tensor, piece: Piece, call: CodecCall) -> Picked:
         """Return the chosen elements of a piece of the flat tensor ``x``."""
 
-    def rule(self, x: Tensor, call: CodecCall) -> dict[str, Any]:
-        """Return the same choice for all pieces, as arguments of `thinwire.kernels.rows_choose`."""
-        return {}
-
-    def _row_rooms(self, segments: Segments) -> tuple[int, ...]:
-        return tuple(self.room(piece.numel) for piece in segments.pieces)
-
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return bytes_in_chunks(numel, self.grain, self._chunk_bytes)
 
@@ -104,9 +97,6 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
 
     def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
         call = call._replace(segments=self._chunks(call.segments))
-        if kernels.asynchronous(x):
-            self._encode_at_once(x, message, call)
-            return
         chosen = [(p, self.pick(x, p, call)) for p in call.pieces if p.numel]
         rooms = []
         for piece, picked in chosen:
@@ -116,16 +106,6 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
             kernels.pack_indices(picked.indices, piece.numel, room, message, piece.payload + HEADER)
             rooms.append(room)
         self._put_values([p for p, _ in chosen], rooms, [picked.values for _, picked in chosen], message, call)
-
-    def _encode_at_once(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
-        """`encode` without waiting for a device: the host does not count, and bounded payloads are full size."""
-        rooms, rule = self._row_rooms(call.segments), self.rule(x, call)
-        options = {"floats": self.coder is None, "bounded": self.traits.bounded, **rule}
-        values = kernels.rows_choose(x, call.table, message, rooms, **options)
-        if self.coder is not None:
-            pieces = tuple(piece for piece in call.pieces if piece.numel)
-            rooms = tuple(self.room(piece.numel) for piece in pieces)
-            self.coder.encode(values, message, call._replace(segments=_value_segments(pieces, rooms)))
 
     def _put_values(
         self, pieces: Sequence[Piece], rooms: Sequence[int], values: Sequence[Tensor], message: Tensor, call: CodecCall
@@ -161,9 +141,6 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
         call = call._replace(segments=self._chunks(call.segments))
         pieces = [piece for piece in call.pieces if piece.numel]
         check_place(message, pieces, y, self.payload_bytes)
-        if kernels.asynchronous(y):
-            self._decode_at_once(message, y, call, add)
-            return
         rooms = self._rooms(message, pieces)
         values = self._values(message, pieces, rooms)
         for piece, room, received in zip(pieces, rooms, values, strict=True):
@@ -176,25 +153,9 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
             indices = kernels.unpack_indices(message, piece.payload + HEADER, piece.numel, room)
             kernels.sparse_add(y, piece.start, piece.numel, indices, received[: indices.numel()], call.scale)
 
-    def _decode_at_once(self, message: Tensor, y: Tensor, call: CodecCall, add: bool) -> None:
-        table, rooms = call.table, self._row_rooms(call.segments)
-        pieces = tuple(piece for piece in call.pieces if piece.numel)
-        if self.coder is None:
-            values = None
-        else:
-            values = torch.empty(sum(rooms), dtype=torch.float32, device=y.device)
-            at = _value_segments(pieces, tuple(self.room(piece.numel) for piece in pieces))
-            self.coder.decode(message, values, CodecCall(at))
-        indices = kernels.rows_unpack(message, table, rooms)
-        kernels.rows_add_at(y, message, table, rooms, indices, values, add=add, scale=call.scale)
-
     def forget_sent(self, message: Tensor, segments: Segments, y: Tensor) -> None:
         """Set the elements of ``y`` that a message contains to zero."""
         segments = self._chunks(segments)
-        if kernels.asynchronous(y):
-            rooms = self._row_rooms(segments)
-            kernels.rows_zero_at(y, segments.table, rooms, kernels.rows_unpack(message, segments.table, rooms))
-            return
         pieces = [piece for piece in segments.pieces if piece.numel]
         for piece, room in zip(pieces, self._rooms(message, pieces), strict=True):
             indices = kernels.unpack_indices(message, piece.payload + HEADER, piece.numel, room)
@@ -215,8 +176,6 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
     def limits(self, message: Tensor, segments: Segments) -> tuple[Count, Count]:
         if not self.traits.bounded:
             return 0, 0
-        if kernels.asynchronous(message):
-            return 0, kernels.header_words(message, segments.table, 2).sum()
         return 0, sum(header_of(message, piece)[2] for piece in segments.pieces if piece.numel)
 
     def __or__(self, other: Compressor) -> Compressor:
@@ -274,9 +233,6 @@ class Chain(Sparsifier, StepEnd, Scheduled):
 
     def pick(self, x: Tensor, piece: Piece, call: CodecCall) -> Picked:
         return self.first.pick(x, piece, call)
-
-    def rule(self, x: Tensor, call: CodecCall) -> dict[str, Any]:
-        return self.first.rule(x, call)
 
     def end_step(self, layers: Sequence[LayerState], loss_scale: float) -> None:
         if isinstance(self.first, StepEnd):
