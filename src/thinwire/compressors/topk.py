@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -56,8 +56,3 @@ class TopK(Sparsifier, Scheduled):
         return Picked(
             *kernels.select_topk(x, piece.start, piece.numel, self.room(piece.numel), sampled=sampled, key=draw)
         )
-
-    def rule(self, x: Tensor, call: CodecCall) -> dict[str, Any]:
-        if self.select == "exact":
-            return {}
-        return {"sample_keys": [derive_key(call.key.own, site_id(piece.site)) for piece in call.pieces]}

@@ -31,9 +31,7 @@ from thinwire_tools.results import OutputFile, Results
 
 SPECS = (
     *("minmax(bits=4)", "ef(minmax(bits=4))", "minmax(bits=8, bucket=1024)", "maxabs(bits=4)", "qsgd(bits=4)"),
-    *("lattice(bits=8)", "ef(onebit)", "natural", "rangefloat(bits=8, mantissa=3, range=4.0)"),
-    *("levels(bits=4, min_numel=0)", "topk(density=0.01)", "topk(density=0.01, select=sampled)"),
-    *("topk(density=0.01) | minmax(bits=8)", "raw"),
+    *("lattice(bits=8)", "ef(onebit)", "natural", "topk(density=0.01)", "raw"),
 )
 _REDUCED = ("minmax(bits=4)", "ef(minmax(bits=4))", "topk(density=0.01)", "cast(bf16)")
 """What several ranks reduce."""

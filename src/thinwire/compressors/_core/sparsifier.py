@@ -67,13 +67,6 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
     def pick(self, x: Tensor, piece: Piece, call: CodecCall) -> Picked:
         """Return the chosen elements of a piece of the flat tensor ``x``."""
 
-    def rule(self, x: Tensor, call: CodecCall) -> dict[str, Any]:
-        """Return the same choice for all pieces, as arguments of `thinwire.kernels.rows_choose`."""
-        return {}
-
-    def _row_rooms(self, segments: Segments) -> tuple[int, ...]:
-        return tuple(self.room(piece.numel) for piece in segments.pieces)
-
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return self.payload_bytes_of(numel, self.room(numel))
 
@@ -85,9 +78,6 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
         return HEADER + kernels.index_bytes(numel, room) + values
 
     def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
-        if kernels.asynchronous(x):
-            self._encode_at_once(x, message, call)
-            return
         chosen = [(p, self.pick(x, p, call)) for p in call.pieces if p.numel]
         rooms = []
         for piece, picked in chosen:
@@ -97,16 +87,6 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
             kernels.pack_indices(picked.indices, piece.numel, room, message, piece.payload + HEADER)
             rooms.append(room)
         self._put_values([p for p, _ in chosen], rooms, [picked.values for _, picked in chosen], message, call)
-
-    def _encode_at_once(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
-        """`encode` without waiting for a device: the host does not count, and bounded payloads are full size."""
-        rooms, rule = self._row_rooms(call.segments), self.rule(x, call)
-        options = {"floats": self.coder is None, "bounded": self.traits.bounded, **rule}
-        values = kernels.rows_choose(x, call.table, message, rooms, **options)
-        if self.coder is not None:
-            pieces = tuple(piece for piece in call.pieces if piece.numel)
-            rooms = tuple(self.room(piece.numel) for piece in pieces)
-            self.coder.encode(values, message, call._replace(segments=_value_segments(pieces, rooms)))
 
     def _put_values(
         self, pieces: Sequence[Piece], rooms: Sequence[int], values: Sequence[Tensor], message: Tensor, call: CodecCall
@@ -141,9 +121,6 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
     def decode(self, message: Tensor, y: Tensor, call: CodecCall, *, add: bool = False) -> None:
         pieces = [piece for piece in call.pieces if piece.numel]
         check_place(message, pieces, y, self.payload_bytes)
-        if kernels.asynchronous(y):
-            self._decode_at_once(message, y, call, add)
-            return
         rooms = self._rooms(message, pieces)
         values = self._values(message, pieces, rooms)
         for piece, room, received in zip(pieces, rooms, values, strict=True):
@@ -156,24 +133,8 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
             indices = kernels.unpack_indices(message, piece.payload + HEADER, piece.numel, room)
             kernels.sparse_add(y, piece.start, piece.numel, indices, received[: indices.numel()], call.scale)
 
-    def _decode_at_once(self, message: Tensor, y: Tensor, call: CodecCall, add: bool) -> None:
-        table, rooms = call.table, self._row_rooms(call.segments)
-        pieces = tuple(piece for piece in call.pieces if piece.numel)
-        if self.coder is None:
-            values = None
-        else:
-            values = torch.empty(sum(rooms), dtype=torch.float32, device=y.device)
-            at = _value_segments(pieces, tuple(self.room(piece.numel) for piece in pieces))
-            self.coder.decode(message, values, CodecCall(at))
-        indices = kernels.rows_unpack(message, table, rooms)
-        kernels.rows_add_at(y, message, table, rooms, indices, values, add=add, scale=call.scale)
-
     def forget_sent(self, message: Tensor, segments: Segments, y: Tensor) -> None:
         """Set the elements of ``y`` that a message contains to zero."""
-        if kernels.asynchronous(y):
-            rooms = self._row_rooms(segments)
-            kernels.rows_zero_at(y, segments.table, rooms, kernels.rows_unpack(message, segments.table, rooms))
-            return
         pieces = [piece for piece in segments.pieces if piece.numel]
         for piece, room in zip(pieces, self._rooms(message, pieces), strict=True):
             indices = kernels.unpack_indices(message, piece.payload + HEADER, piece.numel, room)
@@ -193,8 +154,6 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
     def limits(self, message: Tensor, segments: Segments) -> tuple[Count, Count]:
         if not self.traits.bounded:
             return 0, 0
-        if kernels.asynchronous(message):
-            return 0, kernels.header_words(message, segments.table, 2).sum()
         return 0, sum(header_of(message, piece)[2] for piece in segments.pieces if piece.numel)
 
     def __or__(self, other: Compressor) -> Compressor:
@@ -248,9 +207,6 @@ class Chain(Sparsifier, StepEnd, Scheduled):
 
     def pick(self, x: Tensor, piece: Piece, call: CodecCall) -> Picked:
         return self.first.pick(x, piece, call)
-
-    def rule(self, x: Tensor, call: CodecCall) -> dict[str, Any]:
-        return self.first.rule(x, call)
 
     def end_step(self, layers: Sequence[LayerState], loss_scale: float) -> None:
         if isinstance(self.first, StepEnd):
