@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.arguments import check_choice, check_int
 from thinwire.compressors._core.calls import CodecCall
-from thinwire.compressors._core.checks import check_choice, check_chunk, check_dtype, check_int
+from thinwire.compressors._core.checks import check_chunk, check_dtype
 from thinwire.compressors._core.coded import Coded
 from thinwire.compressors._core.mixins import Indexed
 from thinwire.compressors._core.segments import Piece

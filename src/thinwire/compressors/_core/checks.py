@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from thinwire.arguments import check_int
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that compressors take. They compute in fp32."""
@@ -29,32 +28,9 @@ def check_dtype(dtype: torch.dtype, compressor: object) -> None:
         )
 
 
-def check_int(name: str, value: Any, low: int, high: int | None = None) -> None:
-    """Raise an error unless a parameter is an integer in [low, high]."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, not {value!r}")
-    if value < low or (high is not None and value > high):
-        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ValueError(f"{name} must be {bounds}, not {value}")
-
-
 def check_chunk(chunk: int | str) -> None:
     """Raise an error unless a chunk is ``layer``, or so many elements that layers can be cut at its multiples."""
     if chunk != "layer":
         check_int("chunk (or layer)", chunk, 128)
         if int(chunk) % 128:
             raise ValueError(f"chunk must be a multiple of 128, where layers are cut among owners, not {chunk}")
-
-
-def check_share(name: str, value: Any) -> None:
-    """Raise an error unless a parameter is a number in (0, 1]."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, not {value!r}")
-    if not 0 < value <= 1:
-        raise ValueError(f"{name} must be above 0 and at most 1, not {value!r}")
-
-
-def check_choice(name: str, value: Any, choices: Sequence[str | int]) -> None:
-    """Raise an error unless a parameter is one of a few values."""
-    if value not in choices:
-        raise ValueError(f"{name} must be {' or '.join(map(str, choices))}, not {value!r}")
