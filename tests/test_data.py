@@ -47,10 +47,3 @@ def test_shares_stay_the_same_and_their_order_does_not(samples: int, replicas: i
         assert second != first
     shares[0].set_epoch(0)
     assert list(shares[0]) == first[0]
-
-
-def test_shares_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="replica must be between 0 and 1"):
-        Share(range(10), 2, 2)
-    with pytest.raises(ValueError, match="1 samples cannot be shared by 2 replicas"):
-        Share(range(1), 0, 2)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from keyword import kwlist
+from numbers import Real
 from types import UnionType
 from typing import Any, Generic, TypeVar
 
@@ -53,7 +54,7 @@ def check_number(
     hint: str = "",
 ) -> None:
     """Raise an error unless an argument is a finite number within bounds, which ``above`` and ``below`` exclude."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, not {value!r}{_after(hint)}")
     tests = {
         "at least": (low, operator.ge),

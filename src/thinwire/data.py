@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
+from thinwire.arguments import check_int
+
 Item = TypeVar("Item", covariant=True)
 
 
@@ -74,8 +76,7 @@ class Share(Sampler[int]):
     """
 
     def __init__(self, dataset: Sized, replica: int, num_replicas: int, *, seed: int = 0) -> None:
-        if not 0 <= replica < num_replicas:
-            raise ValueError(f"replica must be between 0 and {num_replicas - 1}, not {replica}")
+        check_int("replica", replica, 0, num_replicas - 1)
         if len(dataset) < num_replicas:
             raise ValueError(f"{len(dataset)} samples cannot be shared by {num_replicas} replicas")
         dealt = torch.randperm(

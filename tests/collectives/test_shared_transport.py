@@ -377,10 +377,7 @@ def test_memory_that_runs_out_is_an_error_on_all(monkeypatch: pytest.MonkeyPatch
     assert [text.endswith("the system gives none") for text in texts] == [False, False, True]
 
 
-def test_what_is_no_choice_is_refused() -> None:
-    transport = LoopbackTransport.world(2)[0]
-    with pytest.raises(ValueError, match="auto, group or shared"):
-        with_shared_memory(transport, TIMEOUT, "memory")  # type: ignore[arg-type]
+def test_a_rank_alone_keeps_its_transport() -> None:
     alone = LoopbackTransport.world(1)[0]
     assert with_shared_memory(alone, TIMEOUT, "shared") is alone
 

@@ -173,9 +173,6 @@ def test_fft_follows_steps_and_learning_rates() -> None:
     assert [at_step(falling, 0, rate).theta for rate in (0.125, 0.0125, 0.0)] == [0.5, 10 / 64, 0.0]  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="pass optimizer="):
         at_step(falling, 0, None)
-    for wrong in ("((5, 0.9),)", "((0, 0.9), (0, 0.5))", "1.0", "growing"):
-        with pytest.raises(ValueError, match="theta must be"):
-            parse(f"fft(theta={wrong})")
 
 
 def test_topk_is_the_largest_and_indices_take_the_shorter_form() -> None:
@@ -353,38 +350,6 @@ def test_terngrad_leaves_the_last_layer_raw_when_configured() -> None:
     assert relative_error("terngrad(clip=2.5)", x) < relative_error("terngrad", x)
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("qsgd(bits=1)", "bits must be between 2 and 8"),
-        ("qsgd(bucket=page)", 'bucket \\(or "layer"\\) must be an integer'),
-        ("qsgd(norm=l3)", "norm must be l2 or linf"),
-        ("maxabs(scale=column)", "scale must be bucket or row or channel or layer"),
-        ("terngrad(clip=-1)", "clip must be 0"),
-        ("levels(bits=9)", "bits must be between 1 and 8"),
-        ("levels(learn_at=5)", "learn_at must be a tuple"),
-        ("rangefloat(bits=16)", "bits must be between 3 and 15"),
-        ("rangefloat(bits=10, mantissa=2, range=1.0)", "mantissa"),
-        ("truncate(gamma=0.5)", "gamma must be at least 1"),
-        ("topk(density=0)", "density must be above 0 and at most 1"),
-        ("topk(select=all)", "select must be exact or sampled"),
-        ("threshold(lam=-1)", "lam must be at least 0"),
-        ("globaltopk(capacity=0.5)", "capacity must be at least 1"),
-        ("fft(theta=1.5)", "theta must be at least 0 and below 1"),
-        *((f"fft(bits=10, mantissa={m})", f"mantissa={m} does not work with bits=10") for m in range(3)),
-        ("fft(block=1)", "block \\(or whole\\) must be at least 2"),
-        ("powersgd(rank=0)", "rank must be at least 1"),
-        ("dgc(minmax)", "dgc takes a sparsifier"),
-        ("minmax | topk", "chooses no values"),
-        ("topk | randk", "chosen values are coded by a quantiser without state"),
-        ("topk | ef(minmax)", "chosen values are coded by a quantiser without state"),
-    ],
-)
-def test_parameters_out_of_range_name_the_range(spec: str, message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        parse(spec)
-
-
 def test_every_registered_compressor_is_exported_and_says_where_it_comes_from() -> None:
     from thinwire.compressors import registered
 
@@ -493,12 +458,6 @@ def test_ranks_and_densities_may_follow_a_schedule(spec: str, later: str) -> Non
         family(scheduled)
 
 
-@pytest.mark.parametrize("spec", ["powersgd(rank=((0, 8), (5, 0)))", "globaltopk(density=((1, 0.5),))"])
-def test_what_is_no_schedule_is_refused(spec: str) -> None:
-    with pytest.raises(ValueError, match=r"rank|density"):
-        thinwire.parse(spec)
-
-
 def test_dgc_clips_each_ranks_gradient_before_it_is_added() -> None:
     """To a norm of ``clip / √n`` on n ranks (Lin et al. 2018, section 3.2); shorter ones stay, NaN is not lost."""
     dgc = for_world(thinwire.parse("dgc(topk(density=1.0), momentum=0.0, clip=2.0)"), 4, 64)
@@ -521,8 +480,6 @@ def test_dgc_clips_each_ranks_gradient_before_it_is_added() -> None:
     dgc.encode(gradient, message, CodecCall(segments, Key(0, 0), state))
     dgc.decode(message, sent, CodecCall(segments))
     assert bool(torch.isnan(sent).any())
-    with pytest.raises(ValueError, match="clip must be 0"):
-        thinwire.parse("dgc(topk(density=0.1), clip=-1)")
 
 
 def test_atomo_sends_rank_terms_of_the_singular_values_and_is_unbiased() -> None:

@@ -18,7 +18,7 @@ from experiments.papers.intsgd.world import Method
 from harness import run_ranks, run_threads
 from nets import assert_replicas_identical, batch, loss_of, resume, train, trained
 from nets import make as make_model
-from thinwire import Plan, Wire, parse
+from thinwire import Plan, Wire
 from thinwire.plan import Filter
 from thinwire.runtime import WireSettings
 
@@ -310,12 +310,3 @@ def test_the_loss_scale_changes_no_bit() -> None:
 
     plain, scaled = (run_threads(partial(run, scale=scale), 2)[0] for scale in (1.0, 4096.0))
     assert all(same(a, b) for a, b in zip(plain, scaled, strict=True))
-
-
-def test_what_it_cannot_do_is_refused() -> None:
-    with pytest.raises(ValueError, match="takes its scale from the gradients that arrive"):
-        parse("intdiana(bits=2, scale=params)")
-    with pytest.raises(ValueError, match="bits must be 2, 4, 8 or 32, not 3"):
-        parse("intdiana(bits=3)")
-    with pytest.raises(ValueError, match="bits must be 8 or 32, not 2"):
-        parse("heuristic_intsgd(bits=2)")

@@ -49,9 +49,3 @@ def test_what_users_write_instead_is_understood_in_the_error(written: str, meant
         parse(written)
     assert str(error.value).endswith(f"Did you mean {meant!r}?")
     parse(meant)
-
-
-@pytest.mark.parametrize("written", ["auto", "Auto(every=5)", "ef(auto)"])
-def test_auto_is_said_to_go_alone(written: str) -> None:
-    with pytest.raises(ValueError, match=r'auto is no compressor: .* alone .*thinwire.compress\(model, "auto"\)'):
-        parse(written)

@@ -210,23 +210,6 @@ def test_an_argument_that_is_wrong_on_one_rank_stops_the_others_in_every_functio
     assert third == [("PeerFailedError", 1, True)] * 8
 
 
-@pytest.mark.parametrize(
-    ("make_it", "message"),
-    [
-        (lambda: thinwire.Network(algorithm="mesh"), "'mesh' is not a collective algorithm"),
-        (lambda: thinwire.Network(algorithm=4), "algorithm must be text such as 'ring', not 4"),
-        (lambda: thinwire.Network(transport="memory"), "transport is 'memory': auto, group or shared"),
-        (lambda: thinwire.Network(aggregator="nowhere"), "nowhere"),
-        (lambda: thinwire.Network(timeout=60), r"Network\(timeout=timedelta\(seconds=60\)\)"),
-        (lambda: thinwire.Checks(parity_every=-1), "parity_every must be at least 0, not -1"),
-        (lambda: thinwire.Checks(resync_every="ten"), "resync_every must be an integer, not 'ten'"),
-    ],
-)
-def test_options_are_checked_where_they_are_made(make_it: Any, message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        make_it()
-
-
 def wrong_arguments(rank: int) -> list[str]:
     model, texts = make(rank), []
     wrong: list[dict[str, Any]] = [

@@ -740,39 +740,6 @@ def test_every_argument_that_differs_is_named() -> None:
         assert f"'{NAMED.get(name, name).split('.')[-1]}" in message, (name, message)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"every": 0}, "every"),
-        ({"every": 10, "fragments": 3}, "fragments must divide every"),
-        ({"every": 10, "fragments": 5, "overlap": 2}, "overlap must be below"),
-        ({"mix": 1.5}, "mix"),
-        ({"every": 4, "fragments": 4}, "fragments must be between"),
-        ({"compressor": "minmax(bits=99)"}, "bits"),
-    ],
-)
-def test_what_cannot_be_is_refused(options: dict, message: str) -> None:
-    assert run_ranks(_refused, 1, {"compressor": "minmax(bits=4)", **options}, message) == [True]
-
-
-def _refused(rank: int, options: dict, message: str) -> bool:
-    model = nn.Linear(64, 64)
-    with pytest.raises(ValueError, match=message):
-        DiLoCo(model, torch.optim.SGD(model.parameters()), **options)
-    return True
-
-
-def _foreign(rank: int) -> bool:
-    model = nn.Linear(64, 64)
-    with pytest.raises(ValueError, match="does not hold weight"):
-        DiLoCo(model, torch.optim.SGD(nn.Linear(2, 2).parameters()))
-    return True
-
-
-def test_an_optimizer_of_other_parameters_is_refused() -> None:
-    assert run_ranks(_foreign, 1) == [True]
-
-
 def test_fragments_are_balanced_and_strided() -> None:
     sizes = {"embed": 100, **{f"block.{i}": 40 for i in range(6)}, "norm": 1}
     parts = balanced_fragments(sizes, 3)
@@ -784,21 +751,6 @@ def test_fragments_are_balanced_and_strided() -> None:
         ["block.1", "block.4"],
         ["block.2", "block.5"],
     ]
-
-
-@pytest.mark.parametrize("bad", [{"lr": 0.0}, {"lr": float("nan")}, {"momentum": 1.0}, {"momentum": -0.1}])
-def test_outer_optimizers_outside_their_range_are_refused(bad: dict) -> None:
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        Nesterov(**bad)
-
-
-def test_an_outer_optimizer_of_another_kind_is_refused() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(
-        TypeError, match=r"^outer must .*not SGD: outer=thinwire.local.Nesterov\(lr=..., momentum=...\)"
-    ):
-        DiLoCo(model, optimizer, outer=optimizer)  # pyright: ignore[reportArgumentType]
 
 
 def _flat(model: nn.Module) -> torch.Tensor:

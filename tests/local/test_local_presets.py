@@ -60,8 +60,3 @@ def test_streaming_sends_a_quarter_at_a_time() -> None:
     # Said beforehand, but for headers.
     assert max(bursts) == pytest.approx(peak, rel=0.05)
     assert max(whole) == pytest.approx(whole_peak, rel=0.05)
-
-
-def test_an_unknown_name_says_which_there_are() -> None:
-    with pytest.raises(ValueError, match="'streaming'"):
-        preset("dilco")

@@ -107,16 +107,6 @@ def test_a_loaded_state_continues_bit_for_bit() -> None:
     assert _same(model, again)
 
 
-def test_a_model_without_hidden_matrices_is_refused() -> None:
-    with pytest.raises(ValueError, match="no hidden matrix"):
-        Muon(nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4)))
-
-
-def test_a_momentum_outside_its_range_is_refused() -> None:
-    with pytest.raises(ValueError, match="momentum"):
-        Muon(Net(), momentum=1.0)
-
-
 def _stepped(rank: int, how: str) -> dict[str, torch.Tensor]:
     """Parameters after five steps: alone, with ranks that divide the work, or of a sharded model."""
     model = Net()

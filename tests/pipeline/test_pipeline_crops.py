@@ -11,7 +11,6 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import thinwire
 from harness import run_ranks
-from thinwire.pipeline.schedule_step import Batch
 
 SIZE, PADDING, IMAGES, BATCH = 8, 1, 12, 4
 CROPS = thinwire.store.Crops(size=SIZE, padding=PADDING)
@@ -76,14 +75,3 @@ def misused(rank: int, store: Any, give: bool) -> str:
 def test_corners_and_store_go_together_on_every_rank(store: Any, give: bool, message: str) -> None:
     for found in run_ranks(misused, 2, store, give):
         assert message in found
-
-
-@pytest.mark.parametrize("corners", [[(0, 1)], [(0, 1), (0,)], [(0, 1, 2), (0, 1, 2)]])
-def test_corners_are_a_pair_for_each_sample(corners: Any) -> None:
-    with pytest.raises(ValueError, match="corners are 2 pairs"):
-        Batch.from_ids([1, 2], None, None, (), corners)
-
-
-def test_negative_corners_are_refused() -> None:
-    with pytest.raises(ValueError, match="must be between 0"):
-        Batch.from_ids([1], None, None, (), torch.tensor([[0, -1]]))

@@ -21,7 +21,6 @@ from thinwire.collectives import MessageError
 from thinwire.pipeline.boundary import BoundarySide
 from thinwire.pipeline.boundary_tensors import BoundaryTensors, Spec, chunk_sizes
 from thinwire.pipeline.options import PipelineOptions, fitted
-from thinwire.pipeline.schedule_step import Batch
 from thinwire.runtime.checkpoint import sealed
 
 FW3_BW6: dict[str, Any] = {"forward": "delta(maxabs(bits=3))", "backward": "maxabs(bits=6)"}
@@ -107,54 +106,6 @@ def test_an_id_given_twice_before_the_first_step_is_an_error_on_every_rank(where
         assert "give every sample of a batch an id of its own" in error
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([1, 2, 1],), "sample 1 is in the batch twice"),
-        (([1, -2],), "between 0 and 2"),
-        (([2**62],), "between 0 and 2"),
-        (([],), "at least one sample id"),
-        (([1.5],), "must be integers"),
-        (([True],), "must be integers"),
-        ((torch.tensor([1.0, 2.0]),), "must be integers"),
-        (([1, 2], None, [3]), "1 lengths are given for 2 samples"),
-        (([1, 2], 4, [3, 5]), "5 positions, in a batch padded to 4"),
-        (([1, 2], 0), "length must be at least 1"),
-        (([1, 2], None, None, [-1]), "upcoming ids must be between"),
-    ],
-)
-def test_ids_are_checked_where_they_are_given(arguments: tuple[Any, ...], message: str) -> None:
-    ids, length, lengths, upcoming = (*arguments, None, None, None)[:4]
-    with pytest.raises((TypeError, ValueError), match=message):
-        Batch.from_ids(ids, length, lengths, upcoming or ())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"forward": "delta(minmax(bits=9))"}, "bits must be between"),
-        ({"forward": "delta(ef(maxabs))"}, "cannot code activations"),
-        ({"forward": "delta(delta(maxabs))"}, "cannot code activations"),
-        ({"forward": "direct(powersgd)"}, "cannot code activations"),
-        ({"forward": "threshold(lam=1.0)"}, "must know the size of a message"),
-        ({"forward": []}, "no compressor is given"),
-        ({"backward": "delta(maxabs(bits=4))"}, "only activations on their way forward"),
-        ({"evaluation": "delta(maxabs(bits=4))"}, "only activations on their way forward"),
-        ({"precision": 12}, "precision must be 32, 16 or 2 to 8"),
-        ({"check_every": 0}, "check_every must be at least 1"),
-        ({"max_length": 0}, "max_length must be at least 1"),
-        ({"warmup_epochs": -1}, "warmup_epochs must be at least 0"),
-        ({"forward": "maxabs(bits=4)", "warmup_epochs": 1}, "counts visits of samples"),
-        ({"store": "memory"}, "store must be thinwire.store.Memory"),
-        ({"store": thinwire.store.Centres(), "precision": 8}, "cluster centres are kept in 32 bits"),
-        ({"store": thinwire.store.Centres(), "warmup_epochs": 1}, "which cluster centres do not know"),
-    ],
-)
-def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        PipelineOptions(**options)
-
-
 def test_one_compressor_or_one_for_each_boundary() -> None:
     options = PipelineOptions(forward=["delta(maxabs(bits=3))", "raw"])
     options.check(3)
@@ -175,11 +126,6 @@ def test_what_theorem_3_1_admits_is_not_warned_of(inner: str) -> None:
         warnings.simplefilter("error")
         PipelineOptions(forward=f"delta({inner})")
         PipelineOptions(adapt=thinwire.policies.ByLink())
-
-
-def test_changes_of_gradients_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"for the activations of a pipeline \(thinwire\.compress_stage\)"):
-        thinwire.compressors.for_world(thinwire.parse("delta(maxabs(bits=3))"), 2, 1000)
 
 
 def unlike(rank: int, options: list[dict[str, Any]]) -> str:
@@ -438,11 +384,6 @@ def test_all_tensors_of_a_stage_are_sent_in_one_message() -> None:
     assert int(received[2]) == 7
     assert list(mine.values()) == list(theirs.values())
     assert losses[-1] < losses[0]
-
-
-def test_a_stage_is_compressed_once_and_only_a_stage() -> None:
-    with pytest.raises(TypeError, match="compress_stage"):
-        thinwire.compress_stage(nn.Linear(1, 1))
 
 
 def test_a_pytorch_that_will_not_tell_what_crosses_is_an_error_at_once() -> None:

@@ -55,31 +55,6 @@ def test_choices_are_sent_as_tensors_and_what_cannot_be_is_refused() -> None:
         LinkChoices.from_tensor(x, 3, {"forward": 3, "backward": 3})
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"adapt": "lgreco"}, "adapt must be thinwire.policies.ByLink"),
-        ({"adapt": thinwire.policies.ByLink(forward=["maxabs(bits=3)"])}, "or nowhere"),
-        ({"forward": "maxabs(bits=3)", "adapt": thinwire.policies.ByLink()}, "or nowhere"),
-        ({"adapt": thinwire.policies.ByLink(backward=["delta(maxabs(bits=3))"])}, "only activations"),
-    ],
-)
-def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
-    from thinwire.pipeline.options import PipelineOptions
-
-    with pytest.raises((TypeError, ValueError), match=message):
-        PipelineOptions(**options)
-
-
-def test_lists_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="must be a list"):
-        thinwire.policies.ByLink(forward="delta(maxabs(bits=3))")
-    with pytest.raises(ValueError, match="must be a list"):
-        thinwire.policies.ByLink(backward=[])
-    with pytest.raises(ValueError, match="after"):
-        thinwire.policies.ByLink(after=0)
-
-
 def trained(rank: int, name: str, every: int | None) -> Any:
     """Train; go on from a state in the middle; what was chosen, what is kept, the losses of both halves."""
     num_ranks = dist.get_world_size()

@@ -260,16 +260,3 @@ def misused(rank: int) -> None:
 
 def test_misuse_is_an_error_that_says_what_to_do() -> None:
     run_ranks(misused, 2)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"compressor": "powersgd"}, "cannot code activations"),
-        ({"compressor": "delta(ef(maxabs))"}, "cannot code activations"),
-        ({"store": thinwire.store.Centres()}, "store must be thinwire.store.Memory"),
-    ],
-)
-def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        thinwire.CompressedRowwiseParallel(**options)

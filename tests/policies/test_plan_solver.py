@@ -87,23 +87,6 @@ def test_bounds_and_step_are_in_units_of_the_parameter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "options", "message"),
-    [
-        ("natural", {}, "no bits, rank, density or theta"),
-        ("fft(theta=((0, 0.9), (10, 0.0)))", {}, "schedule of its own"),
-        ("minmax(bits=4)", {"bounds": (9, 12)}, "no bits between"),
-        ("minmax(bits=4)", {"bounds": (4, 2)}, "the lower one first"),
-        ("topk(density=0.01)", {"bounds": (0.0, 0.1)}, "above 0"),
-        ("topk(density=0.01)", {"step": 0.0}, "step must be above 0"),
-        ("topk(density=0.01)", {"step": -0.1}, "step must be above 0"),
-    ],
-)
-def test_what_has_no_family(spec: str, options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        family(parse(spec), **options)
-
-
-@pytest.mark.parametrize(
     ("spec", "factor", "expected"),
     [
         ("minmax(bits=4)", 3 / 4, "minmax(bits=3)"),

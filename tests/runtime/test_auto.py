@@ -118,21 +118,6 @@ def test_the_middle_of_steps_with_the_buckets_of_now() -> None:
     assert middle_pace([StepTime(pace, 1.0, False) for pace in paces]).compute_s == 0.02
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"error": 0.0}, "error must be above 0"),
-        ({"gain": 1.0}, "gain must be"),
-        ({"candidates": ()}, "candidates must be"),
-        ({"candidates": ("minmaxx",)}, "minmax"),
-        ({"warmup": 3}, "warmup=3 must be more than lag=5"),
-    ],
-)
-def test_options_that_are_none(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        thinwire.policies.Auto(**options)
-
-
 def _misused(rank: int) -> list[str]:
     model = wrapped(0.0)
     found = []

@@ -96,22 +96,6 @@ def test_a_majority_needs_a_star() -> None:
     assert found.algorithm == SRA
 
 
-@pytest.mark.parametrize(
-    ("algorithms", "message"),
-    [
-        ((), "algorithms must be"),
-        ("sra", "algorithms must be"),
-        (("srb",), "not a collective algorithm"),
-        (("ring",), "ring among algorithms"),
-        (("sra(rates=(1, 2))",), "among algorithms"),
-        (("hierarchical(across=leaders)",), "among algorithms"),
-    ],
-)
-def test_algorithms_that_are_none(algorithms: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        thinwire.policies.Auto(algorithms=algorithms)
-
-
 def test_a_hierarchy_is_predicted_leg_by_leg() -> None:
     of = links(1e7, inside=1e9)
     raw, coded = 2**21, LAYERS["w"].wire_bytes(SHAPE)

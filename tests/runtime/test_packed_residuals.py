@@ -37,10 +37,8 @@ def _reduce(wire: Wire, step: int, *, one_bucket: bool = True) -> Tensor:
     return torch.cat([part.wait() for part in parts])
 
 
-def test_they_have_8_bits_or_32() -> None:
+def test_their_spec() -> None:
     assert str(parse(PACKED)) == PACKED
-    with pytest.raises(ValueError, match="8 or 32, not 4"):
-        parse("ef(onebit, bits=4)")
 
 
 def test_what_is_sent_in_the_long_run_is_what_was_given() -> None:

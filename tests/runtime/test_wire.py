@@ -287,15 +287,6 @@ def test_ranks_that_load_different_states_hear_of_it() -> None:
     assert all(run_threads(run, 3))
 
 
-@pytest.mark.parametrize("argument", [{"start": -1}, {"seed": -1}, {"seed": 2**63}])
-def test_wrong_arguments(argument: dict[str, int]) -> None:
-    def run(transport):
-        with pytest.raises(ValueError, match=next(iter(argument))):
-            make(transport, "minmax", **argument)
-
-    run_threads(run, 1)
-
-
 def test_a_silent_rank_is_waited_for_once() -> None:
     """Layers that meet in several ways, and a rank that stops: one timeout, not one for each of them."""
     rules = {"a.weight": "minmax(bits=4)", "b.weight": "topk(density=0.1)", "c.*": "threshold(lam=1.0)"}

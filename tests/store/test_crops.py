@@ -94,10 +94,3 @@ def test_corners_are_checked() -> None:
         store.check_corners(None)
     with pytest.raises(ValueError, match="padded by 2 pixels"):
         store.check_corners([(0, 5)])
-
-
-def test_few_bits_are_refused() -> None:
-    place = Crops(size=SIZE, padding=PADDING)
-    place.check(precision=16, warmup_epochs=1)
-    with pytest.raises(ValueError, match="give 16 or 32"):
-        place.check(precision=8, warmup_epochs=0)

@@ -201,14 +201,6 @@ def test_places_take_what_can_be() -> None:
     assert Memory().capacity(FORM) is None
     with pytest.raises(StoreError, match="does not hold one sample"):
         Memory(budget_bytes=10).capacity(FORM)
-    with pytest.raises(ValueError, match="num_samples= or budget_bytes="):
-        Disk("somewhere")
-    for wrong in ({"num_samples": 0}, {"budget_bytes": -1}, {"evict": "all"}):
-        with pytest.raises(ValueError):
-            Memory(**wrong)
-    for precision in (1, 9, 17, 31, 64, 0):
-        with pytest.raises(ValueError):
-            RecordFormat(FORM.parts, precision)
 
 
 @pytest.mark.parametrize(

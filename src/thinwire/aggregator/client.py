@@ -20,6 +20,8 @@ from torch import Tensor
 
 from thinwire import threads
 from thinwire.aggregator.protocol import (
+from thinwire.arguments import check_type
+from thinwire.collectives.aggregation import (
     HEADER,
     HELLO,
     Greeting,
@@ -106,10 +108,9 @@ class AggregatorAddress:
 
     def __post_init__(self) -> None:
         parse_address(self.address)
-        if not isinstance(self.token, str):
+        if not isinstance(self.token, str):  # which is not shown, whatever it is
             raise TypeError(f"token must be text, not {type(self.token).__name__}")
-        if self.tls is not None and not isinstance(self.tls, ssl.SSLContext):
-            raise TypeError(f"tls must be an ssl.SSLContext, not {type(self.tls).__name__}")
+        check_type("tls", self.tls, ssl.SSLContext | None, "an ssl.SSLContext")
 
     def __str__(self) -> str:
         return f"{self.address}{', with TLS' if self.tls else ''}"

@@ -32,12 +32,7 @@ from thinwire.collectives.packed import PackedSum, packed_sums
 from thinwire.collectives.parts import Shard, part_layout, sharded_layout
 from thinwire.collectives.reduction import all_gather, all_reduce, encoded, reduce_scatter
 from thinwire.collectives.shared_memory import SharedMemoryError
-from thinwire.collectives.shared_transport import (
-    SharedMemoryTransport,
-    TransportChoice,
-    check_choice,
-    with_shared_memory,
-)
+from thinwire.collectives.shared_transport import SharedMemoryTransport, TransportChoice, with_shared_memory
 from thinwire.collectives.stages import Clock, CollectiveCall, complete
 from thinwire.collectives.summed import SumRounds, sum_buffers, summed_all_reduce
 from thinwire.collectives.traffic import Outgoing, Traffic, sent_bytes
@@ -95,7 +90,6 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "announce_error",
-    "check_choice",
     "check_star",
     "complete",
     "contiguous_values",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
-from thinwire.arguments import Calls
+from thinwire.arguments import Calls, check_choice, check_int, check_number, check_type
 from thinwire.compressors import RESIDUAL, Coded, Raw, ef, needs_state, parse
 
 _SHARE_UNITS = 1000
@@ -181,10 +181,14 @@ class ScatterReduceAllGather(_Star):
 
     def __post_init__(self) -> None:
         if isinstance(self.rates, str):
-            if self.rates not in ("", "measured"):
-                raise ValueError(f"rates is {self.rates!r}: give one for each rank, as (10, 10, 1), or measured")
-        elif not isinstance(self.rates, tuple) or not all(map(_is_rate, self.rates)) or not self.rates:
-            raise ValueError(f"rates {self.rates}: every rank needs a number above zero, of 1e-15 to 1e15")
+            if self.rates:
+                check_choice("rates", self.rates, ("measured",), "or give one for each rank, as (10, 10, 1)")
+        else:
+            check_type("rates", self.rates, tuple, "one for each rank, as (10, 10, 1), or measured")
+            if not self.rates:
+                raise ValueError("rates must be one for each rank, not ()")
+            for rate in self.rates:
+                check_number("rates", rate, low=1e-15, high=1e15)
 
     def shares(self, world: World) -> tuple[int, ...]:
         if isinstance(self.rates, str):
@@ -244,8 +248,8 @@ class Binomial(Algorithm):
     root: int | None = None
 
     def __post_init__(self) -> None:
-        if self.root is not None and (not isinstance(self.root, int) or isinstance(self.root, bool) or self.root < 0):
-            raise ValueError(f"root is {self.root!r}: give a rank, or None for a tree of each rank")
+        if self.root is not None:
+            check_int("root", self.root, 0, hint="give a rank, or None for a tree of each rank")
 
     def shares(self, world: World) -> tuple[int, ...]:
         return super().shares(world) if self.root is None else _all_of(self.root, world, "the root")
@@ -297,10 +301,8 @@ class Hierarchical(Algorithm):
     across: Literal["slices", "leaders"] = "slices"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.inside, str):
-            raise ValueError(f"inside={self.inside!r}: give dense, same, or the spec of a quantiser")
-        if self.across not in ("slices", "leaders"):
-            raise ValueError(f"across is {self.across!r}: slices or leaders")
+        check_type("inside", self.inside, str, "dense, same, or the spec of a quantiser")
+        check_choice("across", self.across, ("slices", "leaders"))
         if self.inside not in ("dense", "same"):
             inner = parse(self.inside)
             if not isinstance(inner, Coded) or inner.gathered or needs_state(inner) or not inner.traits.plain_sum:
@@ -337,10 +339,6 @@ def _all_of(owner: int, world: World, called: str) -> tuple[int, ...]:
     if not 0 <= owner < world.size:
         raise ValueError(f"{called} is rank {owner}, and there are {world.size} ranks")
     return tuple(int(rank == owner) for rank in range(world.size))
-
-
-def _is_rate(rate: object) -> bool:
-    return isinstance(rate, int | float) and not isinstance(rate, bool) and 1e-15 <= rate <= 1e15
 
 
 def _inside(spec: str, compressor: Coded) -> Coded:

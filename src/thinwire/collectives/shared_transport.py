@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from thinwire.arguments import check_choice
 from thinwire.collectives.errors import TransportError
 from thinwire.collectives.nodes import node_identity, number_nodes
 from thinwire.collectives.shared_memory import Process, SharedMemoryError, await_word, share, unavailable
@@ -41,7 +42,7 @@ def with_shared_memory(transport: Transport, timeout: timedelta, choice: Transpo
         SharedMemoryError: On every rank, as described for ``choice``.
         TransportError: A rank has failed or does not answer.
     """
-    check_choice(choice)
+    check_choice("transport", choice, get_args(TransportChoice))
     if choice == "group" or transport.world_size == 1:
         return transport
     try:
@@ -53,12 +54,6 @@ def with_shared_memory(transport: Transport, timeout: timedelta, choice: Transpo
             text = f'{error}. Messages between ranks of one node are sent; Network(transport="group") accepts that'
             warnings.warn(text, RuntimeWarning, stacklevel=2)
         return transport
-
-
-def check_choice(choice: str) -> None:
-    """Raise ``ValueError`` for an invalid choice."""
-    if choice not in get_args(TransportChoice):
-        raise ValueError(f"transport is {choice!r}: auto, group or shared")
 
 
 class _NobodyError(SharedMemoryError):

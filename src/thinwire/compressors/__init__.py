@@ -2,7 +2,7 @@
 
 from thinwire.compressors._core.bucketed import Bucketed
 from thinwire.compressors._core.calls import CodecCall, SumCall
-from thinwire.compressors._core.checks import GRADIENT_DTYPES, check_choice, check_int, not_finite
+from thinwire.compressors._core.checks import GRADIENT_DTYPES, not_finite
 from thinwire.compressors._core.coded import Coded, OnePass, used_bytes
 from thinwire.compressors._core.compressor import Compressor, Count, Unsuited, needs_state
 from thinwire.compressors._core.matrices import SummedMatrices
@@ -143,8 +143,6 @@ __all__ = [
     "WorldSized",
     "Wrapper",
     "at_step",
-    "check_choice",
-    "check_int",
     "check_stateless",
     "coder_of",
     "cold_start",

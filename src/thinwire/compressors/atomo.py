@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from thinwire.arguments import check_int
 from thinwire.compressors._core.calls import CodecCall
-from thinwire.compressors._core.checks import check_int
 from thinwire.compressors._core.coded import Coded
 from thinwire.compressors._core.compressor import Compressor, Unsuited
 from thinwire.compressors._core.matrices import matrix_shape

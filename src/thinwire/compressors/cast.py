@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 
+from thinwire.arguments import check_choice
 from thinwire.compressors._core.plain import Plain
 from thinwire.compressors._core.traits import Traits
 
@@ -25,8 +26,7 @@ class Cast(Plain):
     to: Literal["bf16", "fp16"] = field(default="bf16", metadata={"shown": True})
 
     def __post_init__(self) -> None:
-        if self.to not in _DTYPES:
-            raise ValueError(f"cast takes bf16 or fp16, not {self.to!r}")
+        check_choice("to", self.to, tuple(_DTYPES))
 
     @property
     def traits(self) -> Traits:

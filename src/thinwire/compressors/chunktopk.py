@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.arguments import check_choice, check_int
 from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.checks import check_choice, check_dtype, check_int
 from thinwire.compressors._core.coded import Coded

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from thinwire.arguments import check_number, check_type
 from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.coded import CodedWrapper
 from thinwire.compressors._core.compressor import Compressor
@@ -45,12 +46,9 @@ class DGC(CodedWrapper, WorldSized):
     """The world size; the handle sets it."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.inner, Sparsifier):
-            raise TypeError(f"dgc takes a sparsifier such as topk(density=0.001), not {self.inner}")
-        if not isinstance(self.momentum, int | float) or not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be at least 0 and below 1, not {self.momentum!r}")
-        if not isinstance(self.clip, int | float) or not 0 <= self.clip < math.inf:
-            raise ValueError(f"clip must be 0 (none) or the norm that a layer's gradient may have, not {self.clip!r}")
+        check_type("dgc's inner", self.inner, Sparsifier, "a sparsifier such as topk(density=0.001)")
+        check_number("momentum", self.momentum, low=0, below=1)
+        check_number("clip", self.clip, low=0, hint="the norm that a layer's gradient may have, or 0 for any")
 
     def around(self, inner: Compressor) -> Compressor:
         assert isinstance(inner, Sparsifier)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.arguments import check_choice, check_number
 from thinwire.compressors._core.calls import CodecCall, SumCall
-from thinwire.compressors._core.checks import check_choice, check_share
 from thinwire.compressors._core.coded import Coded, CodedWrapper, OnePass
 from thinwire.compressors._core.compressor import Compressor
 from thinwire.compressors._core.rounding import rounded_for
@@ -58,9 +58,8 @@ def ef(inner: Compressor, units: Units = "gradient", decay: float = 1.0, bits: i
         ValueError: ``units`` is neither of the two, ``decay`` is not above 0 and at most 1, or ``bits`` is not 8 or 32.
     """
     check_choice("units", units, ("gradient", "update"))
-    if bits not in (8, 32):
-        raise ValueError(f"ef: bits must be 8 or 32, not {bits}: those in which a residual is kept")
-    check_share("decay", decay)
+    check_choice("bits of ef", bits, (8, 32))
+    check_number("decay", decay, above=0, high=1)
     if isinstance(inner, Wrapper):
         raise TypeError(f"{inner} has error feedback already, or momentum correction")
     if isinstance(inner, Coded):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.arguments import check_choice, check_int, check_number
 from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.checks import check_choice, check_int
 from thinwire.compressors._core.coded import Coded
@@ -77,10 +78,8 @@ class FFT(Coded, Scheduled, Indexed):
         if isinstance(self.theta, str):
             check_choice("theta", self.theta, ("diminishing",))
         for share in [share for _, share in self._stages]:
-            if not isinstance(share, int | float) or not 0 <= share < 1:
-                raise ValueError(f"theta must be at least 0 and below 1, not {share!r}: the share that is dropped")
-        if not isinstance(self.lipschitz, int | float) or not 0 < self.lipschitz < math.inf:
-            raise ValueError(f"lipschitz must be above 0, not {self.lipschitz!r}: how fast the gradient changes")
+            check_number("theta", share, low=0, below=1)
+        check_number("lipschitz", self.lipschitz, above=0)
 
     @property
     def _stages(self) -> tuple[tuple[int, float], ...]:

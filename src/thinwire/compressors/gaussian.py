@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.arguments import check_choice, check_int
 from thinwire.compressors._core.bucketed import MAX_BUCKET
 from thinwire.compressors._core.calls import CodecCall
-from thinwire.compressors._core.checks import check_choice, check_int
 from thinwire.compressors._core.coded import OnePass
 from thinwire.compressors._core.traits import Traits
 from thinwire.kernels import Residual

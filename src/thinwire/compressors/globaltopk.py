@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.arguments import check_number
 from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.mixins import Scheduled, StepEnd
 from thinwire.compressors._core.schedule import Density, check_density, density_at
@@ -42,8 +43,7 @@ class GlobalTopK(Sparsifier, StepEnd, Scheduled):
 
     def __post_init__(self) -> None:
         check_density(self.density)
-        if not isinstance(self.capacity, int | float) or not 1 <= self.capacity < math.inf:
-            raise ValueError(f"capacity must be at least 1 (times a layer's share), not {self.capacity!r}")
+        check_number("capacity", self.capacity, low=1)
 
     @property
     def traits(self) -> Traits:

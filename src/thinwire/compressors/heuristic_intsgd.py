@@ -10,8 +10,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from thinwire.arguments import check_choice
 from thinwire.compressors._core.calls import SumCall
-from thinwire.compressors._core.checks import check_choice
 from thinwire.compressors._core.integers import Integers, fp32
 from thinwire.compressors._core.summed import Subtract, SumShape
 from thinwire.compressors._core.traits import Traits

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from thinwire.arguments import check_choice
 from thinwire.compressors._core.calls import SumCall
 from thinwire.compressors._core.compressor import Compressor
 from thinwire.compressors._core.integers import fp32
@@ -45,8 +46,7 @@ class IntDIANA(IntSGD):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.scale != "gradient":
-            raise ValueError("intdiana takes its scale from the gradients that arrive: scale=gradient")
+        check_choice("scale", self.scale, ("gradient",))
 
     @property
     def traits(self) -> Traits:

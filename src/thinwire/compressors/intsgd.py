@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.arguments import check_choice, check_number
 from thinwire.compressors._core.calls import SumCall
-from thinwire.compressors._core.checks import check_choice, not_finite
+from thinwire.compressors._core.checks import not_finite
 from thinwire.compressors._core.compressor import Compressor
 from thinwire.compressors._core.integers import Integers, fp32, slots_of
 from thinwire.compressors._core.mixins import ColdStart, FollowsOptimizer, Scheduled, StepEnd
@@ -72,10 +73,8 @@ class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
         super().__post_init__()
         check_choice("block", self.block, ("layer", "global"))
         check_choice("scale", self.scale, ("gradient", "params"))
-        if not isinstance(self.beta, int | float) or not 0 <= self.beta < 1:
-            raise ValueError(f"beta must be at least 0 and below 1, not {self.beta!r}: the share of the former scale")
-        if not isinstance(self.eps, int | float) or not 0 < self.eps < math.inf:
-            raise ValueError(f"eps must be above 0, not {self.eps!r}: it keeps the scale finite where gradients vanish")
+        check_number("beta", self.beta, low=0, below=1)
+        check_number("eps", self.eps, above=0)
 
     @property
     def traits(self) -> Traits:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from thinwire.arguments import check_int
 from thinwire.compressors._core.bucketed import MAX_BUCKET, Bucketed
-from thinwire.compressors._core.checks import check_int
 from thinwire.compressors._core.segments import Key
 from thinwire.compressors._core.traits import Traits
 from thinwire.kernels import Format

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.arguments import check_int
 from thinwire.compressors._core.bucketed import MAX_BUCKET
 from thinwire.compressors._core.calls import CodecCall
-from thinwire.compressors._core.checks import check_int
 from thinwire.compressors._core.coded import Coded
 from thinwire.compressors._core.compressor import Compressor
 from thinwire.compressors._core.mixins import Learned

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
+from thinwire.arguments import check_choice, check_int
 from thinwire.compressors._core.bucketed import MAX_BUCKET, Bucketed
-from thinwire.compressors._core.checks import check_choice, check_int
 from thinwire.compressors._core.compressor import Compressor
 from thinwire.compressors._core.traits import Traits
 from thinwire.kernels import Format

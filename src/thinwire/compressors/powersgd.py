@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from thinwire.compressors._core.checks import check_choice
+from thinwire.arguments import check_choice
 from thinwire.compressors._core.matrices import SummedMatrices, matrix_shape, normal_matrix
 from thinwire.compressors._core.mixins import Scheduled
 from thinwire.compressors._core.schedule import Rank, check_rank, rank_at, stages

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.arguments import check_choice, check_int
 from thinwire.compressors._core.calls import CodecCall
-from thinwire.compressors._core.checks import check_choice, check_int
 from thinwire.compressors._core.coded import Coded
 from thinwire.compressors._core.compressor import Count
 from thinwire.compressors._core.mixins import Learned, Saturating

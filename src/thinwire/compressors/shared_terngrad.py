@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from thinwire.arguments import check_number
 from thinwire.compressors._core.calls import SumCall
 from thinwire.compressors._core.integers import Integers, fp32
 from thinwire.compressors._core.summed import Subtract, SumShape
@@ -32,10 +33,7 @@ class SharedTernGrad(Integers):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.deviations, int | float) or not 0 <= self.deviations < math.inf:
-            raise ValueError(
-                f"deviations must be 0 (none) or a positive number of root mean squares, not {self.deviations!r}"
-            )
+        check_number("deviations", self.deviations, low=0, hint="a number of root mean squares, or 0 for none")
 
     @property
     def clip(self) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from thinwire.arguments import check_number
 from thinwire.compressors._core.bucketed import Bucketed, bucket_elements, check_bucket
 from thinwire.compressors._core.traits import Traits
 from thinwire.kernels import Format
@@ -27,8 +27,7 @@ class TernGrad(Bucketed):
 
     def __post_init__(self) -> None:
         check_bucket(self.bucket)
-        if not isinstance(self.clip, int | float) or not 0 <= self.clip < math.inf:
-            raise ValueError(f"clip must be 0 (none) or a positive number of root mean squares, not {self.clip!r}")
+        check_number("clip", self.clip, low=0, hint="a number of root mean squares, or 0 for none")
 
     @property
     def traits(self) -> Traits:

@@ -9,8 +9,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.arguments import check_number
 from thinwire.compressors._core.calls import CodecCall
-from thinwire.compressors._core.checks import check_share
 from thinwire.compressors._core.segments import Piece
 from thinwire.compressors._core.sparsifier import Picked, Sparsifier
 from thinwire.compressors._core.traits import Traits
@@ -32,9 +32,8 @@ class Threshold(Sparsifier):
     feedback: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.lam, int | float) or not 0 <= self.lam < math.inf:
-            raise ValueError(f"lam must be at least 0 and finite, not {self.lam!r}: it is a magnitude")
-        check_share("capacity", self.capacity)
+        check_number("lam", self.lam, low=0)
+        check_number("capacity", self.capacity, above=0, high=1)
 
     @property
     def traits(self) -> Traits:

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.arguments import check_choice
 from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.checks import check_choice
 from thinwire.compressors._core.mixins import Scheduled

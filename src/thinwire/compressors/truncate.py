@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from thinwire.arguments import check_number
 from thinwire.compressors._core.calls import SumCall
 from thinwire.compressors._core.checks import not_finite
 from thinwire.compressors._core.summed import Subtract, Summed, SumShape
@@ -29,8 +30,7 @@ class Truncate(Summed):
     gamma: float = field(default=10.0, metadata={"shown": True})
 
     def __post_init__(self) -> None:
-        if not isinstance(self.gamma, int | float) or not 1 <= self.gamma < math.inf:
-            raise ValueError(f"gamma must be at least 1, not {self.gamma!r}: how many times fewer elements are sent")
+        check_number("gamma", self.gamma, low=1)
 
     @property
     def traits(self) -> Traits:

@@ -15,7 +15,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.aggregator import AggregatorAddress, AggregatorClient, session_number
-from thinwire.collectives import ProcessGroupTransport, Transport, TransportError, with_shared_memory
+from thinwire.arguments import check_type
+from thinwire.collectives import (
+    AggregatorAddress,
+    AggregatorClient,
+    ProcessGroupTransport,
+    Transport,
+    TransportError,
+    session_number,
+    with_shared_memory,
+)
 from thinwire.compat import (
     accepts_uneven_inputs,
     at_end_of_backward,
@@ -393,10 +402,7 @@ class Options(CommonOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.checks, Checks):
-            raise TypeError(
-                f"checks must be thinwire.Checks, not {self.checks!r}: checks=thinwire.Checks(parity_every=1000)"
-            )
+        check_type("checks", self.checks, Checks, "thinwire.Checks", "checks=thinwire.Checks(parity_every=1000)")
 
     def filter(self, module: torch.nn.Module) -> Filter:
         return replace(super().filter(module), unfit=unfit(module))

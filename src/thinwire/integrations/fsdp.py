@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from thinwire.arguments import check_int, check_type
 from thinwire.collectives import DeviceTransport, ProcessGroupTransport, Transport, with_shared_memory
 from thinwire.compat import (
     FSDPGroup,
@@ -27,7 +28,7 @@ from thinwire.compat import (
     reduce_scatter_single,
     unwrapped,
 )
-from thinwire.compressors import GRADIENT_DTYPES, Delta, check_int
+from thinwire.compressors import GRADIENT_DTYPES, Delta
 from thinwire.integrations.devices import check_device, on_device
 from thinwire.integrations.group_work import Work
 from thinwire.integrations.momentum import with_feedback
@@ -75,11 +76,8 @@ class ShardedOptions(CommonOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.replicas is not None and not isinstance(self.replicas, dist.ProcessGroup):
-            raise TypeError(
-                f"replicas must be a process group, not {self.replicas!r}: "
-                "thinwire.compress(model, replicas=mesh.get_group('replicate'))"
-            )
+        hint = "thinwire.compress(model, replicas=mesh.get_group('replicate'))"
+        check_type("replicas", self.replicas, dist.ProcessGroup | None, "a process group", hint)
 
     def rules(self) -> dict[Site, Rules]:
         """What compresses the weights, the gradients, and their means over replicas."""

@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from thinwire.collectives import Algorithm, TransportChoice, check_choice, parse_algorithm
-from thinwire.compressors import Coded, Compressor, Raw, Summed, at_step, check_int, needs_state, parse
+from thinwire.arguments import check_choice, check_int
+from thinwire.collectives import Algorithm, TransportChoice, parse_algorithm
+from thinwire.compressors import Coded, Compressor, Raw, Summed, at_step, needs_state, parse
 from thinwire.plan import DEFAULT_RULES
 from thinwire.runtime import Kind
 
@@ -92,11 +93,11 @@ class ProcessGroupOptions:
     def __post_init__(self) -> None:
         check_int("min_numel", self.min_numel, 0)
         check_int("seed", self.seed, 0)
-        check_choice(self.transport)
+        check_choice("transport", self.transport, get_args(TransportChoice))
         if not callable(self.where):
             raise TypeError(f"where takes a function of a GroupBuffer, not {self.where!r}")
         if isinstance(self.exclude, str):
-            raise TypeError(f"exclude takes a list of patterns: exclude=[{self.exclude!r}]")
+            raise TypeError(f"exclude must be a list of patterns, not {self.exclude!r}: exclude=[{self.exclude!r}]")
         self._set("exclude", tuple(self.exclude))
         self._set("layout", tuple((name, tuple(shape)) for name, shape in self.layout))
         self._set("algorithm", parse_algorithm(self.algorithm))

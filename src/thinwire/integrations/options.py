@@ -6,13 +6,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from thinwire.aggregator import AggregatorAddress, parse_address
-from thinwire.collectives import Algorithm, TransportChoice, parse_algorithm
+from thinwire.arguments import check_choice, check_int, check_type
+from thinwire.collectives import AggregatorAddress, Algorithm, TransportChoice, parse_address, parse_algorithm
 from thinwire.collectives.shared_transport import check_choice
 from thinwire.compressors import GRADIENT_DTYPES, Compressor, check_int, parse
 from thinwire.plan import Filter, named_parameters, names_of
@@ -57,29 +59,19 @@ class Network:
     streams: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.algorithm, str | Algorithm | None):
-            raise TypeError(f"algorithm must be text such as 'ring', not {self.algorithm!r}: Network(algorithm='ring')")
+        check_type("algorithm", self.algorithm, str | Algorithm | None, "text", "Network(algorithm='ring')")
         if self.algorithm is not None:
             parse_algorithm(self.algorithm)
-        check_choice(self.transport)
-        if self.aggregator is not None:
-            if not isinstance(self.aggregator, str | AggregatorAddress):
-                raise TypeError(
-                    f"aggregator must be text or an AggregatorAddress, not {self.aggregator!r}: "
-                    "Network(aggregator='host:5000')"
-                )
-            if isinstance(self.aggregator, str):
-                parse_address(self.aggregator)
-        if self.timeout is not None and not isinstance(self.timeout, timedelta):
-            raise TypeError(
-                f"timeout must be a datetime.timedelta, not {self.timeout!r}: Network(timeout=timedelta(seconds=60))"
-            )
+        check_choice("transport", self.transport, get_args(TransportChoice))
+        kinds, hint = str | AggregatorAddress | None, "Network(aggregator='host:5000')"
+        check_type("aggregator", self.aggregator, kinds, "text or an AggregatorAddress", hint)
+        if isinstance(self.aggregator, str):
+            parse_address(self.aggregator)
+        hint = "Network(timeout=timedelta(seconds=60))"
+        check_type("timeout", self.timeout, timedelta | None, "a datetime.timedelta", hint)
         if self.timeout is not None and self.timeout <= timedelta(0):
-            raise ValueError(f"timeout must be above 0, not {self.timeout}: Network(timeout=timedelta(seconds=60))")
-        try:
-            check_int("streams", self.streams, 1, 64)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{error}: Network(streams=4)") from None
+            raise ValueError(f"timeout must be above 0, not {self.timeout}: {hint}")
+        check_int("streams", self.streams, 1, 64, "Network(streams=4)")
 
     def chosen_algorithm(self, default: str) -> Algorithm:
         """The collective algorithm, ``default`` where none was given."""
@@ -108,7 +100,7 @@ class Checks:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            _check_count(field.name, getattr(self, field.name), f"thinwire.Checks({field.name}=1000)")
+            check_int(field.name, getattr(self, field.name), 0, hint=f"thinwire.Checks({field.name}=1000)")
 
 
 @dataclass(frozen=True)
@@ -128,10 +120,8 @@ class CommonOptions:
     """Send tensors of the CPU as those of a GPU are sent: for tests."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.network, Network):
-            raise TypeError(
-                f"network must be a thinwire.Network, not {self.network!r}: network=thinwire.Network(algorithm='ring')"
-            )
+        hint = "network=thinwire.Network(algorithm='ring')"
+        check_type("network", self.network, Network, "a thinwire.Network", hint)
 
     @property
     def algorithm(self) -> Algorithm:
@@ -189,41 +179,22 @@ def check_arguments(options: CommonOptions) -> None:
     Raises:
         TypeError, ValueError: with an example of a correct call.
     """
-    for name in ("min_numel", "start", "seed"):
-        _check_count(name, getattr(options, name), f"thinwire.compress(model, {name}=1000)")
+    for name, most in (("min_numel", None), ("start", None), ("seed", 2**63 - 1)):
+        check_int(name, getattr(options, name), 0, most, f"thinwire.compress(model, {name}=1000)")
     patterns = options.exclude
-    if (
-        isinstance(patterns, str)
-        or not isinstance(patterns, Sequence)
-        or not all(isinstance(pattern, str) for pattern in patterns)
-    ):
+    if isinstance(patterns, str) or not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
         raise TypeError(f"exclude must be a list of patterns, not {patterns!r}: exclude=['bn', 'bias']")
     check_bool("skip_if_slower", options.skip_if_slower)
-    if options.adapt is not None and not isinstance(options.adapt, str | Policy):
-        raise TypeError(f"adapt must be a policy or its spec, not {options.adapt!r}: adapt='lgreco(every=500)'")
-    if options.optimizer is not None and not isinstance(options.optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, not {type(options.optimizer).__name__}: "
-            "thinwire.compress(model, optimizer=optimizer)"
-        )
-    if options.grad_scaler is not None and not isinstance(options.grad_scaler, torch.amp.GradScaler):
-        raise TypeError(
-            f"grad_scaler must be a torch.amp.GradScaler, not {type(options.grad_scaler).__name__}: "
-            "thinwire.compress(model, grad_scaler=scaler)"
-        )
-
-
-def _check_count(name: str, value: object, call: str) -> None:
-    try:
-        check_int(name, value, 0, 2**63 - 1 if name == "seed" else None)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{error}: {call}") from None
+    check_type("adapt", options.adapt, str | Policy | None, "a policy or its spec", "adapt='lgreco(every=500)'")
+    kind, hint = torch.optim.Optimizer | None, "thinwire.compress(model, optimizer=optimizer)"
+    check_type("optimizer", options.optimizer, kind, "a torch.optim.Optimizer", hint)
+    kind, hint = torch.amp.GradScaler | None, "thinwire.compress(model, grad_scaler=scaler)"
+    check_type("grad_scaler", options.grad_scaler, kind, "a torch.amp.GradScaler", hint)
 
 
 def check_bool(name: str, value: object) -> None:
     """Raise ``TypeError`` unless the argument ``name`` is True or False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, not {value!r}: thinwire.compress(model, {name}=False)")
+    check_type(name, value, bool, "True or False", f"thinwire.compress(model, {name}=False)")
 
 
 def check_compressor(name: str, given: object) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.arguments import check_type
 from thinwire.collectives import FailureDetector, ProcessGroupTransport, Transport, parse_algorithm, with_shared_memory
 from thinwire.compat import collective_options, gloo_backend, gloo_group, prefixed, premul_factor, register_gloo
 from thinwire.integrations.group_contents import BufferContents
@@ -363,8 +364,7 @@ def _checked(options: Any) -> ProcessGroupOptions:
     if options is None:
         default = dist.group.WORLD
         return default.options if isinstance(default, ProcessGroup) else ProcessGroupOptions()
-    if not isinstance(options, ProcessGroupOptions):
-        raise TypeError(f"pg_options must be thinwire.ProcessGroupOptions(...), not {type(options).__name__}")
+    check_type("pg_options", options, ProcessGroupOptions, "thinwire.ProcessGroupOptions(...)")
     return options
 
 

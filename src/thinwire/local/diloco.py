@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.arguments import check_int, check_number
 from thinwire.collectives import contiguous_values
 from thinwire.compat import group_timeout
-from thinwire.compressors import Compressor, check_int
+from thinwire.compressors import Compressor
 from thinwire.integrations.options import Network
 from thinwire.integrations.transports import closed_on_failure, failing_before_meeting, host_transport
 from thinwire.local.alone import warn_of_averaged_gradients
@@ -166,8 +167,8 @@ class DiLoCo:
                 f"overlap must be below every / fragments, {self.every // fragments}, not {self.overlap}: a fragment "
                 "has to arrive before the next one is sent"
             )
-        if self.mix != "keep" and not (isinstance(self.mix, int | float) and 0 <= self.mix <= 1):
-            raise ValueError(f"mix must be 'keep' or a number between 0 and 1, not {self.mix!r}")
+        if self.mix != "keep":
+            check_number("mix (or 'keep')", self.mix, low=0, high=1)
         if self.group is None and any(is_sharded(p) for p in parameters.values()):
             raise ValueError("the model is sharded: give group=, the process group of the ranks with the same shards")
 

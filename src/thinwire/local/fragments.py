@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from thinwire.arguments import check_int
 from thinwire.compressors import Compressor, OnePass, Raw, Wrapper, ef, parse, unwrap
 from thinwire.local.outer import Nesterov
 from thinwire.optim import CompressedAdamW
@@ -40,8 +41,7 @@ def balanced_fragments(sizes: Mapping[str, int], count: int) -> list[list[str]]:
     Raises:
         ValueError: there are fewer layers than fragments.
     """
-    if not 1 <= count <= len(sizes):
-        raise ValueError(f"fragments must be between 1 and the number of parameters, {len(sizes)}, not {count}")
+    check_int("fragments", count, 1, len(sizes), "no fragment is empty")
     fragments: list[list[str]] = [[] for _ in range(count)]
     loads = [0] * count
     for name in sorted(sizes, key=lambda name: -sizes[name]):

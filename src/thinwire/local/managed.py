@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.arguments import check_int
 from thinwire.collectives import CommunicationError, ProcessGroupTransport, overwrite, parse_algorithm
-from thinwire.compressors import Compressor, check_int
+from thinwire.compressors import Compressor
 from thinwire.local.fragments import (
     FEW_BITS,
     Fragment,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from thinwire.arguments import check_number, check_type
 from thinwire.runtime.warning import warn_caller
 
 _FEW_EXCHANGES = 20
@@ -33,10 +34,8 @@ class Nesterov:
     momentum: float = 0.5
 
     def __post_init__(self) -> None:
-        if not self.lr > 0 or self.lr == float("inf"):
-            raise ValueError(f"lr must be a positive number, not {self.lr}")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be at least 0 and below 1, not {self.momentum}")
+        check_number("lr", self.lr, above=0)
+        check_number("momentum", self.momentum, low=0, below=1)
 
     @property
     def gain(self) -> float:
@@ -71,11 +70,7 @@ def chosen_outer(outer: Nesterov | None, every: int, total_steps: int | None) ->
     if outer is None:
         few = exchanges is not None and exchanges < _FEW_EXCHANGES
         outer = Nesterov(lr=1.0, momentum=0.0) if few else Nesterov()
-    if not isinstance(outer, Nesterov):
-        raise TypeError(
-            f"outer must be a thinwire.local.Nesterov, not {type(outer).__name__}: "
-            "outer=thinwire.local.Nesterov(lr=..., momentum=...)"
-        )
+    check_type("outer", outer, Nesterov, "a thinwire.local.Nesterov(lr=..., momentum=...)")
     if outer.gain > _HIGH_GAIN and (exchanges is None or exchanges < _FEW_FOR_A_HIGH_GAIN):
         warn_caller(
             f"outer={outer} has a gain lr / (1 - momentum) of {outer.gain:.1f}, which suits thousands of rounds; with "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Any
 
+from thinwire.arguments import check_choice
 from thinwire.local.fragments import FEW_BITS
 from thinwire.local.outer import Nesterov
 
@@ -34,6 +35,5 @@ def preset(name: str, **changes: Any) -> dict[str, Any]:
     Raises:
         ValueError: there is no preset of this name.
     """
-    if name not in _PRESETS:
-        raise ValueError(f"there is no preset {name!r}: {', '.join(map(repr, _PRESETS))} are")
+    check_choice("preset", name, tuple(_PRESETS))
     return {**_PRESETS[name], **changes}

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.arguments import check_choice, check_number
 from thinwire.kernels import AdamGradient, AdamStep, Moving, adam_apply, adam_normalise
 from thinwire.optim.shards import as_whole, is_sharded, local, over_shards, sharded_like
 
@@ -97,18 +98,10 @@ class CompressedAdamW(torch.optim.Optimizer):
         self._next: dict[Tensor, _Next] = {}
         self._group_of: dict[Tensor, dict[str, Any]] = {}
         self._loaded: dict[Tensor, dict[str, Tensor]] = {}
-        if not 0 <= lr < math.inf:
-            raise ValueError(f"lr must be a number of at least 0, not {lr}")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas must be two numbers, each at least 0 and below 1, not {betas}")
-        if not 0 <= eps < math.inf:
-            raise ValueError(f"eps must be a number of at least 0, not {eps}")
-        if not 0 <= weight_decay < math.inf:
-            raise ValueError(f"weight_decay must be a number of at least 0, not {weight_decay}")
-        if order not in ("pre", "update"):
-            raise ValueError(f'order must be "pre" or "update", not {order!r}')
-        if clip is not None and not 0 < clip < math.inf:
-            raise ValueError(f"clip must be a number above 0, or None, not {clip}")
+        check_adam(lr, betas, eps, weight_decay)
+        check_choice("order", order, ("pre", "update"))
+        if clip is not None:
+            check_number("clip", clip, above=0)
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         self._expects_wire = True
         super().__init__(params, defaults | {"order": order, "clip": clip})
@@ -289,3 +282,14 @@ def _like(parameter: Tensor, values: Tensor) -> Tensor:
     """Values in the dtype of a parameter."""
     # Without need ``to`` would take microseconds, too: after a pass over memory no cache holds PyTorch's dispatcher.
     return values if values.dtype == parameter.dtype else values.to(parameter.dtype)
+
+
+def check_adam(lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """Raise an error unless the arguments that variants of Adam share are in their ranges."""
+    check_number("lr", lr.item() if isinstance(lr, Tensor) else lr, low=0)
+    if len(betas) != 2:
+        raise ValueError(f"betas must be two numbers, not {betas}")
+    for beta in betas:
+        check_number("betas", beta, low=0, below=1)
+    check_number("eps", eps, low=0)
+    check_number("weight_decay", weight_decay, low=0)

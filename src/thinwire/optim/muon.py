@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from thinwire.arguments import check_number
 from thinwire.compat import unwrapped
 from thinwire.optim.shards import as_whole, is_sharded, local, sharded_like
 
@@ -78,8 +79,7 @@ class Muon(Optimizer):
         adamw: Sequence[str] = _OUTPUT_HEADS,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum must be at least 0 and below 1, not {momentum}")
+        check_number("momentum", momentum, low=0, below=1)
         hidden, others = _split_parameters(model, adamw)
         if not hidden:
             raise ValueError("the model has no hidden matrix for Muon: use torch.optim.AdamW")

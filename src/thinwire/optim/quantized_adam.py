@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.arguments import check_int, check_number
 from thinwire.kernels import AdamGradient, AdamStep, Moving, adam_apply, adam_normalise, square_sums
+from thinwire.optim.compressed_adamw import check_adam
 from thinwire.optim.shards import local, over_shards
 
 _STABLE = 0.96
@@ -72,7 +74,10 @@ class QuantizedAdam(torch.optim.Optimizer):
         warmup: int | Literal["stable"] | None = "stable",
         floor: float = 0.03,
     ) -> None:
-        _check(lr, betas, eps, weight_decay, warmup, floor)
+        check_adam(lr, betas, eps, weight_decay)
+        check_number("floor", floor, low=0)
+        if warmup is not None and warmup != "stable":
+            check_int('warmup (or "stable", or None)', warmup, 1)
         defaults = {
             "lr": lr,
             "betas": tuple(betas),
@@ -235,20 +240,3 @@ def _take(due: list[tuple[AdamGradient, AdamStep]]) -> None:
     adam_normalise([gradient for gradient, _ in due])
     adam_apply([step for _, step in due])
     due.clear()
-
-
-def _check(
-    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, warmup: object, floor: float
-) -> None:
-    if not lr >= 0:
-        raise ValueError(f"lr must not be negative, not {lr}")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas must be two numbers, each at least 0 and below 1, not {betas}")
-    if not (math.isfinite(eps) and eps >= 0):
-        raise ValueError(f"eps must not be negative, not {eps}")
-    if not weight_decay >= 0:
-        raise ValueError(f"weight_decay must not be negative, not {weight_decay}")
-    if not 0 <= floor < math.inf:
-        raise ValueError(f"floor must not be negative, not {floor}: the least root of a variance, of its layer's mean")
-    if not (warmup is None or warmup == "stable" or (type(warmup) is int and warmup >= 1)):
-        raise ValueError(f'warmup must be a number of steps, at least 1, or "stable", or None, not {warmup!r}')

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from thinwire.compressors import Coded, Compressor, Delta, Raw, Unsuited, check_int, check_stateless, coder_of, parse
+from thinwire.arguments import check_int, check_type
+from thinwire.compressors import Coded, Compressor, Delta, Raw, Unsuited, check_stateless, coder_of, parse
 from thinwire.kernels import FORMAT_VERSION
 from thinwire.pipeline.boundary_tensors import BoundaryTensors, Direction
 from thinwire.plan.contraction import check_contraction
@@ -44,11 +45,7 @@ class PipelineOptions:
         object.__setattr__(self, "_forward", forward)
         object.__setattr__(self, "_backward", backward)
         object.__setattr__(self, "evaluation_coder", coded("evaluation", parse(self.evaluation)))
-        if not isinstance(self.store, Place):
-            raise TypeError(
-                "store must be thinwire.store.Memory(...), thinwire.store.Disk(path, ...) or "
-                f"thinwire.store.Centres(...), not {self.store!r}"
-            )
+        check_type("store", self.store, Place, "a thinwire.store.Memory(...), Disk(path, ...) or Centres(...)")
         if self.adapt is not None:
             _check_choices(self.adapt, forward)
         check_precision(self.precision)
@@ -116,8 +113,7 @@ class PipelineOptions:
 
 
 def _check_choices(adapt: ByLink, given: Sequence[Compressor]) -> None:
-    if not isinstance(adapt, ByLink):
-        raise TypeError(f"adapt must be thinwire.policies.ByLink(...), not {adapt!r}")
+    check_type("adapt", adapt, ByLink, "thinwire.policies.ByLink(...)")
     forward = [parse(spec) for spec in adapt.forward]
     if len({isinstance(compressor, Delta) for compressor in (*forward, *given)}) > 1:
         raise ValueError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from thinwire.arguments import check_int
 from thinwire.pipeline.boundary_tensors import chunk_sizes
 from thinwire.store import LARGEST_SAMPLE, Corner, Rows
 
@@ -50,8 +51,8 @@ class Batch:
             raise ValueError(f"{len(listed_lengths)} lengths are given for {len(ids)} samples")
         if listed_lengths is not None and length is not None and max(listed_lengths) > length:
             raise ValueError(f"a sample has {max(listed_lengths)} positions, in a batch padded to {length}")
-        if length is not None and length < 1:
-            raise ValueError(f"length must be at least 1, not {length}")
+        if length is not None:
+            check_int("length", length, 1)
         return Batch(ids, length, listed_lengths, _integers("upcoming ids", upcoming), _corners(corners, len(ids)))
 
 
@@ -68,10 +69,7 @@ def _corners(corners: Corners | None, count: int) -> tuple[Corner, ...] | None:
 def _integers(what: str, values: Ids) -> tuple[int, ...]:
     listed = values.tolist() if isinstance(values, Tensor) else list(values)
     for value in listed:
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{what} must be integers, not {value!r}")
-        if not 0 <= value < LARGEST_SAMPLE:
-            raise ValueError(f"{what} must be between 0 and 2^62, not {value}")
+        check_int(what, value, 0, LARGEST_SAMPLE - 1)
     return tuple(listed)
 
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement
 from torch.distributed.tensor.parallel import RowwiseParallel
 
+from thinwire.arguments import check_type
 from thinwire.collectives import CommunicationError, Transport
 from thinwire.compat import group_timeout
 from thinwire.compressors import Compressor, Delta, coder_of, parse
@@ -72,8 +73,7 @@ class CompressedRowwiseParallel(RowwiseParallel):
         if inner is not self.compressor:
             check_contraction(inner)
         self.store = Memory() if store is None else store
-        if not isinstance(self.store, Memory):
-            raise TypeError(f"store must be thinwire.store.Memory(...), not {store!r}")
+        check_type("store", self.store, Memory, "thinwire.store.Memory(...)")
         self.seed = seed
         self._stats = PipelineStats()
         self._layers: list[_Layer] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from thinwire.arguments import check_number
 from thinwire.compressors import Compressor, Unsuited, Wrapper, ef, parse
 from thinwire.policies.candidates import usable_gradients
 from thinwire.policies.families import check_contracting, contracts, parameter_name, with_parameter, with_share
@@ -36,8 +37,7 @@ class Accordion(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.eta >= 0:
-            raise ValueError(f"eta must be at least 0, not {self.eta}: a relative change")
+        check_number("eta", self.eta, low=0)
         if self.pair is None:
             return
         alike = {type(value) is str for value in self.pair} if isinstance(self.pair, tuple) else set()

@@ -9,6 +9,7 @@ from statistics import median
 
 import numpy as np
 
+from thinwire.arguments import check_number
 from thinwire.collectives import Algorithm, Hierarchical, ScatterReduceAllGather, parse_algorithm
 from thinwire.compressors import Coded, Compressor, Raw, parse, unwrap
 from thinwire.plan.forecast.ddp import (
@@ -76,10 +77,8 @@ class Auto(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.error < 1:
-            raise ValueError(f"error must be above 0 and below 1, not {self.error}: a share of the gradients' norm")
-        if not 0 <= self.gain < 1:
-            raise ValueError(f"gain must be at least 0 and below 1, not {self.gain}: a share of a step")
+        check_number("error", self.error, above=0, below=1)
+        check_number("gain", self.gain, low=0, below=1)
         if not isinstance(self.candidates, tuple) or not self.candidates:
             raise ValueError(f"candidates must be a tuple of specs, not {self.candidates!r}")
         if self.warmup <= self.lag_steps:

@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from thinwire.compressors import Compressor, Raw, Wrapper, check_choice, ef, unwrap
+from thinwire.arguments import check_choice, check_number
+from thinwire.compressors import Compressor, Raw, Wrapper, ef, unwrap
 from thinwire.plan.cost import sent_bytes
 from thinwire.policies import allocate
 from thinwire.policies.allocate import Array
 from thinwire.policies.candidates import LayerCandidates, Price, usable_gradients, with_error_feedback
 from thinwire.policies.families import contracts, family, members_that_fit
-from thinwire.policies.policy import Evidence, Policy, Proposal, check_alpha
+from thinwire.policies.policy import Evidence, Policy, Proposal
 
 Adjust = Callable[[str, Compressor], Compressor]
 """Changes a candidate of a layer of this name."""
@@ -44,7 +45,7 @@ class BudgetedPolicy(Policy):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("error", self.error, ("l2", "squared"))
-        check_alpha(self.alpha)
+        check_number("alpha", self.alpha, above=0)
 
     def check(self, reference: Mapping[str, Compressor], shapes: Mapping[str, Sequence[int]]) -> None:
         for compressor in set(reference.values()):

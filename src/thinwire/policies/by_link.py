@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from thinwire.compressors import Compressor, check_int, parse
+from thinwire.arguments import check_int
+from thinwire.compressors import Compressor, parse
 
 _FORWARD = ("delta(gaussian(bits=2))", *(f"delta(maxabs(bits={bits}))" for bits in (3, 4, 6, 8)))
 _BACKWARD = tuple(f"maxabs(bits={bits})" for bits in (4, 6, 8))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from thinwire.arguments import check_number
 from thinwire.compressors import FFT, Chain, Compressor, Raw, Unsuited, Wrapper, ef, unwrap
 
 _GEOMETRIC = 12
@@ -181,8 +182,8 @@ def _values(
     shares = name == "kept" or isinstance(compressor, Chain)
     around = 2.0 if whole else 5.0 if shares else 10.0
     low, high = bounds or (default / around, default * around)
-    if step is not None and not step > 0:
-        raise ValueError(f"step must be above 0, not {step}: it lies between two candidates")
+    if step is not None:
+        check_number("step", step, above=0)
     if not 0 < low <= high:
         raise ValueError(f"bounds {bounds}: two numbers above 0, the lower one first")
     if whole:

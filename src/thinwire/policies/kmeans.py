@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
+from thinwire.arguments import check_int, check_number
 from thinwire.compressors import Compressor, Wrapper
 from thinwire.policies.allocate import Array
 from thinwire.policies.budget import Adjust
@@ -34,10 +35,8 @@ class KMeans(MappedPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.clusters) is not int or self.clusters < 1:
-            raise ValueError(f"clusters must be a whole number of at least 1, not {self.clusters!r}")
-        if not 0 < self.top <= 1:
-            raise ValueError(f"top must be above 0 and at most 1, not {self.top}: a share of a gradient's values")
+        check_int("clusters", self.clusters, 1)
+        check_number("top", self.top, above=0, high=1)
 
     def check(self, reference: Mapping[str, Compressor], shapes: Mapping[str, Sequence[int]]) -> None:
         super().check(reference, shapes)

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from thinwire.compressors import Compressor, Raw, check_choice, check_int, parse, unwrap
+from thinwire.arguments import check_choice, check_int, check_type
+from thinwire.compressors import Compressor, Raw, parse, unwrap
 from thinwire.plan.cost import Speeds
 from thinwire.policies import allocate
 from thinwire.policies.allocate import Array
@@ -52,10 +53,8 @@ class LGreco(BudgetedPolicy):
         check_choice("solver", self.solver, ("dp", "exact"))
         check_choice("objective", self.objective, get_args(Objective))
         check_int("steps", self.steps, 1)
-        if not isinstance(self.families, tuple):
-            raise TypeError(f"families must be a tuple of specs, not {self.families!r}")
-        if not (self.reference is None or isinstance(self.reference, Policy)):
-            raise TypeError(f"reference must be a policy, such as accordion(), not {self.reference!r}")
+        check_type("families", self.families, tuple, "a tuple of specs")
+        check_type("reference", self.reference, Policy | None, "a policy, such as accordion()")
         for spec in self.families:
             family(parse(spec), self.bounds, self.step)
 

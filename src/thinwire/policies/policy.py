@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
+from thinwire.arguments import check_int
 from thinwire.collectives import Algorithm, ScatterReduceAllGather
 from thinwire.compressors import Compressor
 
@@ -131,10 +132,8 @@ class Policy(ABC):
 
     def __post_init__(self) -> None:
         for name, least in (("every", 2), ("warmup", 0), ("window", 1), ("lag", 1)):
-            value = getattr(self, name)
-            optional = name in ("window", "lag")
-            if not (value is None and optional) and (type(value) is not int or value < least):
-                raise ValueError(f"{name} must be a whole number of steps, at least {least}, not {value!r}")
+            if getattr(self, name) is not None or name in ("every", "warmup"):
+                check_int(name, getattr(self, name), least)
         if self.window_steps + self.lag_steps > self.every:
             raise ValueError(
                 f"window={self.window_steps} and lag={self.lag_steps} do not fit into every={self.every} steps"
@@ -192,12 +191,6 @@ class Policy(ABC):
             if value != f.default:
                 shown.append(f"{f.name}={value if isinstance(value, Policy) else repr(value)}")
         return f"{type(self).__name__.lower()}({', '.join(shown)})"
-
-
-def check_alpha(alpha: float) -> None:
-    """Raise if what the reference's error is multiplied by is none that makes a budget."""
-    if not 0 < alpha < math.inf:
-        raise ValueError(f"alpha must be above 0 and finite, not {alpha}: times the reference's error")
 
 
 def gradient_norm(gradient: Tensor) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from thinwire.arguments import check_int
 from thinwire.collectives import Algorithm, ScatterReduceAllGather
 from thinwire.policies import Policy
 
@@ -28,7 +29,5 @@ class WireSettings:
     """What changes the plan while training."""
 
     def __post_init__(self) -> None:
-        if self.start < 0:
-            raise ValueError(f"start must not be negative, not {self.start}: it is the number of steps that stay raw")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must be between 0 and 2**63 - 1, not {self.seed}")
+        check_int("start", self.start, 0)
+        check_int("seed", self.seed, 0, 2**63 - 1)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.arguments import check_int
 from thinwire.store.errors import StoreError
 from thinwire.store.records import RecordFormat, Rows
 from thinwire.store.store import Store
@@ -33,10 +34,9 @@ class CentreTable:
     """
 
     def __init__(self, num: int, width: int, window: int = 1024) -> None:
-        if not 1 <= num <= MOST_CENTRES:
-            raise ValueError(f"num must be 1 to {MOST_CENTRES} centres, not {num}: a byte refers to one")
-        if width < 1 or window < 1:
-            raise ValueError(f"width and window must be at least 1, not {width} and {window}")
+        check_int("num", num, 1, MOST_CENTRES)
+        check_int("width", width, 1)
+        check_int("window", window, 1)
         self.num, self.width, self.window = num, width, window
         self._values = torch.zeros(num, width, dtype=torch.float32, device="cpu")
         self._counts = torch.zeros(num, dtype=torch.int64, device="cpu")

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from thinwire.compressors import check_choice, check_int
+from thinwire.arguments import check_choice, check_int
 from thinwire.store.background import Background
 from thinwire.store.centres import MOST_CENTRES, CentreStore
 from thinwire.store.crops import CroppedStore, frame_format

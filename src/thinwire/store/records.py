@@ -10,7 +10,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.compressors import CodecCall, Coded, MaxAbs, Piece, Raw, Segments, check_int
+from thinwire.arguments import check_int
+from thinwire.compressors import CodecCall, Coded, MaxAbs, Piece, Raw, Segments
 from thinwire.kernels import align
 
 Half = Literal["float16", "bfloat16"]

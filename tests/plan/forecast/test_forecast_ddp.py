@@ -42,12 +42,6 @@ def test_a_curve_is_straight_between_what_was_measured() -> None:
     assert curve.bandwidth == pytest.approx(10_000)
 
 
-@pytest.mark.parametrize("points", [(), ((2.0, 0.1), (1.0, 0.2)), ((1.0, -0.1),)])
-def test_what_is_no_curve(points: tuple[tuple[float, float], ...]) -> None:
-    with pytest.raises(ValueError, match="ascending"):
-        Curve(points)
-
-
 def test_a_step_of_stock_ddp() -> None:
     # Bucket a: ready at 1, 2 MB: arrives at 1.21. Bucket b: ready at 1.5, 1 MB: 1.61. So 0.11 s are exposed.
     assert native_step(TWO, LINKS) == pytest.approx(2.11)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.arguments import check_int
 from thinwire.compressors._core.calls import CodecCall
-from thinwire.compressors._core.checks import check_int
 from thinwire.compressors._core.coded import OnePass
 from thinwire.compressors._core.segments import Key
 from thinwire.kernels import Format, Residual

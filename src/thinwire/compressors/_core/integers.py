@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.arguments import check_choice, check_int
 from thinwire.compressors._core.calls import SumCall
-from thinwire.compressors._core.checks import check_choice, check_int
 from thinwire.compressors._core.compressor import Count
 from thinwire.compressors._core.mixins import Clipping, WorldSized
 from thinwire.compressors._core.packed import Packed
@@ -49,9 +49,7 @@ class Integers(Summed, WorldSized, Clipping):
     """Elements of all its layers; 0 treats each layer by itself. The handle sets it."""
 
     def __post_init__(self) -> None:
-        if self.bits not in self.widths:
-            known = ", ".join(map(str, self.widths[:-1])) + f" or {self.widths[-1]}"
-            raise ValueError(f"bits must be {known}, not {self.bits!r}")
+        check_choice("bits", self.bits, self.widths)
         check_choice("rounding", self.rounding, ("random", "determ"))
         check_int("num_ranks", self.num_ranks, 1)
         check_int("numel", self.numel, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from thinwire.compressors._core.checks import check_int, check_share
+from thinwire.arguments import check_int, check_number
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ def stage_at(schedule: tuple[tuple[int, T], ...], step: int) -> T:
 def check_density(value: Density) -> None:
     """Raise an error unless it is a share in (0, 1], or a schedule of such shares."""
     for _, share in stages("density", value):
-        check_share("density", share)
+        check_number("density", share, above=0, high=1)
 
 
 def density_at(value: Density, step: int) -> float:
