@@ -20,8 +20,6 @@ from torch import Tensor
 
 from thinwire import threads
 from thinwire.aggregator.protocol import (
-from thinwire.arguments import check_type
-from thinwire.collectives.aggregation import (
     HEADER,
     HELLO,
     Greeting,
@@ -35,6 +33,7 @@ from thinwire.collectives.aggregation import (
     proof,
     unpacked,
 )
+from thinwire.arguments import check_type
 from thinwire.collectives.errors import TransportError
 from thinwire.collectives.transport import Pending
 from thinwire.compressors import Reduction

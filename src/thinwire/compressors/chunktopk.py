@@ -13,7 +13,7 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.arguments import check_choice, check_int
 from thinwire.compressors._core.calls import CodecCall
-from thinwire.compressors._core.checks import check_choice, check_dtype, check_int
+from thinwire.compressors._core.checks import check_dtype
 from thinwire.compressors._core.coded import Coded
 from thinwire.compressors._core.mixins import Indexed
 from thinwire.compressors._core.segments import Piece

@@ -13,7 +13,6 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.arguments import check_choice, check_int, check_number
 from thinwire.compressors._core.calls import CodecCall
-from thinwire.compressors._core.checks import check_choice, check_int
 from thinwire.compressors._core.coded import Coded
 from thinwire.compressors._core.compressor import Compressor
 from thinwire.compressors._core.mixins import Indexed, Scheduled
