@@ -11,7 +11,6 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.arguments import check_choice
 from thinwire.compressors._core.calls import CodecCall
-from thinwire.compressors._core.checks import check_choice
 from thinwire.compressors._core.mixins import Scheduled
 from thinwire.compressors._core.schedule import Density, check_density, density_at
 from thinwire.compressors._core.segments import Piece

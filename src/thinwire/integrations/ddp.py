@@ -16,15 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.aggregator import AggregatorAddress, AggregatorClient, session_number
 from thinwire.arguments import check_type
-from thinwire.collectives import (
-    AggregatorAddress,
-    AggregatorClient,
-    ProcessGroupTransport,
-    Transport,
-    TransportError,
-    session_number,
-    with_shared_memory,
-)
+from thinwire.collectives import ProcessGroupTransport, Transport, TransportError, with_shared_memory
 from thinwire.compat import (
     accepts_uneven_inputs,
     at_end_of_backward,

@@ -14,9 +14,8 @@ from torch import nn
 
 from thinwire.aggregator import AggregatorAddress, parse_address
 from thinwire.arguments import check_choice, check_int, check_type
-from thinwire.collectives import AggregatorAddress, Algorithm, TransportChoice, parse_address, parse_algorithm
-from thinwire.collectives.shared_transport import check_choice
-from thinwire.compressors import GRADIENT_DTYPES, Compressor, check_int, parse
+from thinwire.collectives import Algorithm, TransportChoice, parse_algorithm
+from thinwire.compressors import GRADIENT_DTYPES, Compressor, parse
 from thinwire.plan import Filter, named_parameters, names_of
 from thinwire.policies import Auto, Policy, parse_policy
 from thinwire.runtime import WireSettings
