@@ -63,7 +63,9 @@ def check_number(
         "below": (below, operator.lt),
     }
     bounds = {words: (bound, holds) for words, (bound, holds) in tests.items() if bound is not None}
-    if not math.isfinite(value) or not all(holds(value, bound) for bound, holds in bounds.values()):
+    # An integer may be too large for a float.
+    finite = isinstance(value, int) or math.isfinite(value)
+    if not finite or not all(holds(value, bound) for bound, holds in bounds.values()):
         within = [f"{words} {bound:g}" for words, (bound, _) in bounds.items()]
         within += ["finite"] if high is None and below is None else []
         raise ValueError(f"{name} must be {' and '.join(within)}, not {value}{_after(hint)}")

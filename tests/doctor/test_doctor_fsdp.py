@@ -24,11 +24,11 @@ from experiments.__main__ import main as experiments_main
 from harness import run_ranks
 from thinwire.compressors import parse
 from thinwire.plan.forecast.links import Curve, Links
-from thinwire.plan.forecast.sharded import Event, Move, ShardedPace
 from thinwire.runtime.probe import Pair
 from thinwire_tools import lab
 from thinwire_tools.doctor import page, report
 from thinwire_tools.doctor.advice import verdict
+from thinwire_tools.doctor.forecast import Event, Move, ShardedPace
 from thinwire_tools.doctor.measure import Measured
 from thinwire_tools.doctor.observer import Observer
 from thinwire_tools.doctor.record import record

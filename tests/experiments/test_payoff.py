@@ -9,7 +9,7 @@ import pytest
 from experiments.papers.fft import payoff as cost
 from thinwire import parse
 from thinwire.compressors import FFT
-from thinwire.plan.forecast.payoff import minimal_ratio, useful_bandwidth
+from thinwire_tools.doctor.payoff import minimal_ratio, useful_bandwidth
 
 SPEEDS = cost.Throughputs(convert=100e9, transform=50e9, pack=25e9, select=20e9)
 

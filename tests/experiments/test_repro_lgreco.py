@@ -21,7 +21,7 @@ from experiments.papers.lgreco.paper import PAPER
 from experiments.papers.lgreco.study import NAMES, SMOKE, LGrecoScale, LGrecoStudy
 from small_versions import Small, small_version
 from thinwire.policies import LGreco, Sync, parse_policy
-from thinwire.policies.bucket_times import seconds_per_byte
+from thinwire.policies.lgreco import seconds_per_byte
 from thinwire_tools.compare.comparison import Side
 from thinwire_tools.compare.report import Run
 from thinwire_tools.compare.variants import Variant

@@ -13,7 +13,7 @@ from torch import Tensor
 from kernel_cases import DTYPES, same, special, values
 from kernel_levels import LEVELS, at, needs_native
 from thinwire import kernels
-from thinwire.kernels import Table, raw_decode, raw_encode, raw_sum, reference_rows, rows_add, rows_scale
+from thinwire.kernels import Table, raw_decode, raw_encode, raw_sum, reference, rows_add, rows_scale
 
 pytestmark = [needs_native, pytest.mark.usefixtures("one_thread")]
 
@@ -66,7 +66,7 @@ def _check(
     spans, num_bytes = _table(sizes, dtype.itemsize, gap)
     x, *others = (make(spans.num_elements + 3, seed + i, dtype) for i in range(3))
     wide = make(spans.num_elements, seed + 9, torch.float32)
-    wanted = _all(reference_rows, spans, num_bytes, x, others, wide)
+    wanted = _all(reference, spans, num_bytes, x, others, wide)
     for level in levels:
         with at(level, threads):
             got = _all(kernels, spans, num_bytes, x, others, wide)

@@ -14,10 +14,10 @@ from experiments.papers.lgreco.buckets import fit_quality
 from thinwire import parse
 from thinwire.compressors import FFT, ef
 from thinwire.policies import Sync, allocate, errors, family
-from thinwire.policies.bucket_times import seconds_per_byte
 from thinwire.policies.candidates import LayerCandidates
 from thinwire.policies.errors import squared_errors
 from thinwire.policies.families import parameter_name, parameter_value, with_share
+from thinwire.policies.lgreco import seconds_per_byte
 
 
 def strengths(spec: str, **options) -> list[float]:

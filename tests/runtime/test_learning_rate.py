@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from thinwire.runtime.learning_rate import LearningRates
+from thinwire.runtime.adapt import LearningRates
 
 STEPS = 200
 

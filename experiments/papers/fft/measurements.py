@@ -33,8 +33,8 @@ from experiments.papers.fft.reconstruct import (
 from experiments.tasks.models import Model
 from thinwire.compressors import FFT as Codec
 from thinwire.compressors import parse
-from thinwire.plan.forecast.payoff import minimal_ratio, useful_bandwidth
 from thinwire_tools import plots
+from thinwire_tools.doctor.payoff import minimal_ratio, useful_bandwidth
 
 if TYPE_CHECKING:
     from experiments.papers.fft.paper import FFTScale

@@ -16,7 +16,7 @@ from experiments.policies.baselines import ByPriority
 from thinwire.compressors import Compressor
 from thinwire.plan import sent_bytes
 from thinwire.policies import LGreco, Policy, Sync, parse_policy
-from thinwire.policies.bucket_times import seconds_per_byte
+from thinwire.policies.lgreco import seconds_per_byte
 from thinwire_tools import plots
 
 _SKIPPED_STEPS = 2

@@ -25,11 +25,10 @@ from thinwire.collectives.device_transport import DeviceGroupTransport, DeviceLo
 from thinwire.collectives.errors import CommunicationError, PeerFailedError, TransportError
 from thinwire.collectives.exchange import Exchange
 from thinwire.collectives.failures import FailureDetector, announce_error
-from thinwire.collectives.layout import Chunk, Layer, Layout, owned_parts
+from thinwire.collectives.layout import Chunk, Layer, Layout, Shard, owned_parts, part_layout, sharded_layout
 from thinwire.collectives.message import MessageError
 from thinwire.collectives.nodes import node_identity, number_nodes
 from thinwire.collectives.packed import PackedSum, packed_sums
-from thinwire.collectives.parts import Shard, part_layout, sharded_layout
 from thinwire.collectives.reduction import all_gather, all_reduce, encoded, reduce_scatter
 from thinwire.collectives.shared_memory import SharedMemoryError
 from thinwire.collectives.shared_transport import SharedMemoryTransport, TransportChoice, with_shared_memory

@@ -4,7 +4,8 @@ from thinwire.compressors._core.bucketed import Bucketed
 from thinwire.compressors._core.calls import CodecCall, SumCall
 from thinwire.compressors._core.checks import GRADIENT_DTYPES, not_finite
 from thinwire.compressors._core.coded import Coded, OnePass, used_bytes
-from thinwire.compressors._core.compressor import Compressor, Count, Unsuited, needs_state
+from thinwire.compressors._core.compressor import Compressor, Count, Traits, Unsuited, Wrapper, needs_state, unwrap
+from thinwire.compressors._core.integers import integer_square_sum
 from thinwire.compressors._core.matrices import SummedMatrices
 from thinwire.compressors._core.mixins import (
     Bounded,
@@ -25,7 +26,6 @@ from thinwire.compressors._core.mixins import (
     learns_at,
     teaches,
 )
-from thinwire.compressors._core.norms import integer_square_sum
 from thinwire.compressors._core.packed import Packed
 from thinwire.compressors._core.rounding import rounded_for
 from thinwire.compressors._core.segments import Key, Part, Parts, Piece, Segments
@@ -33,8 +33,6 @@ from thinwire.compressors._core.slots import LayerState, Slot, State
 from thinwire.compressors._core.sparsifier import Chain, Sparsifier
 from thinwire.compressors._core.spec import PRESETS, parse, register, registered
 from thinwire.compressors._core.summed import Reduction, Subtract, Summed, SumShape, sum_alone
-from thinwire.compressors._core.traits import Traits
-from thinwire.compressors._core.wrapper import Wrapper, unwrap
 from thinwire.compressors.atomo import Atomo
 from thinwire.compressors.cast import Cast
 from thinwire.compressors.chunktopk import ChunkTopK

@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 import torch
 
 from thinwire.arguments import check_choice
+from thinwire.compressors._core.compressor import Traits
 from thinwire.compressors._core.plain import Plain
-from thinwire.compressors._core.traits import Traits
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

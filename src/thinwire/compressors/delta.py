@@ -11,10 +11,9 @@ from torch import Tensor
 
 from thinwire.compressors._core.checks import check_dtype
 from thinwire.compressors._core.coded import Coded
-from thinwire.compressors._core.compressor import Compressor, needs_state
+from thinwire.compressors._core.compressor import Compressor, Traits, needs_state
 from thinwire.compressors._core.mixins import WorldSized
 from thinwire.compressors._core.rounding import rounded_for
-from thinwire.compressors._core.traits import Traits
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from thinwire.arguments import check_choice, check_int
 from thinwire.compressors._core.bucketed import MAX_BUCKET
 from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.coded import OnePass
-from thinwire.compressors._core.traits import Traits
+from thinwire.compressors._core.compressor import Traits
 from thinwire.kernels import Residual
 
 MAGNITUDES = {

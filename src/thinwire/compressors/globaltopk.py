@@ -13,12 +13,12 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.arguments import check_number
 from thinwire.compressors._core.calls import CodecCall
+from thinwire.compressors._core.compressor import Traits
 from thinwire.compressors._core.mixins import Scheduled, StepEnd
 from thinwire.compressors._core.schedule import Density, check_density, density_at
 from thinwire.compressors._core.segments import Piece
 from thinwire.compressors._core.slots import LayerState, Slot
 from thinwire.compressors._core.sparsifier import Picked, Sparsifier
-from thinwire.compressors._core.traits import Traits
 
 _BINS = 2048
 _BIN_SHIFT = 20

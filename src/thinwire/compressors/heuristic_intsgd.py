@@ -12,9 +12,9 @@ from torch import Tensor
 
 from thinwire.arguments import check_choice
 from thinwire.compressors._core.calls import SumCall
+from thinwire.compressors._core.compressor import Traits
 from thinwire.compressors._core.integers import Integers, fp32
 from thinwire.compressors._core.summed import Subtract, SumShape
-from thinwire.compressors._core.traits import Traits
 
 _ZERO, _LOWEST, _HIGHEST, _NOT_FINITE = -127, -126, 126, 127
 """Exponents fit into one byte. Layers of zeros, and layers that are not finite, have codes of their own."""

@@ -14,15 +14,13 @@ from thinwire import kernels
 from thinwire.arguments import check_choice, check_number
 from thinwire.compressors._core.calls import SumCall
 from thinwire.compressors._core.checks import not_finite
-from thinwire.compressors._core.compressor import Compressor
-from thinwire.compressors._core.integers import Integers, fp32, slots_of
+from thinwire.compressors._core.compressor import Compressor, Traits
+from thinwire.compressors._core.integers import Integers, fp32, integer_square_sum, slots_of
 from thinwire.compressors._core.mixins import ColdStart, FollowsOptimizer, Scheduled, StepEnd
-from thinwire.compressors._core.norms import integer_square_sum
 from thinwire.compressors._core.plain import Plain
 from thinwire.compressors._core.segments import Part
 from thinwire.compressors._core.slots import LayerState, Slot, State
 from thinwire.compressors._core.summed import Subtract, SumShape
-from thinwire.compressors._core.traits import Traits
 from thinwire.kernels import square_sums
 
 _UNSET = -1.0

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from thinwire.arguments import check_int
 from thinwire.compressors._core.bucketed import MAX_BUCKET, Bucketed
+from thinwire.compressors._core.compressor import Traits
 from thinwire.compressors._core.segments import Key
-from thinwire.compressors._core.traits import Traits
 from thinwire.kernels import Format
 
 

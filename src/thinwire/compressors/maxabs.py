@@ -9,8 +9,7 @@ from typing import ClassVar, Literal
 
 from thinwire.arguments import check_choice, check_int
 from thinwire.compressors._core.bucketed import MAX_BUCKET, Bucketed
-from thinwire.compressors._core.compressor import Compressor
-from thinwire.compressors._core.traits import Traits
+from thinwire.compressors._core.compressor import Compressor, Traits
 from thinwire.kernels import Format
 
 

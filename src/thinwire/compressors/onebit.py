@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from thinwire.compressors._core.bucketed import Bucketed, bucket_elements, check_bucket
-from thinwire.compressors._core.traits import Traits
+from thinwire.compressors._core.compressor import Traits
 from thinwire.kernels import Format
 
 

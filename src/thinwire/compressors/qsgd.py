@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from thinwire.arguments import check_choice, check_int
 from thinwire.compressors._core.bucketed import Bucketed, bucket_elements, check_bucket
-from thinwire.compressors._core.traits import Traits
+from thinwire.compressors._core.compressor import Traits
 from thinwire.kernels import Format
 
 _MAX_LEVELS = 127

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from thinwire.arguments import check_number
 from thinwire.compressors._core.calls import SumCall
+from thinwire.compressors._core.compressor import Traits
 from thinwire.compressors._core.integers import Integers, fp32
 from thinwire.compressors._core.summed import Subtract, SumShape
-from thinwire.compressors._core.traits import Traits
 
 
 @dataclass(frozen=True)

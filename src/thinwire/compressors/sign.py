@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.compressors._core.bucketed import Bucketed, bucket_elements, check_bucket
 from thinwire.compressors._core.calls import CodecCall
-from thinwire.compressors._core.traits import Traits
+from thinwire.compressors._core.compressor import Traits
 from thinwire.kernels import Format
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.arguments import check_number
 from thinwire.compressors._core.calls import CodecCall
+from thinwire.compressors._core.compressor import Traits
 from thinwire.compressors._core.segments import Piece
 from thinwire.compressors._core.sparsifier import Picked, Sparsifier
-from thinwire.compressors._core.traits import Traits
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from torch import Tensor
 from thinwire.arguments import check_number
 from thinwire.compressors._core.calls import SumCall
 from thinwire.compressors._core.checks import not_finite
+from thinwire.compressors._core.compressor import Traits
 from thinwire.compressors._core.summed import Subtract, Summed, SumShape
-from thinwire.compressors._core.traits import Traits
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,7 @@ from thinwire.policies import Auto, Policy, parse_policy
 from thinwire.runtime import AsyncReadback, Follower, Wire, agree, on_the_host
 from thinwire.runtime.channel import BucketLayers
 from thinwire.runtime.consistency import checksums, failing_together
-from thinwire.runtime.feedback import check_feedback
-from thinwire.runtime.warning import warn_caller
+from thinwire.runtime.warning import check_feedback, warn_caller
 
 if TYPE_CHECKING:
     from thinwire.integrations.momentum import Momentum

@@ -51,9 +51,8 @@ from thinwire.plan import Plan, Rules, Site, at_site, named_parameters, sharded_
 from thinwire.policies import Auto, Policy
 from thinwire.runtime import ShardedLayer, ShardedWire, Unit, agree, on_the_host
 from thinwire.runtime.consistency import failing_together
-from thinwire.runtime.feedback import check_feedback
 from thinwire.runtime.placement import Placement
-from thinwire.runtime.warning import warn_caller
+from thinwire.runtime.warning import check_feedback, warn_caller
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

@@ -30,9 +30,8 @@ from thinwire.kernels.format import Format, Residual, align, before_sum, buckete
 from thinwire.kernels.native import CORE, asynchronous, cpu_level, is_dense, to_device
 from thinwire.kernels.norms import SignedSum, power_of_two, signed_sums, square_sums
 from thinwire.kernels.ops import bucketed_decode, bucketed_encode, bucketed_reduce, bucketed_sum, checksum
-from thinwire.kernels.rng import derive_key, site_id
+from thinwire.kernels.rng import derive_key, sample_indices, site_id
 from thinwire.kernels.rows import raw_decode, raw_encode, raw_sum, rows_add, rows_scale
-from thinwire.kernels.sample import sample_indices
 from thinwire.kernels.shared import LINE_BYTES, Word
 from thinwire.kernels.sparse import (
     abs_histogram,

@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from thinwire.kernels import native, reference_rows
+from thinwire.kernels import native, reference
 from thinwire.kernels.ops import DTYPES
 from thinwire.kernels.table import Table
 
@@ -96,7 +96,7 @@ def torch_or_triton(tensor: Tensor) -> ModuleType:
     """The implementation for a tensor that the native core does not process."""
     # Only `raw` takes fp64, whose scalars would lose half of their digits as arguments of a kernel.
     takes = tensor.dtype in DTYPES
-    return native.torch_or_triton(reference_rows, "gpu_rows", tensor) if takes else reference_rows
+    return native.torch_or_triton(reference, "gpu_rows", tensor) if takes else reference
 
 
 def _computes(*tensors: Tensor) -> bool:

@@ -5,9 +5,8 @@
 """
 
 from thinwire.local.alone import send_nothing
-from thinwire.local.diloco import DiLoCo
+from thinwire.local.diloco import DiLoCo, preset
 from thinwire.local.managed import ManagedDiLoCo
 from thinwire.local.outer import Nesterov
-from thinwire.local.presets import preset
 
 __all__ = ["DiLoCo", "ManagedDiLoCo", "Nesterov", "preset", "send_nothing"]

@@ -6,14 +6,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.arguments import check_int, check_number
+from thinwire.arguments import check_choice, check_int, check_number
 from thinwire.collectives import contiguous_values
 from thinwire.compat import group_timeout
 from thinwire.compressors import Compressor
@@ -40,7 +41,7 @@ from thinwire.optim.shards import is_sharded
 from thinwire.plan import Plan
 from thinwire.runtime import Wire, WireSettings, on_the_host
 from thinwire.runtime.checkpoint import check_sealed, sealed
-from thinwire.runtime.feedback import check_feedback
+from thinwire.runtime.warning import check_feedback
 
 
 class DiLoCo:
@@ -461,3 +462,33 @@ def _open_wire(
     arguments |= {"streams": str(network.streams)}
     with on_the_host(), closed_on_failure(host_transport(group, timeout, network, arguments)) as transport:
         return Wire(plan, shapes, transport, WireSettings(seed=seed, algorithm=algorithm))
+
+
+_PRESETS = MappingProxyType(
+    {
+        "local_sgd": {"every": 10, "outer": Nesterov(lr=1.0, momentum=0.0), "compressor": "raw", "feedback": False},
+        "diloco": {"every": 100, "compressor": "minmax(bits=4)", "feedback": False},
+        "muloco": {"every": 25, "compressor": FEW_BITS},
+        "streaming": {"every": 24, "fragments": 4, "overlap": 2, "compressor": "minmax(bits=4)", "feedback": False},
+    }
+)
+
+
+def preset(name: str, **changes: Any) -> dict[str, Any]:
+    """The arguments of `DiLoCo` for a known method, with ``changes``.
+
+    ::
+
+        local = thinwire.local.DiLoCo(model, optimizer, **thinwire.local.preset("streaming", every=48))
+
+    - ``"local_sgd"``: average weights in fp32 every 10 steps (Stich 2018, 1805.09767).
+    - ``"diloco"``: pseudo-gradients in 4 bits every 100 steps (Douillard et al. 2023, 2311.08105). The outer momentum
+      is 0.5, which also suits few exchanges; the paper's is 0.9.
+    - ``"muloco"``: 2 bits with error feedback every 25 steps; train with `thinwire.optim.Muon` (2505.23725).
+    - ``"streaming"``: four fragments in 4 bits, one every 6 steps, used 2 steps after they were sent (2501.18512).
+
+    Raises:
+        ValueError: there is no preset of this name.
+    """
+    check_choice("preset", name, tuple(_PRESETS))
+    return {**_PRESETS[name], **changes}

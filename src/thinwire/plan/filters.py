@@ -7,7 +7,23 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import nn
+
 from thinwire.arguments import close_names
+from thinwire.compat import unwrapped
+
+
+def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of ``module`` by name, each once."""
+    return {unwrapped(name): p for name, p in module.named_parameters()}
+
+
+def names_of(module: nn.Module) -> Names:
+    """All names of its parameters, those that wrappers give them too, and for each the one of `named_parameters`."""
+    own = {id(p): name for name, p in named_parameters(module).items()}
+    listed = list(module.named_parameters(remove_duplicate=False))
+    return {spelled: own[id(p)] for name, p in listed for spelled in (name, unwrapped(name))}
+
 
 Names = Mapping[str, str]
 """Every full name that the parameters of a model have, and the name of the layer that it means: a shared parameter has

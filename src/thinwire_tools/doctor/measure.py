@@ -21,7 +21,6 @@ from thinwire.integrations.options import Network
 from thinwire.integrations.transports import bare_transport
 from thinwire.plan.cost import codec_seconds
 from thinwire.plan.forecast.links import Links
-from thinwire.plan.forecast.sharded import ShardedPace, shares
 from thinwire.runtime.probe import (
     Pair,
     find_nodes,
@@ -31,6 +30,7 @@ from thinwire.runtime.probe import (
     measure_pairs,
     shared_part,
 )
+from thinwire_tools.doctor.forecast import ShardedPace, shares
 from thinwire_tools.doctor.observer import Observer
 from thinwire_tools.doctor.watched import DoctorError, Watched
 

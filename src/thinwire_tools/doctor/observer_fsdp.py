@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from thinwire.compat import FSDPGroup, all_gather_single, fsdp_groups, reduce_scatter_single, unwrapped
 from thinwire.plan import named_parameters
-from thinwire.plan.forecast.sharded import Collective, Event, Move, ShardedPace
+from thinwire_tools.doctor.forecast import Collective, Event, Move, ShardedPace
 from thinwire_tools.doctor.watched import DoctorError, Step, Watcher, check_size
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from thinwire.compressors import Compressor
-from thinwire.plan.forecast.sharded import ShardedPace
+from thinwire_tools.doctor.forecast import ShardedPace
 from thinwire_tools.doctor.measure import Measured, measure
 from thinwire_tools.doctor.observer import Observer
 from thinwire_tools.doctor.settings import (

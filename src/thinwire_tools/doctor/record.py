@@ -11,11 +11,11 @@ from typing import Any
 
 from thinwire.compressors import Compressor, Raw
 from thinwire.plan.forecast.links import Curve, Links
-from thinwire.plan.forecast.payoff import minimal_ratio, useful_bandwidth
-from thinwire.plan.forecast.sharded import Move
 from thinwire.runtime.probe import Pair
 from thinwire_tools.doctor.advice import Verdict
+from thinwire_tools.doctor.forecast import Move
 from thinwire_tools.doctor.measure import Measured
+from thinwire_tools.doctor.payoff import minimal_ratio, useful_bandwidth
 from thinwire_tools.doctor.settings import Prediction, Setting, ceiling, plan_of
 from thinwire_tools.doctor.settings_sharded import ShardedSetting, plan_for
 from thinwire_tools.results import Results

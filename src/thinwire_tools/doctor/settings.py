@@ -21,8 +21,8 @@ from thinwire.plan.forecast.ddp import (
     sent_in_step,
 )
 from thinwire.plan.forecast.links import Links
-from thinwire.plan.forecast.ranges import Range, draws
 from thinwire_tools.doctor.measure import Measured
+from thinwire_tools.doctor.ranges import Range, draws
 
 CHECKPOINT = 'checkpoint["wire"] = wire.gather_state_dict()  # on every rank, wherever the model is saved'
 """What goes beside a model's state: a collective call, whose result any one rank may save."""

@@ -9,9 +9,9 @@ from thinwire.compressors import Compressor, parse
 from thinwire.integrations.fsdp import DEFAULT_SHARDED_RULES
 from thinwire.plan import Filter, Plan, sharded_plan
 from thinwire.plan.forecast.links import Links
-from thinwire.plan.forecast.ranges import Range, draws
-from thinwire.plan.forecast.sharded import ShardedPace, move_transfer, native_sharded_step, sharded_bytes, sharded_step
+from thinwire_tools.doctor.forecast import ShardedPace, move_transfer, native_sharded_step, sharded_bytes, sharded_step
 from thinwire_tools.doctor.measure import Measured
+from thinwire_tools.doctor.ranges import Range, draws
 from thinwire_tools.doctor.settings import CHECKPOINT, Care, Prediction, Setting
 from thinwire_tools.doctor.watched import DoctorError
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from thinwire.plan.forecast.ddp import Bucket, Pace
-from thinwire.plan.forecast.sharded import Event, ShardedPace
+from thinwire_tools.doctor.forecast import Event, ShardedPace
 from thinwire_tools.exits import CommandError
 
 

@@ -10,17 +10,18 @@ from thinwire.compressors import Raw, parse
 from thinwire.plan.forecast.ddp import (
     Bucket,
     Pace,
+    Transfer,
     accumulated,
     coded_transfer,
     exposed_seconds,
+    finish,
     native_step,
     native_transfer,
     planned_step,
     sent_in_step,
 )
 from thinwire.plan.forecast.links import Curve, Links
-from thinwire.plan.forecast.ranges import Range
-from thinwire.plan.forecast.timeline import Transfer, finish
+from thinwire_tools.doctor.ranges import Range
 
 MB = 1_000_000
 LINE = Curve(((0.0, 0.01), (10.0 * MB, 1.01)))

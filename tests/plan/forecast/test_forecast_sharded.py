@@ -9,8 +9,9 @@ import pytest
 from thinwire.compressors import parse
 from thinwire.plan import sharded_plan
 from thinwire.plan.filters import Filter
+from thinwire.plan.forecast.ddp import Transfer
 from thinwire.plan.forecast.links import Curve, Links
-from thinwire.plan.forecast.sharded import (
+from thinwire_tools.doctor.forecast import (
     Event,
     Move,
     ShardedPace,
@@ -19,7 +20,6 @@ from thinwire.plan.forecast.sharded import (
     sharded_bytes,
     sharded_step,
 )
-from thinwire.plan.forecast.timeline import Transfer
 
 LAYER = (1000, 100)
 MODULES = ("root", "0", "1", "2")

@@ -12,10 +12,9 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.checks import check_dtype
-from thinwire.compressors._core.compressor import Compressor
+from thinwire.compressors._core.compressor import Compressor, Wrapper
 from thinwire.compressors._core.mixins import Bounded, find_mixin, first_state
 from thinwire.compressors._core.segments import Key, Piece, Segments
-from thinwire.compressors._core.wrapper import Wrapper
 from thinwire.kernels import Residual
 
 

@@ -3,16 +3,53 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from thinwire.compressors._core.slots import Slot
-from thinwire.compressors._core.traits import Traits
+
+
+class Traits(NamedTuple):
+    """Properties of a compressor. The defaults suit a biased quantiser."""
+
+    unbiased: bool = False
+    """The expected value of the decompressed tensor is the tensor."""
+    exact_bits: bool = True
+    """Messages are the same bytes on every machine. False for compressors that use an FFT or matrix products."""
+    exact_natively: bool = False
+    """They are where the native core computes them, at every instruction-set level and on any number of threads."""
+    dense: bool = True
+    """Every element is sent, not a choice of them."""
+    keeps_constants: bool = True
+    """A dense compressor decodes a layer with one value to that value, up to rounding."""
+    contracts: bool = True
+    """Residuals of error feedback stay bounded. The error is smaller than the input by the Euclidean norm, for normally
+    distributed values. For heavy-tailed ones, or one large value among small ones, a quantizer of few bits may err by
+    more for a while: its error is then below the input's largest magnitude, so that residuals stop growing."""
+    wants_feedback: bool = False
+    """So much is dropped or distorted that a plan adds error feedback."""
+    takes_every_layer: bool = False
+    """Biases, norms and small layers are compressed, too. A plan leaves these raw otherwise."""
+    bounded: bool = False
+    """The size of a message has an upper bound, but is not a function of the shape alone; see `Bounded`."""
+    plain_sum: bool = True
+    """The owner of a chunk adds up what ranks send. Otherwise the compressor overrides `Coded.add_up`."""
+    plain_mean: bool = True
+    """Whoever gathers all messages takes their mean. Otherwise the compressor overrides `Coded.mean`."""
+    largest: float = math.inf
+    """Largest magnitude that can be represented. Beyond it, values saturate or become Inf.
+
+    Where they saturate, it is that of unscaled gradients: what is encoded may be `CodecCall.loss_scale` times as large.
+    """
+    absolute: bool = False
+    """What is sent depends on how large values are in the gradient's own units: it reads `CodecCall.loss_scale`."""
+
 
 Count = int | Tensor
 """A number; a tensor of no dimensions where the host would have to wait for the device to read it."""
@@ -82,3 +119,48 @@ class Compressor(ABC):
 def needs_state(compressor: Compressor) -> bool:
     """Return whether ``compressor`` cannot do without its slots."""
     return not all(slot.optional for slot in compressor.slots)
+
+
+@dataclass(frozen=True)
+class Wrapper(Compressor):
+    """A compressor that keeps what ``inner`` does not send, and sends it later."""
+
+    inner: Compressor
+
+    @property
+    def coder(self) -> Compressor:
+        """What computes the messages: ``inner``, with its rounding set; see `rounded_for`."""
+        return self.inner
+
+    @property
+    def traits(self) -> Traits:
+        return self.inner.traits._replace(unbiased=False, contracts=True, wants_feedback=False)
+
+    def check_rate(self, learning_rate: float | None) -> None:
+        """Raise a ValueError if it needs a learning rate, and there is none."""
+
+    @abstractmethod
+    def around(self, inner: Compressor) -> Compressor:
+        """Return the same wrapper around another compressor."""
+
+    def fit(self, shape: Sequence[int]) -> Compressor:
+        return rewrap(self, self.inner.fit(shape))
+
+    def roundtrip(self, x: Tensor, key: int = 0) -> Tensor:
+        # Nothing is kept before the first step.
+        return self.coder.roundtrip(x, key)
+
+    def __str__(self) -> str:
+        return f"{self.spec_name}({self.inner})"
+
+
+def unwrap(compressor: Compressor) -> Compressor:
+    """Return the compressor inside a `Wrapper`, or ``compressor`` itself if it is none."""
+    return compressor.inner if isinstance(compressor, Wrapper) else compressor
+
+
+def rewrap(compressor: Compressor, inner: Compressor) -> Compressor:
+    """Return ``inner`` in the wrapper that ``compressor`` has, if it has one."""
+    if not isinstance(compressor, Wrapper):
+        return inner
+    return compressor if inner is compressor.inner else compressor.around(inner)

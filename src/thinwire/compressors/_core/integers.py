@@ -14,14 +14,49 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.arguments import check_choice, check_int
 from thinwire.compressors._core.calls import SumCall
-from thinwire.compressors._core.compressor import Count
+from thinwire.compressors._core.compressor import Count, Traits
 from thinwire.compressors._core.mixins import Clipping, WorldSized
 from thinwire.compressors._core.packed import Packed
 from thinwire.compressors._core.segments import Part
 from thinwire.compressors._core.slots import Slot, State
 from thinwire.compressors._core.summed import Subtract, Summed, SumShape
-from thinwire.compressors._core.traits import Traits
 from thinwire.kernels import Table, align, int_decode, int_round, site_id
+
+_RUN = 1 << 18
+_SHORT = 1 << 16
+"""Fewer elements are added up in one call, in int64."""
+_EXACT = 1 << 10
+"""So many squares of int8 values add up to less than 2^24, which fp32 holds exactly."""
+
+
+def integer_square_sum(q: Tensor) -> Tensor:
+    """``‖q‖²`` of a flat int8 or int32 tensor, exact but for its last roundings to fp64: a scalar."""
+    if q.dtype == torch.int8:
+        return _int8_square_sum(q)
+    high, cross, low = torch.zeros(3, dtype=torch.int64, device=q.device)
+    for run in q.split(_RUN):
+        wide = run.to(torch.int64)
+        top, bottom = wide >> 16, wide & 0xFFFF
+        high += (top * top).sum()
+        cross += (top * bottom).sum()
+        low += (bottom * bottom).sum()
+    return high.double() * 2.0**32 + cross.double() * 2.0**17 + low.double()
+
+
+def _int8_square_sum(q: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64, device=q.device)
+    for run in q.split(_RUN):
+        if run.numel() < _SHORT:
+            wide = run.to(torch.int32)
+            total += wide.mul_(wide).sum()
+            continue
+        square = run.to(torch.float32)
+        square.mul_(square)
+        whole = run.numel() // _EXACT * _EXACT
+        total += square[:whole].view(-1, _EXACT).sum(1).sum(dtype=torch.float64)
+        total += square[whole:].sum(dtype=torch.float64)
+    return total
+
 
 _DTYPES = {2: torch.int8, 4: torch.int8, 8: torch.int8, 32: torch.int32}
 _LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max

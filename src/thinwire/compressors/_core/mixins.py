@@ -12,10 +12,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.compressors._core.compressor import Compressor, Count
+from thinwire.compressors._core.compressor import Compressor, Count, Wrapper, rewrap, unwrap
 from thinwire.compressors._core.segments import Part, Piece, Segments
 from thinwire.compressors._core.slots import LayerState, State
-from thinwire.compressors._core.wrapper import Wrapper, rewrap, unwrap
 
 Mixin = TypeVar("Mixin")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.compressors._core.bucketed import Bucketed
-from thinwire.compressors._core.traits import Traits
+from thinwire.compressors._core.compressor import Traits
 from thinwire.kernels import Format
 
 _BUCKET = 1024

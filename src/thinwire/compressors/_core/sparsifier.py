@@ -20,11 +20,10 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.coded import Coded
-from thinwire.compressors._core.compressor import Compressor, Count, needs_state
+from thinwire.compressors._core.compressor import Compressor, Count, Traits, needs_state
 from thinwire.compressors._core.mixins import Bounded, Indexed, Saturating, Scheduled, StepEnd
 from thinwire.compressors._core.segments import Piece, Segments
 from thinwire.compressors._core.slots import LayerState, Slot
-from thinwire.compressors._core.traits import Traits
 
 HEADER = 64
 

@@ -13,9 +13,8 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from thinwire.compressors import Coded, Compressor
-from thinwire.plan.forecast.ddp import Bucket
+from thinwire.plan.forecast.ddp import Bucket, Transfer
 from thinwire.plan.forecast.links import Links
-from thinwire.plan.forecast.timeline import Transfer
 from thinwire.plan.sites import at_site
 
 Collective = Literal["all_gather", "reduce_scatter"]
