@@ -459,7 +459,30 @@ def test_states_of_other_ranks_and_worlds_are_refused() -> None:
         second.load_state_dict(first.state_dict())
 
 
-def test_wrong_closures_and_groups_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"lr": -1.0}, ValueError, "lr"),
+        ({"estimator": "sgd"}, ValueError, "estimator"),
+        ({"block": "row"}, ValueError, "block"),
+        ({"bits": 16}, ValueError, "8 or 32"),
+        ({"p": 0.0}, ValueError, "p must"),
+        ({"beta": 1.0}, ValueError, "beta"),
+        ({"eps": 0.0}, ValueError, "eps"),
+        ({"seed": -1}, ValueError, "seed"),
+        ({"bits": 8, "transport": LoopbackTransport.world(128)[0]}, ValueError, "take bits=32"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        IntDIANA([torch.nn.Parameter(torch.zeros(2))], **{"lr": 0.1, **options})
+
+
+def test_wrong_parameters_closures_and_groups_are_refused() -> None:
+    with pytest.raises(TypeError, match="master copy"):
+        IntDIANA([torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))], 0.1)
+    with pytest.raises(NotImplementedError, match="CPU"):
+        IntDIANA([torch.nn.Parameter(torch.zeros(2, device="meta"))], 0.1)
     x, y = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
     optimizer = IntDIANA([x], 0.1)
     with pytest.raises(TypeError, match="closure"):

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.arguments import check_choice, check_int, check_number
 from thinwire.collectives import ForeignGroupTransport, LoopbackTransport, Transport, contiguous_values, ring_bytes
 from thinwire.compat import group_timeout
 from thinwire.kernels import derive_key, square_sums
@@ -88,13 +87,7 @@ class IntDIANA(torch.optim.Optimizer):
         group: dist.ProcessGroup | None = None,
         transport: Transport | None = None,
     ) -> None:
-        check_number("lr", lr.item() if isinstance(lr, Tensor) else lr, low=0)
-        check_choice("estimator", estimator, ("gd", "minibatch", "lsvrg"))
-        check_choice("block", block, ("layer", "global", "coordinate"))
-        check_number("p", p, above=0, high=1)
-        check_number("beta", beta, low=0, below=1)
-        check_number("eps", eps, above=0)
-        check_int("seed", seed, 0, 2**63 - 1)
+        _check(lr, estimator, p, block, beta, eps, seed)
         self._transport = transport if transport is not None else _transport(group)
         self._sum: IntegerSum | None = None
         self._stats = IntegerStats()
@@ -356,6 +349,23 @@ def _raise_for(not_finite: Sequence[bool]) -> None:
             f"the gradient of parameter {bad[0]} of {len(not_finite)}, in the order given, is not finite on some rank; "
             "nothing was changed: lower lr, or look at the data"
         )
+
+
+def _check(lr: float, estimator: str, p: float, block: str, beta: float, eps: float, seed: int) -> None:
+    if not lr >= 0:
+        raise ValueError(f"lr must not be negative, not {lr}")
+    if estimator not in ("gd", "minibatch", "lsvrg"):
+        raise ValueError(f'estimator must be "gd", "minibatch" or "lsvrg", not {estimator!r}')
+    if block not in ("layer", "global", "coordinate"):
+        raise ValueError(f'block must be "layer", "global" or "coordinate", not {block!r}')
+    if not 0 < p <= 1:
+        raise ValueError(f"p must be above 0 and at most 1, not {p}")
+    if not 0 <= beta < 1:
+        raise ValueError(f"beta must be at least 0 and below 1, not {beta}")
+    if not (math.isfinite(eps) and eps > 0):
+        raise ValueError(f"eps must be above 0, not {eps}")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be between 0 and 2**63 - 1, not {seed}")
 
 
 def _check_parameter(parameter: Tensor) -> None:
