@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := $(wildcard native/*) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: demo test test-slow test-all check format sanitize fuzz fuzz-sanitized chaos soak conformance triton cuda bench experiments experiments-smoke readme docs wheel wheel-check first-answer clean
+.PHONY: demo test test-slow test-all check format sanitize fuzz fuzz-sanitized chaos soak conformance triton cuda cuda-wheels bench experiments experiments-smoke readme docs wheel wheel-check first-answer clean
 
 demo: .venv/demo
 	$(BIN)/thinwire demo
@@ -14,8 +14,8 @@ WORKERS := -n 2 --dist loadfile --max-worker-restart 0
 
 # Under six minutes on two cores, with tests of every part.
 test: .venv/ready
-	$(PYTEST) $(WORKERS) -m "not slow and not alone"
-	$(PYTEST) -m "alone and not slow"
+	$(PYTEST) $(WORKERS) -m "not slow and not smoke and not alone"
+	$(PYTEST) -m "alone and not slow and not smoke"
 
 # The rest: whole trainings, killed ranks, emulated networks, small versions of the experiments.
 test-slow: .venv/ready
@@ -65,10 +65,32 @@ triton: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.9.0
 	THINWIRE_INTERPRETER=1 $(BIN)/python -m pytest tests/kernels/test_triton*.py
 
-# What needs a GPU: its tests, across several if there are, and its figures.
-cuda: .venv/ready
-	$(BIN)/python -m pytest tests/kernels/test_cuda.py tests/kernels/test_triton*.py
-	$(BIN)/thinwire bench cuda --json benchmarks/cuda.json
+# What needs a GPU, in stages by their worth and within nine minutes: tests, speed, a training, a profile. With WHEELS,
+# a folder that `make cuda-wheels` has filled, it takes the PyTorch and Triton that PYTHON has, and no network.
+ifdef WHEELS
+CUDA := .venv-cuda
+else
+CUDA := .venv
+endif
+cuda: $(CUDA)/ready
+	$(CUDA)/bin/python tools/first_gpu.py --json benchmarks/cuda.json $(CUDA_ARGS)
+
+# What a Python that has PyTorch may lack, as wheels of pure Python.
+cuda-wheels:
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary :all: --dest $(or $(WHEELS),.whl) --constraint constraints.txt \
+	  tyro docstring_parser typeguard rich markdown-it-py mdurl pygments typing_extensions \
+	  scikit-build-core pathspec packaging pytest pytest-timeout iniconfig pluggy hypothesis sortedcontainers
+
+# Site packages of PYTHON, which may be an environment itself, by name; its pip, as a system's Python may lack one to give.
+.venv-cuda/ready: $(SOURCES)
+	test -x .venv-cuda/bin/python || $(PYTHON) -m venv --without-pip .venv-cuda
+	$(PYTHON) -c 'import site; print("import site;", *(f"site.addsitedir({p!r});" for p in site.getsitepackages()))' \
+	  > `.venv-cuda/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'`/of-python.pth
+	$(PYTHON) -m pip --python .venv-cuda/bin/python install --quiet --no-index --find-links $(WHEELS) \
+	  tyro rich scikit-build-core pytest pytest-timeout hypothesis
+	$(PYTHON) -m pip --python .venv-cuda/bin/python install --quiet --no-index --no-deps --no-build-isolation \
+	  --config-settings build-dir=build/cuda --editable .
+	touch $@
 
 # Benchmarks of speed, for the figures of README.md and docs/. Those of trainings are named where their figures stand.
 bench: .venv/ready
@@ -100,9 +122,9 @@ experiments: .venv/ready
 	mkdir -p benchmarks
 	$(BIN)/python -m experiments all --out benchmarks
 
-# The small version of each: the same path, no figures worth keeping. A few minutes.
+# The small version of each: the same path, no figures worth keeping. Ten minutes.
 experiments-smoke: .venv/ready
-	$(BIN)/python -m experiments all --smoke --out build/experiments
+	$(PYTEST) $(WORKERS) -m "smoke or slow" tests/experiments
 
 # The figures of README.md and docs/, from the JSON files that `make bench` and `make experiments` wrote.
 readme: .venv/ready
@@ -126,7 +148,7 @@ first-answer: .venv/ready
 	$(BIN)/python tools/first_answer.py --json build/first-answer.json
 
 clean:
-	rm -rf .venv build demo dist
+	rm -rf .venv .venv-cuda build demo dist
 
 # torch goes in first and by name: a range, here or in a dependency, could pull another build over it. The demo waits for
 # no more than it needs.
@@ -142,5 +164,5 @@ clean:
 .venv/ready: .venv/demo
 	@echo "Adding what tests, figures and the documentation need ..."
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --editable '.[dev,docs,plot,compare,repro,trainers,logs]'
+	  --editable '.[dev,docs,plot,compare,repro,trainers]'
 	touch $@

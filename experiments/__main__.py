@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from thinwire_cli import Command, Program
+from thinwire_tools.cli import Command, Program
 
 _PAPERS = {
     "all": Command("experiments.framework.everything:repro_all", "every paper in turn, and one page of all claims"),
@@ -26,7 +26,7 @@ _VALIDATION = {
     "bench bursts": Command("experiments.bench.bursts:bursts", "the busiest second of a link in local updates"),
     "bench peers": Command("experiments.bench.peers:peers", "local updates beside another library's, over slow links"),
     "bench members": Command("experiments.bench.members:members", "workers that die and come back, with torchft"),
-    "bench pipelines": Command("experiments.bench.pipelines:pipelines", "steps of pipelines: measured, simulated"),
+    "bench pipelines": Command("experiments.bench.pipelines:pipelines", "steps of pipelines over slow links"),
     "bench stores": Command("experiments.bench.stores:stores", "pipelines that keep messages in memory or on disk"),
     "bench optimizer": Command("experiments.bench.optimizer:optimizer", "what an optimizer's step costs"),
     "bench instrument": Command("experiments.bench.instrument:instrument", "replayed steps beside computed ones"),
@@ -37,7 +37,6 @@ _VALIDATION = {
     "bench first-epoch": Command("experiments.bench.first_epoch:first_epoch", "pipelines that see each sample once"),
     "bench deltas": Command("experiments.bench.deltas:deltas", "sharded weights sent as changes, in few bits"),
     "bench formats": Command("experiments.bench.formats:formats", "error at equal bytes: rotations, spikes"),
-    "bench owners": Command("experiments.bench.owners:owners", "sparse gradients reduced by owners, or gathered"),
     "bench streams": Command("experiments.bench.streams:streams", "all-reduces over several TCP connections a pair"),
     "bench integers": Command("experiments.bench.integers:integers", "sums of 2, 4 and 8 bits: time, bytes, loss"),
     "bench training": Command("experiments.bench.training:training", "loss and bytes of each way to train"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from multiprocessing import forkserver
@@ -34,12 +35,17 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what slow.txt lists, which is measured (tools/slow_tests.py), not judged."""
+    """Mark as slow what slow.txt lists, which is measured (tools/slow_tests.py), not judged.
+
+    Of slow experiments the framework's and one paper's belong to every change. The small versions of the others
+    (``smoke``) are for who changes them; their recorded runs are judged anew with every change.
+    """
     slow = {line for line in SLOW.read_text().splitlines() if line and not line.startswith("#")}
     for item in items:
         function = item.nodeid.partition("[")[0]
         if function in slow or function.partition("::")[0] in slow:
-            item.add_marker(pytest.mark.slow)
+            experiment = re.match(r"tests/experiments/test_(bench_|repro_(?!aqsgd))", function)
+            item.add_marker(pytest.mark.smoke if experiment else pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -72,7 +72,7 @@ class Calls:
 
 def _file(frame: Any) -> str | None:
     name = frame.f_code.co_filename
-    return str(Path(name).relative_to(ROOT)) if name.startswith(str(ROOT)) else None
+    return str(Path(name).relative_to(ROOT)) if ROOT in Path(name).parents else None
 
 
 def _is_kernel(function: Any) -> bool:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import thinwire_cli
-from thinwire.results import Results, check_output_file
+from thinwire_tools import cli
+from thinwire_tools.results import Results, check_output_file
 
 
 def test_paths_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
@@ -61,13 +61,13 @@ def test_the_path_is_checked_before_the_run(tmp_path: Path, capsys: pytest.Captu
     started = tmp_path / "started"
     path = str(tmp_path / "missing" / "lab.json")
     with pytest.raises(SystemExit):
-        thinwire_cli.main(["lab", "--ranks", "1", "--json", path, "--", "touch", str(started)])
+        cli.main(["lab", "--ranks", "1", "--json", path, "--", "touch", str(started)])
     assert "there is no folder" in " ".join(capsys.readouterr().err.replace("\u2502", " ").split())
     assert not started.exists()
 
 
-@pytest.mark.parametrize("words", sorted(thinwire_cli.THINWIRE.commands))
+@pytest.mark.parametrize("words", sorted(cli.THINWIRE.commands))
 def test_every_command_checks_the_files_that_it_writes(words: str) -> None:
-    parameters = inspect.signature(thinwire_cli.THINWIRE.commands[words].load()).parameters
+    parameters = inspect.signature(cli.THINWIRE.commands[words].load()).parameters
     for name in {"json", "html"} & set(parameters):
         assert parameters[name].annotation == "OutputFile"

@@ -14,7 +14,8 @@ from torch import nn
 
 import thinwire
 from thinwire import Checks, Network, ProcessGroupOptions, compress, compress_ddp, compress_fsdp, parse
-from thinwire.collectives import AggregatorAddress, LoopbackTransport, parse_algorithm, with_shared_memory
+from thinwire.aggregator import AggregatorAddress
+from thinwire.collectives import LoopbackTransport, parse_algorithm, with_shared_memory
 from thinwire.compressors import MinMax, for_world
 from thinwire.data import Share
 from thinwire.local import DiLoCo, Nesterov, preset

@@ -15,7 +15,7 @@ from figures import BENCHMARKS, Figures, bullets, claims, machines, picture, pic
 from experiments.framework.claims import estimated
 from experiments.framework.findings import share
 from experiments.framework.verdicts import JUDGED
-from thinwire.lab.units import format_rate, parse_rate
+from thinwire_tools.lab.units import format_rate, parse_rate
 
 Row = dict[str, Any]
 

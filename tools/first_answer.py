@@ -16,8 +16,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from thinwire import lab
-from thinwire.results import Results
+from thinwire_tools import lab
+from thinwire_tools.results import Results
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 600.0

@@ -18,7 +18,7 @@ from experiments.bench.formats import BITS, FORMATS, KINDS, TREATMENTS
 from experiments.framework import power as power_tables
 from experiments.framework import results_page
 from experiments.framework.catalogue import CATALOGUE
-from thinwire.lab.units import format_rate, parse_rate
+from thinwire_tools.lab.units import format_rate, parse_rate
 
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
 NESTED = ("sra", "hierarchical(inside=dense, across=slices)", "hierarchical(inside=dense, across=leaders)")
@@ -489,24 +489,6 @@ def formats() -> str:
     )
 
 
-def owners() -> str:
-    rows = []
-    figures = Figures(BENCHMARKS / "owners.json")
-    about = figures.record["about"]
-    for spec in (name.removeprefix("seconds/") for name in figures.rows if name.startswith("seconds/")):
-        row, received = figures.rows[f"seconds/{spec}"], figures.get(f"received_bytes/{spec}") or 0.0
-        times = f"{1e3 * row['value']:.0f} ({1e3 * min(row['all']):.0f} to {1e3 * max(row['all']):.0f})"
-        rows.append([f"`{spec}`", times, f"{row['gloo'] / row['value']:.1f}x", f"{received / 1e6:.2f}"])
-    timed = table(["all-reduce", "ms (of three)", "speed, of gloo's fp32", "MB that a rank receives"], rows)
-    return (
-        f"`python -m experiments bench owners`: {about['size_mb']:g} MB, {about['ranks']} ranks over "
-        f"{RATES[about['rate']]} links.\n\n{timed}\n\n"
-        "What is trained with them, chosen from chunks of 16384 (in brackets, 90 % confidence intervals):\n\n"
-        f"{_trained('owners-digits.json', 'a ResNet of digits, momentum SGD')}\n\n"
-        f"{_trained('owners-gpt.json', 'a small GPT, AdamW')}\n\n{figures.machine}."
-    )
-
-
 def integers() -> str:
     figures = Figures(BENCHMARKS / "integers.json")
     about, rows = figures.record["about"], []
@@ -545,24 +527,21 @@ def _trained(record: str, title: str) -> str:
 def pipelines() -> str:
     figures = Figures(BENCHMARKS / "pipelines.json")
     about, rows = figures.record["about"], []
-    for cell in (name.removesuffix("/measured_s") for name in figures.rows if name.endswith("/measured_s")):
-        method, schedule, link = cell.split("/")
-        measured, predicted = (figures.get(f"{cell}/{kind}_s") or 0.0 for kind in ("measured", "predicted"))
-        free = figures.get(f"{cell}/of_a_free_network")
-        shown = [f"{1e3 * measured:.0f} ms", f"{1e3 * predicted:.0f} ms", f"{predicted / measured - 1:+.0%}"]
-        rows.append([method, schedule, RATES.get(link, link), *shown, f"{free:.2f}x"])
-    head = ["", "schedule", "links", "measured", "predicted", "error", "speed, of an infinitely fast network's"]
+    methods = ("PyTorch", "raw", "fw3 bw6")
+    for rate in about["times"]:
+        for schedule in ("gpipe", "1f1b", "interleaved", "zero-bubble"):
+            steps = [figures.get(f"step_s/{method}/{schedule}/{rate}") or 0.0 for method in methods]
+            rows.append([RATES[rate], schedule, *(f"{1e3 * step:.0f} ms" for step in steps)])
     forward, backward, _ = about["layer_ms"]
     layers = " and over ".join(
         f"{RATES[rate]} {forward * times:g} ms forward and {backward * times:g} ms backward"
         for rate, times in about["times"].items()
     )
+    head = ["links", "schedule", "PyTorch's stages", "thinwire's, uncompressed", "3 bits forward, 6 back"]
     return (
         f"`python -m experiments bench pipelines`: {about['ranks']} ranks, {about['micro_batches']} micro-batches, "
         f"{about['activation_bytes'] / 1e6:.2f} MB of activations each; two layers per rank, over {layers}, asleep as "
-        f"if an accelerator computed them.\n\n{table(head, rows)}\n\n"
-        "![Recorded steps of a pipeline: what ranks compute, and what is on the links](docs/pipelines.svg)\n\n"
-        f"{figures.machine}."
+        f"if an accelerator computed them.\n\n{table(head, rows)}\n\n{figures.machine}."
     )
 
 
@@ -1113,8 +1092,8 @@ PAGES = {
         "keeping": keeping,
         "crops": crops,
         "stores": stores,
+        "pipelines": pipelines,
     },
-    "docs/pipeline-plans.md": {"pipelines": pipelines},
     "docs/tensor-parallel.md": {"sums": sums},
     "docs/failures.md": {"chaos": chaos, "soak": soak, "fuzz": fuzz},
     "docs/fsdp.md": {"sharded": sharded, "deltas": deltas, "deltas-nodes": deltas_nodes},
@@ -1132,7 +1111,7 @@ PAGES = {
     "docs/auto.md": {"auto": auto},
     "docs/doctor.md": {"doctor": doctor, "doctor-fsdp": doctor_fsdp},
     "docs/kernels.md": {"kernels": kernels},
-    "docs/algorithms.md": {"owners": owners, "algorithms": algorithms},
+    "docs/algorithms.md": {"algorithms": algorithms},
     "docs/policy-laboratory.md": {"policies": policies},
     "docs/results.md": {"results": results, "instrument": instrument, "power": power},
     **{f"docs/repro-{entry.name}.md": {f"repro-{entry.name}": partial(experiment, entry.name)} for entry in CATALOGUE},

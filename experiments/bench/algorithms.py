@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from thinwire import lab
-from thinwire.bench.allreduce import add, measure
-from thinwire.results import OutputFile, Results
+from thinwire_tools import lab
+from thinwire_tools.bench.allreduce import add, measure
+from thinwire_tools.results import OutputFile, Results
 
 FLAT = ("sra", "ring", "tree", "allgather", "parameter_server")
 NESTED = ("sra", "hierarchical(inside=dense, across=slices)", "hierarchical(inside=dense, across=leaders)")

@@ -9,10 +9,10 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from thinwire import lab
-from thinwire.bench.ranks import run_ranks
 from thinwire.plan import DEFAULT_RULES
-from thinwire.results import OutputFile, Results
+from thinwire_tools import lab
+from thinwire_tools.bench.ranks import run_ranks
+from thinwire_tools.results import OutputFile, Results
 
 _LINKS = (
     "2x1@100mbit",

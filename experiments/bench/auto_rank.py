@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import thinwire
-from thinwire.bench.rank import serve
-from thinwire.bench.turns import Turns, gpt, token_batch
+from thinwire_tools.bench.rank import serve
+from thinwire_tools.bench.turns import Turns, gpt, token_batch
 
 # One decision, and long enough after it that no second one comes.
 _AUTO: dict[str, Any] = {"warmup": 8, "window": 4, "lag": 3, "every": 100_000}

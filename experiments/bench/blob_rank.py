@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import thinwire
-from thinwire.bench.rank import TIMEOUT, serve
-from thinwire.bench.turns import Turns, backward, gpt, token_batch
+from thinwire_tools.bench.rank import TIMEOUT, serve
+from thinwire_tools.bench.turns import Turns, backward, gpt, token_batch
 
 _REPEATS = 5
 # DDP has formed its last buckets, and has fixed their order, by then.

@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from thinwire import lab
-from thinwire.bench.ranks import run_ranks
-from thinwire.lab.units import format_rate, parse_rate
-from thinwire.results import OutputFile, Results
+from thinwire_tools import lab
+from thinwire_tools.bench.ranks import run_ranks
+from thinwire_tools.lab.units import format_rate, parse_rate
+from thinwire_tools.results import OutputFile, Results
 
 _SAMPLE_S = 0.02
 _MODES = {"at once": {"fragments": 1, "overlap": 0}, "streaming": {"fragments": 4, "overlap": 2}}

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from thinwire.bench.rank import serve
 from thinwire.local import DiLoCo
+from thinwire_tools.bench.rank import serve
 
 _WIDTH = 512
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from experiments.papers.aqsgd import tasks
 from experiments.papers.aqsgd.stages import Part, build
-from thinwire.compare.gpt import GPT, next_token_loss
 from thinwire.compressors import Coded, Delta, parse
 from thinwire.plan.contraction import LARGEST, lost_share
-from thinwire.results import OutputFile, Results
+from thinwire_tools.compare.gpt import GPT, next_token_loss
+from thinwire_tools.results import OutputFile, Results
 
 _SHAPE = (256, 1024)
 _SPECS = (

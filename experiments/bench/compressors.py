@@ -23,8 +23,8 @@ from experiments.bench.gradients import Gradients, TaskName, make_task, record
 from experiments.bench.passes import Pass, Quality, measure_quality
 from thinwire import kernels
 from thinwire.compressors import FFT, Compressor, Key, parse
-from thinwire.exits import ends_command
-from thinwire.results import OutputFile, Results
+from thinwire_tools.exits import ends_command
+from thinwire_tools.results import OutputFile, Results
 
 _STEPS, _SMOKE_STEPS = (30, 36, 42), (12,)
 _TURNS = 5

@@ -16,8 +16,8 @@ from experiments.bench import keeping
 from experiments.papers.fullstack.resnet import SplitResNet
 from experiments.papers.fullstack.split import Views
 from experiments.tasks.images import Images, load
-from thinwire.results import OutputFile, Results
 from thinwire.store import Crops, Memory
+from thinwire_tools.results import OutputFile, Results
 
 _BACKWARD = "topk(density=0.2) | maxabs(bits=8)"
 _PADDING, _BATCH, _WIDTH = 1, 64, 8

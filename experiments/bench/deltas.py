@@ -13,8 +13,8 @@ from rich.table import Table
 from experiments.papers.qsdp.methods import Method
 from experiments.papers.qsdp.sizes import SIZES, SIZES_SMOKE
 from experiments.papers.qsdp.trainings import Trained, Trainings
-from thinwire.compare.statistics import estimate, relative_differences
-from thinwire.results import OutputFile, Results
+from thinwire_tools.compare.statistics import estimate, relative_differences
+from thinwire_tools.results import OutputFile, Results
 
 
 def _method(name: str, weights: str = "raw", gradients: str = "raw", algorithm: str = "sra") -> Method:

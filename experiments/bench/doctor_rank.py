@@ -13,14 +13,14 @@ from torch import nn
 
 import thinwire
 from experiments.bench.doctor_sharded import sharded_gpt, sharded_way
-from thinwire.bench.rank import serve
-from thinwire.bench.turns import Turns, gpt, token_batch
-from thinwire.doctor.measure import Measured
-from thinwire.doctor.observer import Observer
-from thinwire.doctor.predict import measure_for, predict_step
-from thinwire.doctor.probe import StopScript
-from thinwire.doctor.settings import Setting, ceiling
-from thinwire.doctor.settings_sharded import ShardedSetting
+from thinwire_tools.bench.rank import serve
+from thinwire_tools.bench.turns import Turns, gpt, token_batch
+from thinwire_tools.doctor.measure import Measured
+from thinwire_tools.doctor.observer import Observer
+from thinwire_tools.doctor.predict import measure_for, predict_step
+from thinwire_tools.doctor.probe import StopScript
+from thinwire_tools.doctor.settings import Setting, ceiling
+from thinwire_tools.doctor.settings_sharded import ShardedSetting
 
 NOTHING = Setting("nothing sent")
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import thinwire
-from thinwire.compare.gpt import GPT, GPTConfig
-from thinwire.doctor.settings import Setting
-from thinwire.doctor.settings_sharded import ShardedSetting
+from thinwire_tools.compare.gpt import GPT, GPTConfig
+from thinwire_tools.doctor.settings import Setting
+from thinwire_tools.doctor.settings_sharded import ShardedSetting
 
 
 def sharded_gpt(*, halved: bool = False, kept: bool = False) -> nn.Module:

@@ -19,10 +19,10 @@ from experiments.bench.changes import Cut
 from experiments.bench.formats import rotated
 from experiments.papers.aqsgd import tasks
 from experiments.papers.aqsgd.stages import Part, build
-from thinwire.compare.gpt import next_token_loss
 from thinwire.compressors import Coded, parse
 from thinwire.kernels import derive_key
-from thinwire.results import OutputFile, Results
+from thinwire_tools.compare.gpt import next_token_loss
+from thinwire_tools.results import OutputFile, Results
 
 _TASK = replace(tasks.SCRATCH, samples=2400, steps=150)
 _SMOKE_TASK = replace(tasks.SCRATCH_SMOKE, steps=2)

@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from thinwire.compare.gpt import GPT
-from thinwire.compare.tasks import SIZES, GPTTask
-from thinwire.compare.train import learning_rate
 from thinwire.compressors.gaussian import MAGNITUDES
 from thinwire.kernels import derive_key
 from thinwire.plan import Filter
-from thinwire.results import OutputFile, Results
+from thinwire_tools.compare.gpt import GPT
+from thinwire_tools.compare.tasks import SIZES, GPTTask
+from thinwire_tools.compare.train import learning_rate
+from thinwire_tools.results import OutputFile, Results
 
 BITS = (2, 3, 4)
 KINDS = ("gradients", "weights", "activations")

@@ -11,9 +11,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from thinwire.compare.tasks import SIZES, Task
-from thinwire.compare.train import learning_rate
 from thinwire.plan import Filter
+from thinwire_tools.compare.tasks import SIZES, Task
+from thinwire_tools.compare.train import learning_rate
 
 TaskName = Literal["gpt", "digits"]
 

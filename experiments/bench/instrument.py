@@ -15,10 +15,10 @@ from experiments.framework.methods import FP32, NOTHING, THINWIRE
 from experiments.framework.timing import Times, shown_rate
 from experiments.papers.cgx.methods import powersgd
 from experiments.tasks.models import TIMED, TIMED_SMOKE
-from thinwire import lab
-from thinwire.compare.statistics import estimate
-from thinwire.exits import ends_command
-from thinwire.results import OutputFile, Results
+from thinwire_tools import lab
+from thinwire_tools.compare.statistics import estimate
+from thinwire_tools.exits import ends_command
+from thinwire_tools.results import OutputFile, Results
 
 _AGAIN = replace(THINWIRE, name="again", title="thinwire, entered again")
 _FOUR_RANKS = 4

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 
-from experiments.bench.owners import train
-from thinwire import lab
-from thinwire.bench.ranks import run_ranks
-from thinwire.results import OutputFile, Results
+from experiments.tasks.resnet import ImageTask
+from thinwire_tools import lab
+from thinwire_tools.bench.ranks import run_ranks
+from thinwire_tools.compare.compare import Bar, facts_of
+from thinwire_tools.compare.every import TINY
+from thinwire_tools.compare.paired import compare_training
+from thinwire_tools.compare.variants import ALONE
+from thinwire_tools.results import OutputFile, Results
 
 SPECS = ("intsgd(bits=8)", "intsgd(bits=4)", "intsgd(bits=2)", "intdiana(bits=2)")
+_TASKS = {"digits": ImageTask(steps=200, batch=16), "gpt": TINY}
+"""By momentum SGD, and by AdamW."""
 
 
 def integers(
@@ -54,10 +61,29 @@ def integers(
         lab.need_network()
         console.print(_time(results, ranks, rate, size_mb, repeats))
     if seeds:
-        train(results, console, SPECS)
+        _train(results, console)
     if json:
         results.write(json)
     return 0
+
+
+def _train(results: Results, console: Console) -> None:
+    """Train alone and by each compressor, beside fp32, as ``results.about`` says; losses go to ``results`` and a table.
+
+    It says the task of `_TASKS`, the seeds, the ranks, and whether it is a smoke test.
+    """
+    about = results.about
+    task = _TASKS[about["task"]]
+    if about["smoke"]:
+        task = replace(task, steps=4, probe_every=2)
+    seeds, ranks = range(about["seeds"]), about["ranks"]
+    with Bar(console, task.steps) as bar:
+        comparison = compare_training(task, [ALONE, *SPECS], seeds=seeds, num_ranks=ranks, watcher=bar)
+    console.print(comparison.table("Trained over loopback"))
+    for line in comparison.remarks():
+        console.print(line, soft_wrap=True)
+    about["training"] = facts_of(comparison)
+    comparison.record(results)
 
 
 def _time(results: Results, ranks: int, rate: str, size_mb: float, repeats: int) -> Table:

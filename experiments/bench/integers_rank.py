@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire import Plan, Wire
-from thinwire.bench.allreduce_rank import same_everywhere, sent_on_interface
-from thinwire.bench.rank import TIMEOUT, serve
 from thinwire.collectives import ProcessGroupTransport, ring_bytes
 from thinwire.plan import Filter
+from thinwire_tools.bench.allreduce_rank import same_everywhere, sent_on_interface
+from thinwire_tools.bench.rank import TIMEOUT, serve
 
 _ROWS = 1000
 _WARM = 2

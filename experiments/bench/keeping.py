@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from experiments.papers.aqsgd import tasks
 from experiments.papers.aqsgd.stages import Part, build
 from experiments.papers.fullstack.tasks import ONLINE, ONLINE_SMOKE
-from thinwire.compare.gpt import GPT, next_token_loss
-from thinwire.pipeline.beside import Beside
 from thinwire.pipeline.boundary import UNSEEN, BoundarySide
 from thinwire.pipeline.boundary_tensors import BoundaryTensors, Direction, Spec
 from thinwire.pipeline.options import PipelineOptions
 from thinwire.pipeline.schedule_step import Batch, ScheduleStep
 from thinwire.pipeline.stats import PipelineStats
-from thinwire.results import OutputFile, Results
 from thinwire.store import Background, Centres, Memory, Place
+from thinwire.threads import Worker
+from thinwire_tools.compare.gpt import GPT, next_token_loss
+from thinwire_tools.results import OutputFile, Results
 
 _BITS = 2
 _BACKWARD = "maxabs(bits=6)"
@@ -125,7 +125,7 @@ class Pair:
 
     def __init__(self, method: Sent, shape: tuple[int, ...], seed: int) -> None:
         self._options = PipelineOptions(method.forward, method.backward, method.store or Memory(), seed=seed)
-        self._beside = Beside()
+        self._beside = Worker("thinwire pipeline")
         self.stats = PipelineStats()
         self._sides = [BoundarySide(0, earlier, self._options, self.stats, self._beside) for earlier in (True, False)]
         self._tensors = BoundaryTensors((Spec(shape, torch.float32),))

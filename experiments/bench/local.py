@@ -9,13 +9,13 @@ from statistics import fmean
 from rich.console import Console
 from rich.table import Table
 
-from thinwire import lab
-from thinwire.compare.demo import Demo
-from thinwire.compare.report import SAME_LOSS, Report, Run
-from thinwire.compare.statistics import estimate, relative_differences
-from thinwire.compare.train import LOCAL_EVERY, VARIANTS, Task
-from thinwire.lab.units import format_rate, parse_rate
-from thinwire.results import OutputFile, Results
+from thinwire_tools import lab
+from thinwire_tools.compare.demo import Demo
+from thinwire_tools.compare.report import SAME_LOSS, Report, Run
+from thinwire_tools.compare.statistics import estimate, relative_differences
+from thinwire_tools.compare.train import LOCAL_EVERY, VARIANTS, Task
+from thinwire_tools.lab.units import format_rate, parse_rate
+from thinwire_tools.results import OutputFile, Results
 
 METHODS = ("fp32", "thinwire", "local", "overlapped", "streaming", "muloco", "muloco-streaming", "muon", "alone")
 CONTROLS = ("fp32", "alone")
@@ -45,7 +45,7 @@ def local(
         rates: of each rank's link, both ways.
         steps: training steps of each way.
         seeds: of the initial weights, the batches and the rounding.
-        methods: variants of `thinwire.compare.train`; fp32 and training alone are always among them.
+        methods: variants of `thinwire_tools.compare.train`; fp32 and training alone are always among them.
         json: write the figures to this file.
     """
     console = Console(highlight=False)

@@ -13,12 +13,12 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from experiments.bench.training import best_of, bracket
-from thinwire.compare.gpt import GPTConfig
-from thinwire.compare.statistics import estimate, relative_differences
-from thinwire.compare.tasks import BETAS, WEIGHT_DECAY, GPTTask
-from thinwire.compare.train import learning_rate
 from thinwire.compressors import TopK
-from thinwire.results import OutputFile, Results
+from thinwire_tools.compare.gpt import GPTConfig
+from thinwire_tools.compare.statistics import estimate, relative_differences
+from thinwire_tools.compare.tasks import BETAS, WEIGHT_DECAY, GPTTask
+from thinwire_tools.compare.train import learning_rate
+from thinwire_tools.results import OutputFile, Results
 
 _EPS = 1e-8
 _LEAST = 1024

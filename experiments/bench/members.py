@@ -19,10 +19,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from thinwire import lab
-from thinwire.compare.gpt import GPTConfig
-from thinwire.compare.tasks import GPTTask
-from thinwire.results import OutputFile, Results
+from thinwire_tools import lab
+from thinwire_tools.compare.gpt import GPTConfig
+from thinwire_tools.compare.tasks import GPTTask
+from thinwire_tools.results import OutputFile, Results
 
 WORKERS = 4
 STEP_S = 0.2

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 import thinwire
-from thinwire.compare.tasks import GPTTask
+from thinwire_tools.compare.tasks import GPTTask
 
 LIGHTHOUSE_PORT, STORE_PORT = 29510, 29400
 MIN_WORKERS = 2

@@ -17,7 +17,7 @@ from thinwire import kernels
 from thinwire.collectives.layout import SLICE
 from thinwire.kernels import AdamGradient, Format, Moving, Residual
 from thinwire.optim import CompressedAdamW
-from thinwire.results import OutputFile, Results
+from thinwire_tools.results import OutputFile, Results
 
 _Turns = Iterator[None]
 """It stops before each turn, with new gradients, and is timed until it stops again."""

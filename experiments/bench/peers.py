@@ -11,14 +11,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from thinwire import lab
-from thinwire.bench.ranks import run_ranks
-from thinwire.compare.gpt import GPTConfig
-from thinwire.compare.statistics import estimate, relative_differences
-from thinwire.compare.tasks import GPTTask
-from thinwire.lab.units import format_rate, parse_rate
 from thinwire.local.fragments import FEW_BITS
-from thinwire.results import OutputFile, Results
+from thinwire_tools import lab
+from thinwire_tools.bench.ranks import run_ranks
+from thinwire_tools.compare.gpt import GPTConfig
+from thinwire_tools.compare.statistics import estimate, relative_differences
+from thinwire_tools.compare.tasks import GPTTask
+from thinwire_tools.lab.units import format_rate, parse_rate
+from thinwire_tools.results import OutputFile, Results
 
 PEER, OTHER = "torchft", "hivemind"
 COMPRESSORS = {"thinwire, fp32": "raw", "thinwire, 2 bits": FEW_BITS}

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from thinwire.bench.allreduce_rank import sent_on_interface
-from thinwire.bench.rank import serve
-from thinwire.compare.compare_rank import digest
-from thinwire.compare.tasks import GPTTask
-from thinwire.compare.train import learning_rate
-from thinwire.lab.network import address
 from thinwire.local import DiLoCo, Nesterov
+from thinwire_tools.bench.allreduce_rank import sent_on_interface
+from thinwire_tools.bench.rank import serve
+from thinwire_tools.compare.compare_rank import digest
+from thinwire_tools.compare.tasks import GPTTask
+from thinwire_tools.compare.train import learning_rate
+from thinwire_tools.lab.network import address
 
 _LIGHTHOUSE_PORT = 29510
 _OUTER = Nesterov()

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.bench.pipelines import CHUNKS, LAYER_MS, RANKS, even_stages, run
-from thinwire import lab
-from thinwire.compare.statistics import estimate, relative_differences
-from thinwire.lab.units import format_rate, parse_rate
-from thinwire.results import OutputFile, Results
+from thinwire_tools import lab
+from thinwire_tools.compare.statistics import estimate, relative_differences
+from thinwire_tools.lab.units import format_rate, parse_rate
+from thinwire_tools.results import OutputFile, Results
 
 SCHEDULES = ("gpipe", "1f1b")
 RATES = ("100mbit", "300mbit", "1gbit")
@@ -78,4 +78,4 @@ def _step_s(name: str, schedule: str, steps: int, network: lab.Network) -> float
         method = [METHODS[name], _BACKWARD]
         if name == "on disk":
             method.append(str(Path(folder, "messages")))
-        return median(run(method, schedule, even_stages(schedule, 1.0), steps, network)["step_s"])
+        return median(run(method, schedule, even_stages(schedule, 1.0), steps, network))

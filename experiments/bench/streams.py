@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from thinwire import lab
-from thinwire.bench.ranks import run_ranks
-from thinwire.results import OutputFile, Results
+from thinwire_tools import lab
+from thinwire_tools.bench.ranks import run_ranks
+from thinwire_tools.results import OutputFile, Results
 
 PAUSES_S = (0.0, 1.0)
 

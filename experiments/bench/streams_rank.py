@@ -7,9 +7,9 @@ import random
 import torch
 import torch.distributed as dist
 
-from thinwire.bench.allreduce_rank import Method, Stopwatch
-from thinwire.bench.rank import TIMEOUT, serve
 from thinwire.collectives import ProcessGroupTransport
+from thinwire_tools.bench.allreduce_rank import Method, Stopwatch
+from thinwire_tools.bench.rank import TIMEOUT, serve
 
 
 def _transport(streams: int) -> ProcessGroupTransport:

@@ -18,12 +18,12 @@ from experiments.bench.keeping import first
 from experiments.papers.fullstack.tasks import SUMS, SUMS_SMOKE
 from experiments.papers.fullstack.tensors import fine_tune
 from thinwire.collectives import LoopbackTransport
-from thinwire.compare.gpt import GPT, Block
 from thinwire.compressors import parse
 from thinwire.pipeline.sample_sum import SampleSum
 from thinwire.pipeline.stats import PipelineStats
-from thinwire.results import OutputFile, Results
 from thinwire.store import Memory
+from thinwire_tools.compare.gpt import GPT, Block
+from thinwire_tools.results import OutputFile, Results
 
 FP32, CONTROL = "fp32", "direct(maxabs(bits=2, rounding=stochastic))"
 METHODS = (

@@ -13,17 +13,17 @@ from typing import Any
 
 from rich.console import Console
 
-from thinwire.bench.ranks import run_ranks
-from thinwire.compare.gpt import GPTConfig
-from thinwire.compare.statistics import estimate, relative_differences
-from thinwire.compare.tasks import GPTTask
 from thinwire.local.fragments import FEW_BITS
-from thinwire.results import OutputFile, Results
+from thinwire_tools.bench.ranks import run_ranks
+from thinwire_tools.compare.gpt import GPTConfig
+from thinwire_tools.compare.statistics import estimate, relative_differences
+from thinwire_tools.compare.tasks import GPTTask
+from thinwire_tools.results import OutputFile, Results
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to train. ``optimizer``: AdamW, QuantizedAdam, Muon, Dion, or the order of a `CompressedAdamW`; ``every``:
+    """A way to train. ``optimizer``: AdamW, QuantizedAdam, Muon, or the order of a `CompressedAdamW`; ``every``:
     steps between two exchanges of `thinwire.local.DiLoCo`, 0 for DDP; ``least``: the smallest layer that is compressed.
     """
 
@@ -55,11 +55,7 @@ METHODS = (
     Method("Muon, fp32", "Muon", "raw"),
     Method("Muon, 2 bits", "Muon", "ef(gaussian(bits=2))"),
     Method("Muon, rank 4", "Muon", "powersgd(rank=4)"),
-    Method("Dion, rank 4", "Dion", "powersgd(rank=4)"),
-    Method("Dion, rank 8", "Dion", "powersgd(rank=8)"),
-    Method("Dion, rank 16", "Dion", "powersgd(rank=16)"),
     Method("DiLoCo, AdamW, 2 bits, every 25", "AdamW", FEW_BITS, every=25),
-    Method("DiLoCo, AdamW, sparseloco, every 25", "AdamW", "ef(chunktopk(k=64, chunk=4096), decay=0.95)", every=25),
     Method("DiLoCo, Muon, 2 bits, every 10", "Muon", FEW_BITS, every=10),
     Method("DiLoCo, Muon, 2 bits, every 25", "Muon", FEW_BITS, every=25),
     Method("DiLoCo, Muon, 2 bits, every 50", "Muon", FEW_BITS, every=50),

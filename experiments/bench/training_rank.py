@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import nn
 
 import thinwire
-from thinwire.bench.rank import serve
-from thinwire.compare.compare_rank import digest
-from thinwire.compare.gpt import GPTConfig
-from thinwire.compare.tasks import GPTTask
-from thinwire.compare.train import gradient_bytes, learning_rate, ring_factor
 from thinwire.local import DiLoCo
-from thinwire.optim import CompressedAdamW, Dion, Muon, QuantizedAdam
+from thinwire.optim import CompressedAdamW, Muon, QuantizedAdam
+from thinwire_tools.bench.rank import serve
+from thinwire_tools.compare.compare_rank import digest
+from thinwire_tools.compare.gpt import GPTConfig
+from thinwire_tools.compare.tasks import GPTTask
+from thinwire_tools.compare.train import gradient_bytes, learning_rate, ring_factor
 
 _BETAS, _WEIGHT_DECAY = (0.9, 0.99), 0.1
 _WARM_UP = 0.15
@@ -83,8 +83,6 @@ def _optimizer(method: dict[str, Any], model: nn.Module, lr: float, steps: int) 
             return QuantizedAdam(model.parameters(), lr, **options)
         case "Muon":
             return Muon(model, lr, weight_decay=_WEIGHT_DECAY, betas=_BETAS)
-        case "Dion":
-            return Dion(model, lr, weight_decay=_WEIGHT_DECAY, betas=_BETAS)
         case order:
             options = {"betas": _BETAS, "weight_decay": _WEIGHT_DECAY, "order": order}
             return CompressedAdamW(model.parameters(), lr, **options)

@@ -25,8 +25,8 @@ from rich.table import Table
 
 from experiments.chaos.rank import main as rank_main
 from experiments.chaos.scenario import Scenario, Training, draw
-from thinwire.lab import free_port
-from thinwire.results import OutputFile, Results
+from thinwire_tools.lab import free_port
+from thinwire_tools.results import OutputFile, Results
 
 _SLACK_S = 5.0
 _HANG_S = 30.0

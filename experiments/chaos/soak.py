@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from experiments.chaos.chaos import PRELOADED
-from thinwire.results import OutputFile, Results
+from thinwire_tools.results import OutputFile, Results
 
 _WIDTH, _MARKS = 48, 10
 _processes = multiprocessing.get_context("forkserver")

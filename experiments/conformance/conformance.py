@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.results import OutputFile, Results
+from thinwire_tools.results import OutputFile, Results
 
 RUNS = {"gloo": "", "thinwire": "default", "thinwire, every float": "minmax(bits=8, bucket=1)"}
 """Who is tested, and the compressor, as `experiments.conformance.suite.SPEC` takes it. A bucket of one element is a

@@ -15,7 +15,7 @@ from typing import Any
 
 from experiments.framework.findings import Finding, plain
 from experiments.framework.verdicts import Judgement, exceeds, faster, matches
-from thinwire.compare.statistics import Estimate, estimate
+from thinwire_tools.compare.statistics import Estimate, estimate
 
 Rows = Mapping[str, Mapping[str, Any]]
 """The rows of one figure by name: ``value``, ``unit``, and whatever else was measured."""
@@ -102,7 +102,7 @@ def _finding(row: Row, claim: Claim | None, rows: Rows, emulated: bool) -> Findi
 
 
 def recorded(record: Mapping[str, Any]) -> list[Row]:
-    """The rows of a JSON file that `thinwire.results.Results` wrote."""
+    """The rows of a JSON file that `thinwire_tools.results.Results` wrote."""
     return [
         Row(
             row["figure"],

@@ -15,8 +15,8 @@ from rich.table import Table
 
 from experiments.framework.catalogue import CATALOGUE, Entry
 from experiments.framework.results_page import RecordedPaper, page, read, summary
-from thinwire.exits import ends_command
-from thinwire.results import OutputFile, Results
+from thinwire_tools.exits import ends_command
+from thinwire_tools.results import OutputFile, Results
 
 _SMOKE_MINUTES = 0.5
 _TIMES_LONGER = 6.0

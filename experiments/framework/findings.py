@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from experiments.framework.verdicts import outcome
-from thinwire.compare.statistics import Estimate
-from thinwire.results import Results
+from thinwire_tools.compare.statistics import Estimate
+from thinwire_tools.results import Results
 
 
 @dataclass(frozen=True)

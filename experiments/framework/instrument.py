@@ -16,8 +16,8 @@ from typing import Any, Self, TypeVar
 from experiments.framework.replay import Compute
 from experiments.framework.timing import NUM_RANKS, OnTurn, Place, TimedMethod, Times, Timing
 from experiments.tasks.models import Model
-from thinwire import lab
-from thinwire.compare.tasks import describe
+from thinwire_tools import lab
+from thinwire_tools.compare.tasks import describe
 
 FoundT = TypeVar("FoundT")
 

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from experiments.policies.baselines import ByPriority
 from thinwire.collectives.nodes import VARIABLE as NODE_VARIABLE
 from thinwire.local.alone import send_nothing
 from thinwire.policies import Policy, parse_policy
@@ -52,6 +53,8 @@ class Method:
     """Of PyTorch's PowerSGD."""
     adapt: str = ""
     """A policy, as text, that chooses each layer's own compressor; its first plan comes before anything is timed."""
+    by_priority: bool = False
+    """Whether that is an L-GreCo which weighs the bytes of later buckets more."""
     exclude: tuple[str, ...] = ()
 
     @classmethod
@@ -75,7 +78,8 @@ class Method:
 
     @property
     def policy(self) -> Policy | None:
-        return parse_policy(self.adapt) if self.adapt else None
+        policy = parse_policy(self.adapt) if self.adapt else None
+        return ByPriority(**vars(policy)) if self.by_priority else policy
 
     @property
     def _follows_rate(self) -> bool:

@@ -18,10 +18,10 @@ from experiments.framework.parts import announce, chosen_parts, finish, make_par
 from experiments.framework.progress import Screen
 from experiments.framework.run_cache import RunCache
 from experiments.framework.study import Scale, Study
-from thinwire import plots
-from thinwire.compare.statistics import need_scipy
-from thinwire.exits import ends_command
-from thinwire.results import OutputFile
+from thinwire_tools import plots
+from thinwire_tools.compare.statistics import need_scipy
+from thinwire_tools.exits import ends_command
+from thinwire_tools.results import OutputFile
 
 ScaleT = TypeVar("ScaleT", bound=Scale)
 

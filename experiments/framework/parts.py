@@ -11,9 +11,9 @@ from rich.console import Console
 
 from experiments.framework.findings import Finding, record, table
 from experiments.framework.study import Study
-from thinwire import lab
-from thinwire.compare.rank_processes import RankFailed
 from thinwire.runtime import ParityError
+from thinwire_tools import lab
+from thinwire_tools.compare.rank_processes import RankFailed
 
 
 def chosen_parts(asked: Sequence[str], known: Mapping[str, object]) -> list[str]:

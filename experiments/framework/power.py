@@ -19,8 +19,8 @@ from rich.table import Table
 from experiments.framework import claims
 from experiments.framework.claims import Rows
 from experiments.framework.findings import share
-from thinwire.compare.statistics import CONFIDENCE, POWER, Estimate, estimate, need_scipy, relative_differences
-from thinwire.results import OutputFile, Results
+from thinwire_tools.compare.statistics import CONFIDENCE, POWER, Estimate, estimate, need_scipy, relative_differences
+from thinwire_tools.results import OutputFile, Results
 
 _BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 _VALUES = ("by_seed", "perplexities", "losses", "own")

@@ -26,10 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from experiments.framework.methods import Method, TimedReduction
 from experiments.framework.replay import Clock, Compute, ReplayedTask, gradients_along, pin, record
 from experiments.tasks.resnet import ImageTask
-from thinwire.compare.compare_rank import digest, probe_steps
-from thinwire.compare.rank_program import Channel, join, run_rank
-from thinwire.compare.tasks import GPTTask, ScoredTask, restore
-from thinwire.compare.train import gradient_bytes, ring_factor
+from thinwire_tools.compare.compare_rank import digest, probe_steps
+from thinwire_tools.compare.rank_program import Channel, join, run_rank
+from thinwire_tools.compare.tasks import GPTTask, ScoredTask, restore
+from thinwire_tools.compare.train import gradient_bytes, ring_factor
 
 _BATCHES = 4
 _ONE_BUCKET_MB = 1e6
@@ -245,7 +245,7 @@ class Rank:
 
 
 def restore_scored(described: dict[str, Any]) -> ScoredTask:
-    """The task of which `thinwire.compare.tasks.describe` made ``described``."""
+    """The task of which `thinwire_tools.compare.tasks.describe` made ``described``."""
     task: Any = restore(described)
     return task
 

@@ -54,7 +54,7 @@ class Compute:
 
 
 def record(task: Any) -> Compute:
-    """Train some steps of ``task`` (a `thinwire.compare.tasks.Task`) on this thread; the medians of their parts.
+    """Train some steps of ``task`` (a `thinwire_tools.compare.tasks.Task`) on this thread; the medians of their parts.
 
     They are seconds of the processor, which do not count what else the machine does.
     """

@@ -15,9 +15,9 @@ from experiments.framework.progress import Screen
 from experiments.framework.run_cache import RunCache
 from experiments.framework.training import Gradients, OnStep, Runs, Trained
 from experiments.tasks.resnet import ImageTask
-from thinwire.compare.paired import Unwatched
-from thinwire.compare.tasks import ScoredTask
-from thinwire.lab.units import format_rate, parse_rate, parse_rates
+from thinwire_tools.compare.paired import Unwatched
+from thinwire_tools.compare.tasks import ScoredTask
+from thinwire_tools.lab.units import format_rate, parse_rate, parse_rates
 
 ResourceT = TypeVar("ResourceT")
 
@@ -160,7 +160,7 @@ class Study(Generic[ScaleT]):
 
 
 class Progress(Unwatched):
-    """Shows the runs of `thinwire.compare.compare_training` as steps of a study's part."""
+    """Shows the runs of `thinwire_tools.compare.compare_training` as steps of a study's part."""
 
     def __init__(self, study: Study[Any]) -> None:
         self._study, self._title, self._done = study, "", 0

@@ -13,12 +13,12 @@ from typing import Any, ClassVar, Literal, Protocol, Self
 from experiments.framework import rank as rank_module
 from experiments.framework.methods import FP32, NOTHING, Method
 from experiments.tasks.models import Model
-from thinwire import lab
-from thinwire.compare.rank_processes import NoSetup, launch_ranks
-from thinwire.compare.tasks import describe
-from thinwire.compare.train import ring_factor
-from thinwire.lab.units import format_rate
 from thinwire.policies import Sync
+from thinwire_tools import lab
+from thinwire_tools.compare.rank_processes import NoSetup, launch_ranks
+from thinwire_tools.compare.tasks import describe
+from thinwire_tools.compare.train import ring_factor
+from thinwire_tools.lab.units import format_rate
 
 NUM_RANKS = 4
 RANKS_PER_NODE = 2

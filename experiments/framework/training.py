@@ -18,11 +18,11 @@ from torch import Tensor
 from experiments.framework import rank as rank_module
 from experiments.framework.methods import Method
 from experiments.framework.run_cache import RunCache
-from thinwire import lab
-from thinwire.compare.compare_rank import probe_steps
-from thinwire.compare.rank_processes import NoSetup, launch_ranks
-from thinwire.compare.tasks import ScoredTask, describe
 from thinwire.runtime import ParityError
+from thinwire_tools import lab
+from thinwire_tools.compare.compare_rank import probe_steps
+from thinwire_tools.compare.rank_processes import NoSetup, launch_ranks
+from thinwire_tools.compare.tasks import ScoredTask, describe
 
 _TIMEOUT_S = 180.0
 _FIRST_STEPS = 5

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from thinwire.compare.statistics import CONFIDENCE, Estimate, estimate, need_scipy
+from thinwire_tools.compare.statistics import CONFIDENCE, Estimate, estimate, need_scipy
 
 RUN_SCATTER = 0.083
 """Standard deviation, between runs of the same experiment, of the logarithm of a ratio of step times; pooled over the

@@ -18,10 +18,10 @@ from experiments.policies.frontier import Curve, Ratio, curve, fewer_bytes, less
 from experiments.policies.methods import METHODS
 from experiments.policies.recording import BadRecording, Recording
 from experiments.policies.replay import Bench, level_name, replay
-from thinwire import plots
-from thinwire.compare.statistics import need_scipy
-from thinwire.exits import ends_command
-from thinwire.results import OutputFile, Results
+from thinwire_tools import plots
+from thinwire_tools.compare.statistics import need_scipy
+from thinwire_tools.exits import ends_command
+from thinwire_tools.results import OutputFile, Results
 
 
 def replay_command(gradients: tyro.conf.Positional[Path], *, json: OutputFile = None, plot: OutputFile = None) -> int:

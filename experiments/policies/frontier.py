@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments.policies.candidates import Point
 from experiments.policies.replay import Bench, Decision, Replayed
-from thinwire.compare.statistics import estimate
+from thinwire_tools.compare.statistics import estimate
 
 Measure = Literal["error", "whole"]
 

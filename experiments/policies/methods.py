@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from experiments.policies.baselines import Bayes, ByPriority, Linear
 from experiments.policies.candidates import Table
 from thinwire.compressors import Compressor, TopK, unwrap
-from thinwire.policies import Accordion, Bayes, KMeans, LGreco, Linear
+from thinwire.policies import Accordion, KMeans, LGreco
 from thinwire.policies.allocate import Infeasible
 from thinwire.policies.budget import BudgetedPolicy
 
@@ -46,7 +47,7 @@ def budgeted(policy: BudgetedPolicy) -> Choose:
 def within(policy: BudgetedPolicy, table: Table, reference: Plan) -> Plan:
     """What a policy chooses within the error of ``reference``; that itself where it finds nothing."""
     layers, evidence = table.beside(reference), table.evidence()
-    if isinstance(policy, LGreco) and policy.objective != "bytes":
+    if isinstance(policy, ByPriority):
         price = policy.price(evidence)
         layers = [
             replace(
@@ -100,7 +101,7 @@ def bayes(table: Table, level: Compressor, memory: Memory) -> tuple[Plan, Memory
 METHODS = (
     Method("lgreco", "L-GreCo", "#0a7d4f", budgeted(LGreco())),
     Method("squared", "L-GreCo, squared errors", "#63b48d", budgeted(LGreco(error="squared"))),
-    Method("priority", "L-GreCo by priority", "#1f6fb2", budgeted(LGreco(objective="priority"))),
+    Method("priority", "L-GreCo by priority", "#1f6fb2", budgeted(ByPriority())),
     Method("kmeans", "k-means", "#d98a00", budgeted(KMeans())),
     Method("linear", "Linear", "#c0392b", budgeted(Linear())),
     Method("bayes", "Bayes", "#8250c4", bayes, sparse=True),

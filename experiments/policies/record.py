@@ -13,7 +13,7 @@ from experiments.papers.lgreco.gradients import NUM_RANKS, along
 from experiments.papers.lgreco.tasks import PICTURES, PICTURES_SMOKE
 from experiments.policies.recording import BadRecording, Recording, Training, layers_of
 from experiments.tasks.words import WORDS, WORDS_SMOKE
-from thinwire.exits import ends_command
+from thinwire_tools.exits import ends_command
 
 TITLES = {"gpt": "GPT of words", "cnn": "small ResNet"}
 TASKS: Mapping[str, Any] = {"gpt": WORDS, "cnn": PICTURES}

@@ -6,8 +6,8 @@ import functools
 from dataclasses import dataclass, replace
 
 from experiments.tasks.resnet import ImageTask
-from thinwire.compare.gpt import GPTConfig
-from thinwire.compare.tasks import SIZES, GPTTask
+from thinwire_tools.compare.gpt import GPTConfig
+from thinwire_tools.compare.tasks import SIZES, GPTTask
 
 
 @dataclass(frozen=True)

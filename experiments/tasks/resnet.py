@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments.tasks.images import NUM_CLASSES, Images, load
-from thinwire.compare.data import draw_offsets
+from thinwire_tools.compare.data import draw_offsets
 
 _EVALUATION_BATCH = 256
 _NORM_GROUPS = 8
@@ -65,7 +65,7 @@ class ResNet(nn.Module):
 
 @dataclass(frozen=True)
 class ImageTask:
-    """Classification of images by a `ResNet` (a `thinwire.compare.tasks.Task`).
+    """Classification of images by a `ResNet` (a `thinwire_tools.compare.tasks.Task`).
 
     ``data`` is CIFAR-10's folder, None for the digits; ``batch`` in images per rank and step. The learning rate falls
     to a tenth at ``drop``, a share of the steps, as the paper's does (ResNet-32: epoch 130 of 180). All gradients share

@@ -16,9 +16,9 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments.tasks.resnet import ImageTask
-from thinwire.compare.data import draw_offsets, even_offsets, standard_library, windows
-from thinwire.compare.gpt import GPT, GPTConfig
-from thinwire.compare.tasks import GPTTask
+from thinwire_tools.compare.data import draw_offsets, even_offsets, standard_library, windows
+from thinwire_tools.compare.gpt import GPT, GPTConfig
+from thinwire_tools.compare.tasks import GPTTask
 
 _WARM_UP_EPOCHS, _EPOCHS = 5, 20
 _DROPS = (0.5, 5 / 6)
@@ -96,9 +96,9 @@ def words_of_library(words: int) -> Words:
 
 @dataclass(frozen=True)
 class LanguageTask:
-    """Next words of Python source by an `LSTM` (a `thinwire.compare.tasks.ScoredTask`). ``batch`` is in windows of
-    ``context`` words per rank and step; gradients are clipped to a norm of ``clip`` after they are averaged, or, with
-    ``clip_each_rank`` as the paper's authors do, each rank's own before it is compressed."""
+    """Next words of Python source by an `LSTM` (a `thinwire_tools.compare.tasks.ScoredTask`). ``batch`` is in windows
+    of ``context`` words per rank and step; gradients are clipped to a norm of ``clip`` after they are averaged, or,
+    with ``clip_each_rank`` as the paper's authors do, each rank's own before it is compressed."""
 
     words: int = 1024
     width: int = 96

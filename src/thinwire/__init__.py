@@ -10,28 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from thinwire import compressors
+from thinwire.aggregator import AggregatorAddress
 from thinwire.api import compress, compress_ddp, compress_fsdp
-from thinwire.collectives import (
-    AggregatorAddress,
-    CommunicationError,
-    MessageError,
-    PeerFailedError,
-    SharedMemoryError,
-    TransportError,
-)
+from thinwire.collectives import CommunicationError, MessageError, PeerFailedError, SharedMemoryError, TransportError
 from thinwire.compressors import parse, register
 from thinwire.integrations.options import Checks, Network
 from thinwire.plan import Plan
-from thinwire.runtime import (
-    Decision,
-    DisagreementError,
-    ParityError,
-    ShardedStats,
-    Stats,
-    Timeline,
-    Wire,
-    merge_timelines,
-)
+from thinwire.runtime import Decision, DisagreementError, ParityError, ShardedStats, Stats, Wire
 from thinwire.runtime.consistency import library_version
 
 if TYPE_CHECKING:
@@ -41,7 +26,7 @@ if TYPE_CHECKING:
     from thinwire.integrations.process_group import ProcessGroup, register_model
     from thinwire.pipeline.stage import CompressedStage, compress_stage
     from thinwire.pipeline.tensor_parallel import CompressedRowwiseParallel
-    from thinwire.runtime import ShardedWire, StatsLogger
+    from thinwire.runtime import ShardedWire
     from thinwire.trainers import accelerate_handler, lightning_strategy, trainer_callback
 
 __all__ = [
@@ -63,8 +48,6 @@ __all__ = [
     "ShardedWire",
     "SharedMemoryError",
     "Stats",
-    "StatsLogger",
-    "Timeline",
     "TransportError",
     "Wire",
     "accelerate_handler",
@@ -76,7 +59,6 @@ __all__ = [
     "data",
     "lightning_strategy",
     "local",
-    "merge_timelines",
     "optim",
     "parse",
     "policies",
@@ -94,7 +76,6 @@ _LATE = {
     "ProcessGroup": "thinwire.integrations.process_group",
     "ProcessGroupOptions": "thinwire.integrations.group_options",
     "ShardedWire": "thinwire.runtime",
-    "StatsLogger": "thinwire.runtime",
     "accelerate_handler": "thinwire.trainers",
     "compress_stage": "thinwire.pipeline.stage",
     "lightning_strategy": "thinwire.trainers",

@@ -2,7 +2,7 @@
 
 import sys
 
-from thinwire_cli import main
+from thinwire_tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,13 +8,21 @@ left. A training whose last step has just ended is such a moment.
 from __future__ import annotations
 
 import atexit
+import math
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 GRACE_S = 1.0
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,131 @@ def start(
     thread.start()
     _started[thread] = _End(end, within_s)
     return thread
+
+
+class Worker:
+    """Runs jobs one after the other, in a daemon thread that starts with the first.
+
+    The thread does not keep the worker alive. It ends, after the jobs that it was given, with `close`, with the worker
+    or with the interpreter.
+
+    Args:
+        name: What debuggers and profilers call the thread.
+        num_threads: Threads that PyTorch computes with in a job; by default those of the thread that makes the worker.
+        max_bytes: Memory that jobs may hold together (one larger job runs alone): `submit` waits until there is room.
+        after: The worker whose jobs add to this one's, which ends when that one has ended.
+        within_s: Seconds that the interpreter then waits for it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_threads: int | None = None,
+        *,
+        max_bytes: float = math.inf,
+        after: Worker | None = None,
+        within_s: float = GRACE_S,
+    ) -> None:
+        self._jobs = _Jobs()
+        self._name, self._num_threads, self._max_bytes = name, num_threads or torch.get_num_threads(), max_bytes
+        if after is not None:
+            after._jobs.last = self._jobs
+        self._end, self._within_s = weakref.finalize(self, (after or self)._jobs.close), within_s
+        self.thread: threading.Thread | None = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether the worker takes no more jobs."""
+        return self._jobs.closed
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the jobs that have not ended."""
+        return self._jobs.held_bytes
+
+    def submit(self, job: Callable[[], _T], num_bytes: int = 0) -> Future[_T]:
+        """Add a job, which holds ``num_bytes`` until it has ended. What it returns, or raises, is in the future.
+
+        Raises:
+            RuntimeError: the worker is closed.
+        """
+        jobs, future = self._jobs, Future()
+        with jobs.changed:
+            jobs.changed.wait_for(lambda: not jobs.held_bytes or jobs.held_bytes + num_bytes <= self._max_bytes)
+            if jobs.closed:
+                raise RuntimeError(f"{self._name}: closed")
+            jobs.waiting.append(_Submitted(job, num_bytes, future))
+            jobs.held_bytes += num_bytes
+            jobs.unfinished += 1
+            jobs.changed.notify_all()
+            if self.thread is None:
+                run = partial(jobs.run, self._num_threads)
+                self.thread = start(run, name=self._name, end=self._end, within_s=self._within_s)
+                jobs.started = True
+        return future
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """After `close`: wait for the thread to end, for so long at most; whether it has."""
+        if self.thread is not None:
+            self.thread.join(timeout_s)
+        return self.thread is None or not self.thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until all jobs have ended, whether they failed or not."""
+        with self._jobs.changed:
+            self._jobs.changed.wait_for(lambda: not self._jobs.unfinished)
+
+    def close(self) -> None:
+        """Take no more jobs; those that were given are finished."""
+        self._end()
+
+
+class _Submitted(NamedTuple):
+    job: Callable[[], Any]
+    num_bytes: int
+    future: Future[Any]
+
+
+class _Jobs:
+    """What a worker shares with its thread."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[_Submitted] = deque()
+        self.changed = threading.Condition()
+        self.unfinished = self.held_bytes = 0
+        self.started = self.closed = False
+        self.last: _Jobs | None = None
+        """Those of the worker that ends after this one."""
+
+    def close(self) -> None:
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+        if not self.started and self.last is not None:
+            self.last.close()
+
+    def run(self, num_threads: int) -> None:
+        # OpenMP keeps the number of threads per calling thread: by itself this one would take all cores.
+        torch.set_num_threads(num_threads)
+        while (submitted := self._next()) is not None:
+            try:
+                submitted.future.set_result(submitted.job())
+            except BaseException as error:  # noqa: BLE001 - raised by whoever asks for the result
+                submitted.future.set_exception(error)
+            num_bytes = submitted.num_bytes
+            # Or the job, and what it holds, would live until the next one comes.
+            del submitted
+            with self.changed:
+                self.unfinished -= 1
+                self.held_bytes -= num_bytes
+                self.changed.notify_all()
+        if self.last is not None:
+            self.last.close()
+
+    def _next(self) -> _Submitted | None:
+        with self.changed:
+            self.changed.wait_for(lambda: self.waiting or self.closed)
+            return self.waiting.popleft() if self.waiting else None
 
 
 @atexit.register

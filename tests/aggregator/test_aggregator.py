@@ -19,8 +19,8 @@ from aggregation import Recorder, clients, serving, together, wait_until, works
 from harness import run_ranks
 from nets import assert_replicas_identical, fingerprint, make, train
 from thinwire import TransportError
-from thinwire.collectives import parse_address
-from thinwire.collectives.aggregation import GREETING, HEADER, HELLO, PROOF_BYTES, Greeting, Header, Kind
+from thinwire.aggregator import parse_address
+from thinwire.aggregator.protocol import GREETING, HEADER, HELLO, PROOF_BYTES, Greeting, Header, Kind
 
 # ---- Sums -----------------------------------------------------------------------------------------------------------
 
@@ -276,7 +276,7 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
 
 
 def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    import thinwire_cli as cli
+    from thinwire_tools import cli
 
     assert cli.main(["aggregator", "--slots", "0"]) == 64
     assert "slots must be between 1 and" in capsys.readouterr().err

@@ -17,9 +17,9 @@ from aggregation import clients, connection, cut, greeted, serving, together, wa
 from harness import run_ranks
 from nets import make, train
 from thinwire import TransportError
+from thinwire.aggregator import AggregatorClient, parse_address
 from thinwire.aggregator import server as server_module
-from thinwire.collectives import AggregatorClient, parse_address
-from thinwire.collectives.aggregation import HEADER, HELLO, PROOF_BYTES, Greeting, Header, Kind, Op
+from thinwire.aggregator.protocol import HEADER, HELLO, PROOF_BYTES, Greeting, Header, Kind, Op
 
 
 def test_a_worker_that_dies_ends_the_session_for_the_others_at_once() -> None:

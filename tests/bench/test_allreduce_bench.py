@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from harness import run_threads
-from thinwire.bench.allreduce_rank import Method
 from thinwire.collectives import LoopbackTransport
 from thinwire.collectives.transport import Pending
+from thinwire_tools.bench.allreduce_rank import Method
 
 
 class _Counting(LoopbackTransport):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from thinwire.bench import cuda
-from thinwire_cli import main
+from thinwire_tools.bench import cuda
+from thinwire_tools.cli import main
 
 Said = pytest.CaptureFixture[str]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from thinwire.bench.kernels import kernels
-from thinwire.exits import CommandError
+from thinwire_tools.bench.kernels import kernels
+from thinwire_tools.exits import CommandError
 
 
 def test_figures_add_up(tmp_path: Path) -> None:

@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 import thinwire
-import thinwire_cli as cli
 from experiments.__main__ import EXPERIMENTS
 from experiments.__main__ import main as experiments_main
-from thinwire import lab
+from thinwire_tools import cli, lab
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ["demo", "doctor", "run", "lab", "aggregator", "compare", "compare every", "plan show", "plan pipeline"]
+COMMANDS = ["demo", "doctor", "run", "lab", "aggregator", "compare", "compare every", "plan show"]
 COMMANDS += ["bench kernels", "bench allreduce", "bench step"]
 
 
@@ -68,7 +67,7 @@ def test_help_of_compare_shows_both_forms_and_an_option_of_the_other_form_says_s
     "arguments", [["--help"], ["--version"], [], ["bench"], ["plan"], ["plan", "--help"], ["nosuch"]]
 )
 def test_help_and_version_do_not_import_torch(arguments: list[str]) -> None:
-    code = f"import sys, thinwire_cli; thinwire_cli.main({arguments!r}); print('torch' in sys.modules)"
+    code = f"import sys; from thinwire_tools import cli; cli.main({arguments!r}); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
 

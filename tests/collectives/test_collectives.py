@@ -19,13 +19,12 @@ from thinwire.collectives import (
     all_gather,
     all_reduce,
     complete,
-    owned_parts,
     part_layout,
     reduce_scatter,
     sent_bytes,
 )
 from thinwire.collectives.message import HEADER_BYTES, seal, verify
-from thinwire.compressors import Coded, MinMax, Raw, State
+from thinwire.compressors import Coded, MinMax, Raw
 
 
 def layers_of(*pairs: tuple[int, str]) -> list[Layer]:
@@ -103,64 +102,6 @@ def test_bytes_at_the_transport_are_the_formula() -> None:
         counted = run_threads(run, num_ranks)
         assert [sent for sent, _ in counted] == [layout.sent_bytes(rank) for rank in range(num_ranks)]
         assert sum(sent for sent, _ in counted) == sum(received for _, received in counted)
-
-
-CHOSEN = ("topk(density=0.1{})", "topk(density=0.1{}) | minmax(bits=8)", "fft(theta=0.9, block=512{})")
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [*(f"ef({spec.format(', chunk=1024')})" for spec in CHOSEN), "ef(chunktopk(k=8, chunk=256, average=owners))"],
-)
-@pytest.mark.parametrize("num_ranks", [2, 4, 5])
-def test_what_owners_choose_and_what_they_and_the_others_keep_is_the_mean(spec: str, num_ranks: int) -> None:
-    layout = Layout.build(layers_of((70_000, spec), (300, spec), (0, spec), (1025, spec)), num_ranks, torch.float32)
-    inputs = [gradient(rank, layout.numel) for rank in range(num_ranks)]
-    assert layout.has_owned
-    assert not layout.has_gathered
-
-    def run(transport):
-        names = {layer.name: layer.shape for layer in layout.layers}
-        state = State.fresh(layout.slots, layout.numel, 1.0, names, device=torch.device("cpu"))
-        buffers, received = transport.open(layout.reduction_traffic()), []
-        for step in range(5):
-            x = inputs[transport.rank].clone()
-            call = CollectiveCall(seed=0, step=step, state=state)
-            complete(all_reduce(x, layout, transport, buffers, call))
-            received.append(x)
-            state = state.swapped()
-        residual = state.now["residual"]
-        for layer in layout.layers:
-            for owner, begin, end in owned_parts(layer.name, layer.compressor, layer.numel, [1] * num_ranks):
-                if owner != transport.rank:
-                    residual[layer.start + begin : layer.start + end] /= num_ranks
-        return torch.stack(received), residual
-
-    found = run_threads(run, num_ranks)
-    received = found[0][0]
-    assert all(torch.equal(other, received) for other, _ in found)
-    assert float((received == 0).double().mean()) > 0.5 or "fft" in spec
-    kept = torch.stack([residual for _, residual in found]).sum(0)
-    mean = torch.stack(inputs).mean(0)
-    assert torch.allclose(received.sum(0) + kept, 5 * mean, atol=1e-4)
-
-
-@pytest.mark.parametrize("spec", CHOSEN)
-@pytest.mark.parametrize("num_ranks", [4, 8])
-def test_choices_of_owners_save_all_but_two_messages_of_a_rank(spec: str, num_ranks: int) -> None:
-    sizes = [
-        Layout.build(layers_of((1 << 20, spec.format(option))), num_ranks, torch.float32).sent_bytes(0)
-        for option in ("", ", chunk=16384")
-    ]
-    assert sizes[0] / sizes[1] == pytest.approx(num_ranks / 2, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    "spec", ["topk(chunk=100)", "chunktopk(k=3, chunk=100, average=owners)", "fft(chunk=256)", "fft(chunk=0)"]
-)
-def test_chunks_at_which_no_layer_can_be_cut_are_refused(spec: str) -> None:
-    with pytest.raises(ValueError, match="chunk"):
-        parse(spec)
 
 
 def test_one_large_layer_costs_its_formula() -> None:

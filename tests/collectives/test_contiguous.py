@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
 
-from harness import run_ranks
 from thinwire.collectives import contiguous_values, overwrite
-from thinwire.optim import IntDIANA
 
 
 def test_what_is_written_to_the_piece_is_written_to_the_tensor() -> None:
@@ -30,17 +27,3 @@ def test_an_expanded_tensor_is_overwritten_by_what_each_element_is_first() -> No
     overwrite(row.view(3, 1).expand(3, 0), torch.empty(3, 0))
     overwrite(row[0].expand(4), torch.full((4,), 7.0))
     assert torch.equal(row, torch.tensor([7.0, 2.0, 3.0]))
-
-
-def _parameter(rank: int) -> Tensor:
-    """Rank 1's lies otherwise in memory, between other values."""
-    values = torch.arange(6.0).view(2, 3) + 10 * rank
-    parameter = nn.Parameter(torch.stack([values.t(), values.t()], -1)[..., 0].t() if rank else values)
-    IntDIANA([parameter], lr=0.1)
-    return parameter.detach()
-
-
-def test_parameters_of_int_diana_start_from_rank_0s_however_they_lie_in_memory() -> None:
-    first, second = run_ranks(_parameter, 2)
-    assert torch.equal(first, torch.arange(6.0).view(2, 3))
-    assert torch.equal(second, first)

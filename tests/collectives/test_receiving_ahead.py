@@ -16,8 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness import run_ranks, run_threads
-from thinwire import lab
-from thinwire.bench.ranks import run_ranks as run_bench_ranks
 from thinwire.collectives import (
     Buffers,
     Layer,
@@ -35,6 +33,8 @@ from thinwire.collectives.message import HEADER_BYTES
 from thinwire.collectives.traffic import Outgoing, Traffic
 from thinwire.collectives.transport import Pending
 from thinwire.compressors import parse
+from thinwire_tools import lab
+from thinwire_tools.bench.ranks import run_ranks as run_bench_ranks
 
 TIMEOUT = timedelta(seconds=20)
 UNAVAILABLE = lab.unavailable()

@@ -20,16 +20,17 @@ from hypothesis import strategies as st
 from rich.console import Console
 from scipy import stats
 
-from thinwire import lab, parse
-from thinwire.compare import compare as command
-from thinwire.compare import every, paired, rank_processes, statistics, tasks
-from thinwire.compare.compare_rank import probe_steps
-from thinwire.compare.comparison import Comparison, Side
-from thinwire.compare.report import Run
-from thinwire.compare.statistics import Verdict, estimate, judge, relative_differences, seeds_needed, smoothed
-from thinwire.compare.train import learning_rate
+from thinwire import parse
 from thinwire.compressors import registered
-from thinwire.results import Results
+from thinwire_tools import lab
+from thinwire_tools.compare import compare as command
+from thinwire_tools.compare import every, paired, rank_processes, statistics, tasks
+from thinwire_tools.compare.compare_rank import probe_steps
+from thinwire_tools.compare.comparison import Comparison, Side
+from thinwire_tools.compare.report import Run
+from thinwire_tools.compare.statistics import Verdict, estimate, judge, relative_differences, seeds_needed, smoothed
+from thinwire_tools.compare.train import learning_rate
+from thinwire_tools.results import Results
 
 MINMAX = "minmax(bits=4, bucket=128)"
 SMOKE = tasks.SIZES["smoke"]
@@ -278,7 +279,7 @@ def test_tuning_goes_on_until_the_best_has_a_neighbour_on_both_sides(power: int)
 def test_what_cannot_be_compared_is_reported_before_anything_runs(
     argv: list[str], said: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from thinwire_cli import main
+    from thinwire_tools.cli import main
 
     monkeypatch.setattr(rank_processes, "RankProcesses", None)
     assert main(["compare", *argv]) == 64

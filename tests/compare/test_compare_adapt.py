@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from thinwire.compare import paired, rank_processes, tasks
-from thinwire.compare.compare_rank import plan_bytes
-from thinwire.compare.comparison import Comparison
-from thinwire.compare.variants import Variant
-from thinwire.results import Results
+from thinwire_tools.compare import paired, rank_processes, tasks
+from thinwire_tools.compare.compare_rank import plan_bytes
+from thinwire_tools.compare.comparison import Comparison
+from thinwire_tools.compare.variants import Variant
+from thinwire_tools.results import Results
 
 TOPK = "topk(density=0.1)"
 ADAPTED = f"{TOPK} with lgreco(every=3)"
@@ -52,7 +52,7 @@ def test_a_variant_has_one_text(text: str, canonical: Variant) -> None:
 def test_what_is_no_variant_is_reported_before_anything_runs(
     text: str, said: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from thinwire_cli import main
+    from thinwire_tools.cli import main
 
     with pytest.raises(ValueError, match=said):
         Variant.parse(text)

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from thinwire import lab
-from thinwire.compare import demo as demo_module
-from thinwire.compare import rank_processes
-from thinwire.compare.rank_processes import NoSetup, RankFailed, RankProcesses
-from thinwire.compare.train import VARIANTS
-from thinwire.lab import Loopback
-from thinwire_cli import main
+from thinwire_tools import lab
+from thinwire_tools.cli import main
+from thinwire_tools.compare import demo as demo_module
+from thinwire_tools.compare import rank_processes
+from thinwire_tools.compare.rank_processes import NoSetup, RankFailed, RankProcesses
+from thinwire_tools.compare.train import VARIANTS
+from thinwire_tools.lab import Loopback
 
 SMOKE = demo_module.SMOKE
 UNAVAILABLE = lab.unavailable()

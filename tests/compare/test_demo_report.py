@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from thinwire.compare.conclude import conclude
-from thinwire.compare.report import SAME_LOSS, Outcome, Report, Run
-from thinwire.compare.statistics import median_interval
-from thinwire.compare.train import Task
+from thinwire_tools.compare.conclude import conclude
+from thinwire_tools.compare.report import SAME_LOSS, Outcome, Report, Run
+from thinwire_tools.compare.statistics import median_interval
+from thinwire_tools.compare.train import Task
 
 TASK = Task(steps=40, probe_every=5)
 TURNS = 8

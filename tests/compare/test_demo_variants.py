@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from harness import run_ranks
-from thinwire.compare.gpt import GPTConfig, next_token_loss
-from thinwire.compare.train import POWERSGD_RANK, VARIANTS, Replica, Task, distributed
+from thinwire_tools.compare.gpt import GPTConfig, next_token_loss
+from thinwire_tools.compare.train import POWERSGD_RANK, VARIANTS, Replica, Task, distributed
 
 TASK = Task(model=GPTConfig(context=16, width=32, layers=2, heads=2), bucket_cap_mb=0.05)
 STEPS = 4

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from thinwire import lab
-from thinwire.compare.forked import ForkedProcess
-from thinwire.lab import Loopback, NodeNamespaces
+from thinwire_tools import lab
+from thinwire_tools.compare.forked import ForkedProcess
+from thinwire_tools.lab import Loopback, NodeNamespaces
 
 UNAVAILABLE = lab.unavailable()
 Fork = Callable[[NodeNamespaces], ForkedProcess]
@@ -59,7 +59,8 @@ def ended(process: ForkedProcess, timeout_s: float = 60.0) -> int:
 def test_ctrl_c_in_a_terminal_is_left_to_this_process() -> None:
     # In a process of its own: here another test may have started the fork server already.
     program = (
-        "import signal; from multiprocessing import forkserver; from thinwire.compare.forked import _start_server; "
+        "import signal; from multiprocessing import forkserver; "
+        "from thinwire_tools.compare.forked import _start_server; "
         "_start_server('json'); print(forkserver._forkserver._forkserver_pid, flush=True); "
         "print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())); input()"
     )
@@ -76,8 +77,8 @@ def test_ctrl_c_in_a_terminal_is_left_to_this_process() -> None:
 def test_one_that_starts_after_its_parent_cleaned_up_ends_without_a_word(tmp_path: Path) -> None:
     """As after Ctrl-C while PyTorch is loaded."""
     program = (
-        "from pathlib import Path; from thinwire.compare.forked import ForkedProcess; "
-        "from thinwire.lab import Loopback; "
+        "from pathlib import Path; from thinwire_tools.compare.forked import ForkedProcess; "
+        "from thinwire_tools.lab import Loopback; "
         f"print(ForkedProcess('json', Loopback(1).namespaces(0), Path({str(tmp_path / 'gone' / 'log')!r})).wait())"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
@@ -87,8 +88,8 @@ def test_one_that_starts_after_its_parent_cleaned_up_ends_without_a_word(tmp_pat
 def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     """Though it reads no input, as a rank in the middle of a training."""
     program = (
-        "from pathlib import Path; from thinwire.compare.forked import ForkedProcess; "
-        "from thinwire.lab import Loopback; "
+        "from pathlib import Path; from thinwire_tools.compare.forked import ForkedProcess; "
+        "from thinwire_tools.lab import Loopback; "
         f"process = ForkedProcess('echo', Loopback(1).namespaces(0), Path({str(tmp_path / 'log')!r})); "
         "process.stdin.write(b'sleep\\n'); print(process.pid, flush=True); process.wait()"
     )

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-import thinwire_cli as cli
 from thinwire import parse
 from thinwire.compressors import Compressor
 from thinwire.plan import LayerRow, PlanRecord, sent_bytes
 from thinwire.plan.record import layer_rows, printable
+from thinwire_tools import cli
 
 SHAPES = {
     "net.embed.weight": (4000, 64),

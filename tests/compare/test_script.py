@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.compare.losses import PATTERN, NoLosses, compiled, final, loss_in, read_log
-from thinwire.compare.script import ScriptComparison, ScriptRun
-from thinwire_cli import main
+from thinwire_tools.cli import main
+from thinwire_tools.compare.losses import PATTERN, NoLosses, compiled, final, loss_in, read_log
+from thinwire_tools.compare.script import ScriptComparison, ScriptRun
 
 TRAINING = """
 import sys, torch, torch.distributed as dist

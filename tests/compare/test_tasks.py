@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.compare import data
-from thinwire.compare.gpt import GPT, GPTConfig, next_token_loss
-from thinwire.compare.tasks import evaluate
-from thinwire.compare.train import Replica, Task, digest, train
+from thinwire_tools.compare import data
+from thinwire_tools.compare.gpt import GPT, GPTConfig, next_token_loss
+from thinwire_tools.compare.tasks import evaluate
+from thinwire_tools.compare.train import Replica, Task, digest, train
 
 TINY = GPTConfig(context=16, width=16, layers=2, heads=2)
 TASK = Task(model=TINY, steps=4, probe_every=3)

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from test_wire import SHAPES, gradients, make, same, step_on
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
+from experiments.papers.intsgd import world
+from experiments.papers.intsgd.world import Method
 from harness import run_ranks, run_threads
 from nets import assert_replicas_identical, batch, loss_of, resume, train, trained
 from nets import make as make_model
+from thinwire import Plan, Wire
+from thinwire.plan import Filter
+from thinwire.runtime import WireSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*values were clipped")
 
@@ -53,6 +60,49 @@ def descend(spec: str, num_ranks: int, steps: int = 160) -> tuple[list[float], f
     answers = run_threads(run, num_ranks)
     assert all(distances == answers[0][0] for distances, _ in answers)
     return answers[0]
+
+
+@dataclass
+class Workers:
+    """`Convex` as the experiments take problems: points are [d, seeds], gradients [workers, d, seeds]."""
+
+    task: Convex
+    num_workers: int
+    num_coordinates: int = NUMEL
+    batch_share: float = 1.0
+
+    def gradients(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        s, a = (values.double().numpy()[:, :, None] for values in (self.task.s, self.task.a))
+        return s * (x - a), 0.5 * (s * (x - a) ** 2).sum(1).mean(0)
+
+    def differences(self, x, w, uniform, step) -> np.ndarray:
+        raise NotImplementedError
+
+
+def test_it_is_the_algorithm_that_the_experiments_run() -> None:
+    """Rounded to nearest by both."""
+    problem, method = Workers(Convex(3), 3), Method("intdiana", "IntDIANA", shifts=True, integers=True)
+
+    def halves(seed: int):
+        return (lambda step, shape: np.full(shape, 0.5),) * 3
+
+    expected = world.run(problem, method, [0], 40, 0.5, draws=halves).values[:, 0]
+
+    def run(transport):
+        shapes = {"x": (NUMEL,)}
+        plan = Plan.build(shapes, "intdiana(bits=32, rounding=determ)", Filter(min_dim=1))
+        wire, x, values = Wire(plan, shapes, transport, WireSettings()), torch.zeros(NUMEL), []
+        for _ in range(41):
+            values.append(problem.gradients(x.double().numpy()[:, None])[1][0])
+            wire.begin_step()
+            gradient = problem.task.s[transport.rank] * (x - problem.task.a[transport.rank])
+            x = x - 0.5 * wire.reduce(gradient, (("x", (NUMEL,)),)).wait()
+        return values
+
+    least = problem.gradients(problem.task.optimum.double().numpy()[:, None])[1][0]
+    found = np.array(run_threads(run, 3)[0])
+    assert expected[-1] - least < 0.1 * (expected[0] - least)
+    np.testing.assert_allclose(found - least, expected - least, rtol=1e-3)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])

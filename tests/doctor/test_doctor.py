@@ -21,19 +21,21 @@ from rich.console import Console
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-import thinwire_cli as cli
 from doctor_training import train
 from experiments.__main__ import main as experiments_main
 from harness import run_ranks
-from thinwire import lab
 from thinwire.collectives import World
 from thinwire.compressors import parse
-from thinwire.doctor import examine, page, report
-from thinwire.doctor.advice import conclude, verdict
-from thinwire.doctor.measure import Measured, interface_rate, over_links_of
-from thinwire.doctor.observer import DoctorError, Observer, Watched
-from thinwire.doctor.record import Prices, record
-from thinwire.doctor.settings import (
+from thinwire.plan.forecast.ddp import Bucket, Pace
+from thinwire.plan.forecast.links import Curve, Legs, Links
+from thinwire.runtime.probe import Pair
+from thinwire_tools import cli, lab
+from thinwire_tools.doctor import examine, page, report
+from thinwire_tools.doctor.advice import conclude, verdict
+from thinwire_tools.doctor.measure import Measured, interface_rate, over_links_of
+from thinwire_tools.doctor.observer import DoctorError, Observer, Watched
+from thinwire_tools.doctor.record import Prices, record
+from thinwire_tools.doctor.settings import (
     BY_LINK,
     SETTINGS,
     TODAY,
@@ -46,9 +48,6 @@ from thinwire.doctor.settings import (
     predict_ddp,
     settings_with,
 )
-from thinwire.plan.forecast.ddp import Bucket, Pace
-from thinwire.plan.forecast.links import Curve, Legs, Links
-from thinwire.runtime.probe import Pair
 
 pytestmark = pytest.mark.alone
 SCRIPT = str(Path(__file__).parents[1] / "support" / "doctor_training.py")

@@ -22,15 +22,18 @@ import thinwire
 from doctor_fsdp_training import build, train
 from experiments.__main__ import main as experiments_main
 from harness import run_ranks
-from thinwire import lab
 from thinwire.compressors import parse
-from thinwire.doctor import page, report
-from thinwire.doctor.advice import verdict
-from thinwire.doctor.measure import Measured
-from thinwire.doctor.observer import Observer
-from thinwire.doctor.record import record
-from thinwire.doctor.settings import Care, Prediction
-from thinwire.doctor.settings_sharded import (
+from thinwire.plan.forecast.links import Curve, Links
+from thinwire.plan.forecast.sharded import Event, Move, ShardedPace
+from thinwire.runtime.probe import Pair
+from thinwire_tools import lab
+from thinwire_tools.doctor import page, report
+from thinwire_tools.doctor.advice import verdict
+from thinwire_tools.doctor.measure import Measured
+from thinwire_tools.doctor.observer import Observer
+from thinwire_tools.doctor.record import record
+from thinwire_tools.doctor.settings import Care, Prediction
+from thinwire_tools.doctor.settings_sharded import (
     SHARDED_SETTINGS,
     ShardedSetting,
     fits,
@@ -38,10 +41,7 @@ from thinwire.doctor.settings_sharded import (
     sharded_compressors,
     sharded_settings,
 )
-from thinwire.doctor.watched import DoctorError, Watched
-from thinwire.plan.forecast.links import Curve, Links
-from thinwire.plan.forecast.sharded import Event, Move, ShardedPace
-from thinwire.runtime.probe import Pair
+from thinwire_tools.doctor.watched import DoctorError, Watched
 
 pytestmark = pytest.mark.alone
 SCRIPT = str(Path(__file__).parents[1] / "support" / "doctor_fsdp_training.py")

@@ -17,8 +17,8 @@ from experiments.bench import claims, families
 from experiments.bench.claims import Point, at_equal_bytes, at_the_settings, fft_points, interpolated, verdicts
 from experiments.bench.gradients import Gradients, Moment, make_task, record
 from experiments.bench.passes import Pass, measure_quality
-from thinwire.compare import every
 from thinwire.compressors import FFT, QSGD, TernGrad, TopK, parse, registered
+from thinwire_tools.compare import every
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = {"a": (48, 64), "b": (128, 40)}

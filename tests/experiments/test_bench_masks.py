@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from experiments.bench.masks import METHODS, REFERENCE, Layers, Method, sent_bytes, train
-from thinwire.compare.gpt import GPTConfig
-from thinwire.compare.tasks import GPTTask
+from thinwire_tools.compare.gpt import GPTConfig
+from thinwire_tools.compare.tasks import GPTTask
 
 TASK = GPTTask(model=GPTConfig(width=32, layers=1, context=16), steps=4, batch=2, held_out_windows=8)
 BY_NAME = {method.name: method for method in METHODS}

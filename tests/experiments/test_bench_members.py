@@ -19,7 +19,7 @@ from experiments.bench.members import (
     _table,
     _whole_lines,
 )
-from thinwire.results import Results
+from thinwire_tools.results import Results
 
 
 def test_tokens_add_up_over_workers_and_weights_are_compared() -> None:

@@ -19,7 +19,7 @@ from experiments.framework.timing import Times
 from experiments.framework.verdicts import faster_in_runs
 from experiments.tasks.models import TIMED_SMOKE
 from harness import run_ranks
-from thinwire import lab
+from thinwire_tools import lab
 
 GPT = TIMED_SMOKE[0]
 

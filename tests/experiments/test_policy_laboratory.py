@@ -16,12 +16,17 @@ from experiments.framework.claims import Row, judge
 from experiments.papers.lgreco import laboratory
 from experiments.papers.lgreco.gradients import Snapshot
 from experiments.policies import command, replay
+from experiments.policies.baselines import Bayes, ByPriority, Linear
 from experiments.policies.candidates import FAMILIES, Point, Table
 from experiments.policies.frontier import Line, against, curve, fewer_bytes, less_error, uniform_curve
 from experiments.policies.methods import METHODS, Method
 from experiments.policies.recording import MANIFEST, BadRecording, Recording, Training, layers_of
 from experiments.tasks.words import WORDS
+from thinwire import parse
 from thinwire.compressors import Raw, TopK
+from thinwire.plan import sent_bytes
+from thinwire.policies import Evidence
+from thinwire.policies.budget import BudgetedPolicy
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SHAPES = {"embedding": (64, 64), "middle": (32, 64), "norm": (64,), "head": (64, 48)}
@@ -122,6 +127,25 @@ def test_layers_are_in_the_buckets_that_ddp_put_them_in() -> None:
 
 
 # --- replay
+
+
+@pytest.mark.parametrize("policy", [Linear(), Bayes(trials=16), ByPriority()], ids=lambda policy: type(policy).__name__)
+def test_baselines_find_a_smaller_plan_within_the_budget(policy: BudgetedPolicy) -> None:
+    if isinstance(policy, Bayes):
+        pytest.importorskip("sklearn")
+    taken = snapshot(4, seed=1)
+    reference = {name: parse("minmax(bits=4)") for name, shape in SHAPES.items() if len(shape) > 1}
+    of = {name: taken.gradients[name] for name in reference}
+    buckets = {name: at for at, name in enumerate(reference)}
+    proposal = policy.propose(Evidence(reference, reference, of, num_ranks=4, bucket_of=buckets))
+    errors, allowed = (
+        sum(error**0.5 for error in found.values()) for found in (proposal.errors, proposal.reference_errors)
+    )
+    assert errors <= allowed * (1 + 1e-9)
+    sent, asked = (
+        sum(sent_bytes(c, SHAPES[name], 4) for name, c in plan.items()) for plan in (proposal.layers, reference)
+    )
+    assert sent < asked
 
 
 def test_policies_keep_the_budget_of_every_level_and_plans_send_what_they_say(recording: Recording) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from experiments.framework.power import TASKS, Task, by_name, cells, differences, measured, power, powers
-from thinwire.compare.statistics import estimate
+from thinwire_tools.compare.statistics import estimate
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 TASK = Task("task", "loss", "file", "loss/*", "loss/control*")

@@ -12,8 +12,8 @@ from experiments.papers.cgx.measurements import CONTROLS, FP32_SHARE, CGXScale, 
 from experiments.papers.cgx.paper import PAPER
 from experiments.tasks.models import TIMED
 from small_versions import Small, small_version
-from thinwire import lab
 from thinwire.collectives import parse_algorithm
+from thinwire_tools import lab
 
 TABLES = (
     *(methods.FIGURE_3_1, methods.FIGURE_3_3, methods.TABLE_3_4, methods.TABLE_3_6, methods.TABLE_3_7),

@@ -14,9 +14,9 @@ import thinwire
 from experiments.__main__ import main as experiments_main
 from experiments.framework.training import Gradients
 from experiments.papers.fft import measurements, methods, reconstruct
-from thinwire import lab
-from thinwire.compare.rank_processes import RankFailed, RankProcesses
 from thinwire.compressors import MinMax, at_step
+from thinwire_tools import lab
+from thinwire_tools.compare.rank_processes import RankFailed, RankProcesses
 
 PARTS = ("5", "6", "10", "12", "13", "t2", "14", "15", "16")
 FIGURES = ("5", "6", "10", "12", "13", "14", "15", "16")
@@ -85,7 +85,7 @@ def test_ranks_that_do_not_start_are_reported(
     def refuse(*_: Any, **__: Any) -> None:
         raise RankFailed(0, "it ended", "no such module")
 
-    monkeypatch.setattr("thinwire.compare.rank_processes.RankProcesses", refuse)
+    monkeypatch.setattr("thinwire_tools.compare.rank_processes.RankProcesses", refuse)
     monkeypatch.setattr(lab, "unavailable", lambda: "no right to make namespaces")
     assert experiments_main(["fft", "--smoke", "--parts", "6", "16", "--out", str(tmp_path)]) == 1
     found = json.loads((tmp_path / "repro-fft.json").read_text())

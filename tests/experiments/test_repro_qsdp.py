@@ -36,7 +36,8 @@ from experiments.papers.qsdp.sizes import SIZES, SIZES_SMOKE, TIMED_SMOKE
 from experiments.papers.qsdp.trainings import Trained
 from harness import run_ranks
 from small_versions import Small, small_version
-from thinwire import lab, parse
+from thinwire import parse
+from thinwire_tools import lab
 
 SMOKE = PAPER.smoke
 PICTURES = ("5.1", "5.7.1", "5.2", "5.3", "C.2-C.3", "C.4", "C.5", "5.3-bandwidth", "5.2-time", "C.1")

@@ -8,7 +8,7 @@ from experiments.framework.claims import Rows, ahead, ratios, times_faster
 from experiments.framework.methods import FP32, NOTHING, THINWIRE, Method
 from experiments.framework.timing import Times, Timing, rate_text, solve_rate
 from experiments.tasks.models import TIMED_SMOKE
-from thinwire import lab
+from thinwire_tools import lab
 
 CNN = TIMED_SMOKE[1]
 

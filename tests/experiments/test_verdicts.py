@@ -21,7 +21,7 @@ from experiments.framework.verdicts import (
     matches,
     outcome,
 )
-from thinwire.compare.statistics import estimate
+from thinwire_tools.compare.statistics import estimate
 
 
 @pytest.mark.parametrize(

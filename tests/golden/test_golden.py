@@ -17,15 +17,12 @@ POLICIES = (
     "lgreco(solver='exact')",
     "lgreco(steps=5000, error='squared', alpha=1.5)",
     "lgreco(objective='error')",
-    "lgreco(objective='priority')",
     "lgreco(objective='time')",
     "lgreco(objective='link', alpha=8.0)",
     "lgreco(reference=accordion(eta=0.5))",
     "accordion",
-    "linear",
     "kmeans",
     "auto",
-    # Not bayes: between plans that are nearly as good the rounding of a Gaussian process decides.
 )
 REFERENCES = ("minmax(bits=4, bucket=128)", "ef(topk(density=0.02))", "qsgd(bits=4)", "maxabs(bits=4)")
 RULES = ("minmax(bits=4)", {"embed*": "topk(density=0.1)"})
@@ -97,7 +94,7 @@ def test_plans(golden) -> None:
 def test_specs(golden) -> None:
     found = {
         "compressors": {spec: calls.spec_of(spec) for spec in SPECS},
-        "policies": {policy: calls.policy_text(policy) for policy in (*POLICIES, "bayes(trials=12)")},
+        "policies": {policy: calls.policy_text(policy) for policy in POLICIES},
         "collective algorithms": {text: calls.algorithm_text(text) for text in calls.ALGORITHMS},
     }
     golden("specs", found)

@@ -18,7 +18,7 @@ import thinwire
 from harness import run_ranks
 from nets import batch, loss_of, make, train
 from thinwire.integrations import transports
-from thinwire.lab import free_port
+from thinwire_tools.lab import free_port
 
 _VICTIM = 1
 

@@ -18,9 +18,9 @@ from torch.distributed.tensor import Shard
 import thinwire
 from harness import run_ranks
 from sharded import Net, batch, build, compress, same, train, whole
-from thinwire import lab
-from thinwire.bench.ranks import run_ranks as run_module
 from thinwire.integrations.fsdp import QuantisedAllGather
+from thinwire_tools import lab
+from thinwire_tools.bench.ranks import run_ranks as run_module
 
 W8G8 = "minmax(bits=8, bucket=1024)"
 

@@ -16,7 +16,7 @@ import thinwire
 from harness import run_ranks
 from nets import assert_replicas_identical, fingerprint, loss_of, make, train, trained
 from nets import batch as batch_of
-from thinwire.optim import CompressedAdamW, Dion
+from thinwire.optim import CompressedAdamW
 
 TWO_BITS = "gaussian(bits=2)"
 LR = 3e-3
@@ -112,7 +112,6 @@ class Strided(nn.Module):
 STEPPING: dict[str, Callable[[nn.Module], Any]] = {
     "pre": lambda model: CompressedAdamW(model.parameters(), lr=LR),
     "update": lambda model: CompressedAdamW(model.parameters(), lr=LR, order="update", clip=0.5),
-    "dion": lambda model: Dion(model, lr=LR),
 }
 
 

@@ -54,7 +54,7 @@ from thinwire.plan import Plan
 from thinwire.runtime import Wire
 from thinwire.runtime.executor import Job, StreamExecutor, Then
 from thinwire.runtime.probe import measure_speeds
-from thinwire_cli import main
+from thinwire_tools.cli import main
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: see this file's first lines"),
@@ -223,9 +223,7 @@ def test_fsdp_over_nccl() -> None:
 
 
 STEADY = ["minmax(bits=4)", "ef(minmax(bits=2))", "qsgd(bits=4)", "natural", "ef(sign)", "ef(randk(density=0.1))",
-          "ef(powersgd(rank=2))", "ef(topk(density=0.1))", "ef(topk(density=0.1, select=sampled))",
-          "ef(topk(density=0.1) | minmax(bits=8))", "ef(threshold(lam=1.0))", "ef(globaltopk(density=0.05))",
-          "rangefloat(bits=8)", "levels(bits=3, min_numel=0)", "dgc(topk(density=0.05))"]  # fmt: skip
+          "ef(powersgd(rank=2))", "rangefloat(bits=8)", "levels(bits=3, min_numel=0)"]  # fmt: skip
 
 
 def steps_of_wires(spec: str, num_steps: int, poison: int = -1, strict: bool = True) -> list[tuple[int, list]]:
@@ -275,8 +273,9 @@ def test_a_step_that_is_not_finite_is_found() -> None:
         assert nonfinite == 1
 
 
-def test_fft_runs_and_waits() -> None:
-    steps_of_wires("ef(fft(theta=0.85))", 3, strict=False)
+@pytest.mark.parametrize("spec", ["ef(fft(theta=0.85))", "ef(topk(density=0.1))", "ef(globaltopk(density=0.05))"])
+def test_what_waits_runs(spec: str) -> None:
+    steps_of_wires(spec, 3, strict=False)
 
 
 def test_speeds_are_measured() -> None:
@@ -359,10 +358,9 @@ def test_the_loss_scale_is_the_scalers() -> None:
 # --- launches and the command ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("spec", "most"), [("minmax(bits=4)", 1), ("ef(minmax(bits=4))", 1), ("natural", 2),
-                                            ("raw", 1), ("topk(density=0.01)", 25)])  # fmt: skip
+@pytest.mark.parametrize(("spec", "most"), [("minmax(bits=4)", 1), ("ef(minmax(bits=4))", 1), ("raw", 1)])
 def test_the_number_of_launches_does_not_depend_on_that_of_layers(spec: str, most: int) -> None:
-    from thinwire.bench.cuda import launches
+    from thinwire_tools.bench.cuda import launches
 
     compressor, found = parse_coded(spec), []
     for num_layers in (3, 60):

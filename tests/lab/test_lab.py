@@ -1,4 +1,4 @@
-"""Links of a `thinwire.lab.Network`: what they carry, how long they take, what they count, what they leave."""
+"""Links of a `thinwire_tools.lab.Network`: what they carry, how long they take, what they count, what they leave."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from thinwire import lab
-from thinwire.lab import relay, tools
-from thinwire.lab.network import address
+from thinwire_tools import lab
+from thinwire_tools.lab import relay, tools
+from thinwire_tools.lab.network import address
 
 MISSING = lab.unavailable()
 pytestmark = [pytest.mark.alone, pytest.mark.network, pytest.mark.skipif(MISSING is not None, reason=MISSING or "")]
@@ -358,7 +358,7 @@ def test_without_the_right_a_user_namespace_does(tmp_path: Path) -> None:
     script = tmp_path / "user.py"
     script.write_text(
         "import json, subprocess, sys\n"
-        "from thinwire import lab\n"
+        "from thinwire_tools import lab\n"
         "with lab.Network(2, rate='50mbit', rtt='2ms') as network:\n"
         "    code = network.popen(1, ['sh', '-c', 'test $RANK = 1 && test -d /sys/class/net/eth0']).wait()\n"
         "    print(json.dumps({**network.describe(), 'code': code}))\n"

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import tyro
 
-from thinwire import lab
-from thinwire.exits import UNAVAILABLE, USAGE
-from thinwire.lab.command import lab as lab_command
-from thinwire_cli import main
+from thinwire_tools import lab
+from thinwire_tools.cli import main
+from thinwire_tools.exits import UNAVAILABLE, USAGE
+from thinwire_tools.lab.command import lab as lab_command
 
 MISSING = lab.unavailable()
 pytestmark = [pytest.mark.alone, pytest.mark.network, pytest.mark.skipif(MISSING is not None, reason=MISSING or "")]
@@ -30,7 +30,7 @@ STRAYING = ["sh", "-c", "setsid sleep 300 & exec sleep 300"]
 
 PARENT = f"""
 import os, time
-from thinwire import lab
+from thinwire_tools import lab
 network = lab.Network(2)
 ranks = [network.popen(rank, {STRAYING!r}) for rank in range(2)]
 namespaces = [f"/proc/{{pid}}/ns/net" for pid in (os.getpid(), *(rank.pid for rank in ranks))]
@@ -196,7 +196,7 @@ def test_a_killed_parent_leaves_nothing(outside: None, tmp_path: Path) -> None:
     process = start_script(
         tmp_path,
         "import json, os, sys, time\n"
-        "from thinwire import lab\n"
+        "from thinwire_tools import lab\n"
         "network = lab.Network(2, rate='100mbit', rtt='5ms')\n"
         f"pids = [network.popen(rank, {STRAYING!r}).pid for rank in range(2)]\n"
         "while len({os.stat(f'/proc/{pid}/ns/net').st_ino for pid in (os.getpid(), *pids)}) < 3:\n"
@@ -216,7 +216,9 @@ def test_a_killed_parent_leaves_nothing(outside: None, tmp_path: Path) -> None:
     wait_until(lambda: inside(namespaces) == [])
 
 
-COMMAND = "import sys\nfrom thinwire.lab.command import lab\nsys.exit(lab({command!r}, ranks=2, rate='100mbit'))\n"
+COMMAND = (
+    "import sys\nfrom thinwire_tools.lab.command import lab\nsys.exit(lab({command!r}, ranks=2, rate='100mbit'))\n"
+)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -322,7 +324,7 @@ def test_what_cannot_be_done_is_said_and_is_no_exception(
     assert main(["lab", "--"]) == USAGE
     assert main(["lab", "--", "no-such-command"]) == USAGE
     monkeypatch.setenv("PATH", "/nonexistent")
-    monkeypatch.setattr("thinwire.lab.tools.SYSTEM_DIRECTORIES", ())
+    monkeypatch.setattr("thinwire_tools.lab.tools.SYSTEM_DIRECTORIES", ())
     assert main(["lab", "--", "true"]) == UNAVAILABLE
     errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("thinwire lab: ")]
     assert len(errors) == 4

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire import lab
+from thinwire_tools import lab
 
 MISSING = lab.unavailable()
 pytestmark = [

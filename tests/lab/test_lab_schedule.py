@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from thinwire import lab
-from thinwire.lab.schedule import Event, check_schedule, late_ranks, read_schedule
+from thinwire_tools import lab
+from thinwire_tools.lab.schedule import Event, check_schedule, late_ranks, read_schedule
 
 MISSING = lab.unavailable()
 PYTHON = [sys.executable, "-I", "-S", "-u", "-c"]

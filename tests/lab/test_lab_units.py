@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from thinwire import lab
-from thinwire.lab import tools
-from thinwire.lab.launch import NO_NAMES, Tally, forward_lines
-from thinwire.lab.network import default_burst_bytes, default_queue_bytes
-from thinwire.lab.units import format_bytes, format_rate, parse_rates
+from thinwire_tools import lab
+from thinwire_tools.lab import tools
+from thinwire_tools.lab.launch import NO_NAMES, Tally, forward_lines
+from thinwire_tools.lab.network import default_burst_bytes, default_queue_bytes
+from thinwire_tools.lab.units import format_bytes, format_rate, parse_rates
 
 
 @pytest.mark.parametrize(

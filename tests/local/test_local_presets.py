@@ -29,9 +29,7 @@ def _trained(rank: int, name: str, changes: dict[str, Any]) -> tuple[torch.Tenso
     return start, nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-@pytest.mark.parametrize(
-    ("name", "every"), [("local_sgd", 3), ("diloco", 3), ("muloco", 3), ("sparseloco", 3), ("streaming", 12)]
-)
+@pytest.mark.parametrize(("name", "every"), [("local_sgd", 3), ("diloco", 3), ("muloco", 3), ("streaming", 12)])
 def test_workers_end_with_the_same_weights(name: str, every: int) -> None:
     (start, first), (_, second) = run_ranks(_trained, 2, name, {"every": every})
     assert torch.equal(first, second)

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from thinwire import lab
-from thinwire.lab.network import address
+from thinwire_tools import lab
+from thinwire_tools.lab.network import address
 
 coordination = pytest.importorskip("torchft.coordination", reason="takes torchft: pip install torchft")
 

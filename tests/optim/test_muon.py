@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from harness import run_ranks
 from thinwire.optim import Muon
-from thinwire.optim.polar import iteration_dtype, newton_schulz, polar_factors
+from thinwire.optim.muon import iteration_dtype, newton_schulz, polar_factors
 from thinwire.optim.shards import as_whole
 
 

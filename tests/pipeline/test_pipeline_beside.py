@@ -12,9 +12,9 @@ from torch import Tensor
 
 from harness import run_ranks
 from pipelines import BATCH, SINGLE, Pipe, check_sides, samples
-from thinwire.pipeline.beside import Beside
 from thinwire.pipeline.boundary import BoundarySide
 from thinwire.store import MemoryStore
+from thinwire.threads import Worker
 
 FW3_BW6: dict[str, Any] = {"forward": "delta(maxabs(bits=3))", "backward": "maxabs(bits=6)"}
 _LONG_S = 20.0
@@ -143,7 +143,7 @@ def many_steps(rank: int) -> Any:
 
 
 def test_jobs_run_in_order_and_their_errors_are_theirs_alone() -> None:
-    beside, done = Beside(), []
+    beside, done = Worker("thinwire pipeline"), []
 
     def fail() -> None:
         raise ValueError("no")
@@ -160,7 +160,7 @@ def test_jobs_run_in_order_and_their_errors_are_theirs_alone() -> None:
 
 
 def test_the_thread_ends_with_what_it_works_beside() -> None:
-    beside = Beside()
+    beside = Worker("thinwire pipeline")
     thread = beside.submit(threading.current_thread).result()
     assert thread is not threading.current_thread()
     del beside

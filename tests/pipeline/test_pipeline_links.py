@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 import thinwire
 from harness import run_ranks
 from pipelines import BATCH, Pipe, check_sides, samples
-from thinwire import lab
 from thinwire.pipeline.link_choices import LinkChoices
 from thinwire.policies import choose_by_link
+from thinwire_tools import lab
 
 SIZES = (200.0, 300.0, 400.0, 800.0)
 

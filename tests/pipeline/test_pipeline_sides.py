@@ -12,7 +12,6 @@ from torch import Tensor
 
 import thinwire
 from thinwire.collectives import MessageError, PeerFailedError
-from thinwire.pipeline.beside import Beside
 from thinwire.pipeline.boundary import UNSEEN, BoundarySide
 from thinwire.pipeline.boundary_tensors import BoundaryTensors, Spec
 from thinwire.pipeline.message import Encoding
@@ -20,6 +19,7 @@ from thinwire.pipeline.options import PipelineOptions
 from thinwire.pipeline.schedule_step import Batch, ScheduleStep
 from thinwire.pipeline.stats import PipelineStats
 from thinwire.store import Background
+from thinwire.threads import Worker
 
 LENGTH, WIDTH = 5, 9
 
@@ -29,7 +29,7 @@ class Pair:
 
     def __init__(self, dtype: torch.dtype = torch.float32, **options: Any) -> None:
         self.options = PipelineOptions(**options)
-        self.beside = Beside()
+        self.beside = Worker("thinwire pipeline")
         self.earlier, self.later = (
             BoundarySide(0, earlier, self.options, PipelineStats(), self.beside) for earlier in (True, False)
         )

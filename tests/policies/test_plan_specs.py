@@ -6,7 +6,7 @@ import pytest
 
 from thinwire import parse
 from thinwire.compressors import PowerSGD, ef
-from thinwire.policies import Accordion, Bayes, KMeans, LGreco, Linear, Policy, parse_policy
+from thinwire.policies import Accordion, KMeans, LGreco, Policy, parse_policy
 
 POLICIES = [
     LGreco(),
@@ -18,8 +18,6 @@ POLICIES = [
     Accordion(),
     Accordion(every=500, pair=(2, 4)),
     KMeans(clusters=4, buckets=(1024, 128), top=0.05, alpha=2.0),
-    Linear(bounds=(2, 6)),
-    Bayes(trials=12, proposals=64),
 ]
 
 

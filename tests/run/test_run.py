@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 import thinwire
-import thinwire_cli as cli
 from doctor_training import train
 from harness import run_ranks
-from thinwire.exits import ScriptNotFound
-from thinwire.run.command import Attachment, Misused, run
-from thinwire.run.script import run_script
+from thinwire_tools import cli
+from thinwire_tools.exits import ScriptNotFound
+from thinwire_tools.run.command import Attachment, Misused, run
+from thinwire_tools.run.script import run_script
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "doctor_training.py")
 ALWAYS = {"skip_if_slower": False}

@@ -14,12 +14,12 @@ import torch
 import thinwire
 from auto_training import advance, recorded_decisions, wrapped
 from harness import run_ranks
-from thinwire import lab
-from thinwire.bench.ranks import run_ranks as run_in
 from thinwire.plan.forecast.ddp import Bucket, Pace
 from thinwire.plan.forecast.links import Curve, Links
 from thinwire.policies import Evidence, StepTime
 from thinwire.policies.auto import middle_pace
+from thinwire_tools import lab
+from thinwire_tools.bench.ranks import run_ranks as run_in
 
 pytestmark = pytest.mark.alone
 SHAPE = (512, 512)

@@ -16,8 +16,6 @@ import thinwire
 from experiments.__main__ import main as experiments_main
 from experiments.bench.auto import NetworkSpec
 from harness import run_threads
-from thinwire import lab
-from thinwire.bench.ranks import run_ranks as run_in
 from thinwire.collectives import Algorithm, Hierarchical, ScatterReduceAllGather, World, parse_algorithm
 from thinwire.plan import Plan
 from thinwire.plan.forecast.ddp import Bucket, Pace, coded_transfer
@@ -26,6 +24,8 @@ from thinwire.policies import Evidence, Policy, Proposal, StepTime
 from thinwire.runtime import DisagreementError, Wire, WireSettings
 from thinwire.runtime.checkpoint import sealed
 from thinwire.runtime.probe import measure_links
+from thinwire_tools import lab
+from thinwire_tools.bench.ranks import run_ranks as run_in
 
 SHAPE = (1024, 512)
 LAYERS = {"w": thinwire.parse("minmax(bits=4, bucket=128)")}

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from harness import run_threads
-from thinwire import lab
-from thinwire.bench.ranks import run_ranks
 from thinwire.compressors import parse
 from thinwire.runtime import probe
 from thinwire.runtime.adapt import StepClock
 from thinwire.runtime.probe import measure_codecs, measure_cores, measure_links, measure_pairs, shared_part
+from thinwire_tools import lab
+from thinwire_tools.bench.ranks import run_ranks
 
 UNAVAILABLE = lab.unavailable()
 LAYERS = (("w", (64, 32)), ("b", (32,)))

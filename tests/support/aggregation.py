@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from thinwire.aggregator import Aggregator, Limits
-from thinwire.collectives import AggregatorClient, parse_address
-from thinwire.collectives.aggregation import HELLO, Greeting, nonce_of, proof
+from thinwire.aggregator import Aggregator, AggregatorClient, Limits, parse_address
+from thinwire.aggregator.protocol import HELLO, Greeting, nonce_of, proof
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.bench.rank import serve
+from thinwire_tools.bench.rank import serve
 
 
 class Slow(nn.Module):

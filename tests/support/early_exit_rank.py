@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 
-from thinwire.compare.forked import command_streams
-from thinwire.compare.rank_program import Channel
+from thinwire_tools.compare.forked import command_streams
+from thinwire_tools.compare.rank_program import Channel
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A module for `thinwire.compare.forked`: answers each line with what it finds around it."""
+"""A module for `thinwire_tools.compare.forked`: answers each line with what it finds around it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 import time
 
-from thinwire.compare.forked import command_streams
+from thinwire_tools.compare.forked import command_streams
 
 
 def main() -> None:

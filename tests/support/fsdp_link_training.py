@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from sharded import Net, build, compress, train
-from thinwire.bench.rank import serve
+from thinwire_tools.bench.rank import serve
 
 
 def measure(steps: int, weights: str, gradients: str) -> int:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from thinwire.collectives import Pending, ProcessGroupTransport
 from thinwire.collectives.traffic import Outgoing
-from thinwire.compare.forked import command_streams
+from thinwire_tools.compare.forked import command_streams
 
 TIMEOUT = timedelta(seconds=10)
 STEPS = 3

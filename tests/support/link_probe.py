@@ -7,9 +7,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from thinwire.bench.rank import TIMEOUT, serve
 from thinwire.collectives import ProcessGroupTransport
 from thinwire.runtime.probe import measure_pairs
+from thinwire_tools.bench.rank import TIMEOUT, serve
 
 
 def probe() -> list[dict[str, Any]]:

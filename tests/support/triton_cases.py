@@ -19,6 +19,12 @@ from kernel_cases import same
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 
+if INTERPRETED:
+    from triton.runtime import interpreter
+
+    # Up to Triton 3.6 it makes the bound of a loop of an array with one element, which NumPy refuses from 2.5 on.
+    interpreter.range = lambda *ends: range(*(e.handle.data.item() if hasattr(e, "handle") else e for e in ends))
+
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
 compiled = pytest.mark.skipif(INTERPRETED, reason="runs outside the interpreter's process")
 runs = pytest.mark.skipif(not INTERPRETED and DEVICE.type == "cpu", reason="needs a GPU, or the interpreter")

@@ -20,7 +20,7 @@ from experiments.papers.aqsgd.study import (
     TaskName,
 )
 from experiments.papers.aqsgd.trainings import Trained
-from thinwire import plots
+from thinwire_tools import plots
 
 Bits = tuple[int, int]
 BITS: tuple[Bits, ...] = ((2, 4), (3, 6), (4, 8))

@@ -13,7 +13,7 @@ from experiments.framework.time_to_loss import Course
 from experiments.framework.verdicts import Judgement, exceeds, matches
 from experiments.papers.aqsgd.methods import Method
 from experiments.papers.aqsgd.trainings import Trained
-from thinwire.compare.statistics import Estimate, estimate, relative_differences
+from thinwire_tools.compare.statistics import Estimate, estimate, relative_differences
 
 
 @dataclass(frozen=True)

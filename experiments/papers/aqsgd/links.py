@@ -10,7 +10,7 @@ from experiments.framework.timing import rate_text, shown_rate
 from experiments.papers.aqsgd.tasks import FineTuning
 from experiments.papers.aqsgd.timing import Computed, PipelineTiming
 from experiments.tasks.models import Model
-from thinwire.lab import parse_rate
+from thinwire_tools.lab import parse_rate
 
 PAPER_VALUES = 1024 * 1600
 """Of the activation of a micro-batch of one sample of GPT2-1.5B (appendix C)."""

@@ -32,8 +32,8 @@ from experiments.papers.aqsgd.links import PAPER_COMPUTE_S, PAPER_VALUES, where
 from experiments.papers.aqsgd.methods import FP32, Method
 from experiments.papers.aqsgd.study import MORE_STAGES, MOST_STAGES, NUM_STAGES, SMOKE, AQSGDScale, AQSGDStudy, TaskName
 from experiments.papers.aqsgd.throughput import AQSGD, DIRECT, DISK, FEW, LINKED, MANY
-from thinwire.compare.statistics import Estimate, estimate
-from thinwire.lab import parse_rate
+from thinwire_tools.compare.statistics import Estimate, estimate
+from thinwire_tools.lab import parse_rate
 
 SCALE = AQSGDScale()
 MARGIN = SCALE.margin

@@ -25,7 +25,7 @@ from torch import Tensor
 from experiments.papers.aqsgd.methods import Method
 from experiments.papers.aqsgd.stages import Part, Pipe, build
 from experiments.papers.aqsgd.tasks import FineTuning
-from thinwire.compare.rank_program import Channel, join, run_rank
+from thinwire_tools.compare.rank_program import Channel, join, run_rank
 
 _WARM_UP_STEPS = 2
 _STAGES = ("encode_s", "decode_s", "store_s", "agree_s")

@@ -19,7 +19,7 @@ from experiments.papers.aqsgd.rank import Asked
 from experiments.papers.aqsgd.study import NUM_STAGES, AQSGDScale, AQSGDStudy
 from experiments.papers.aqsgd.tasks import FineTuning
 from experiments.papers.aqsgd.trainings import Trained, Trainings
-from thinwire.compare.rank_processes import RankFailed
+from thinwire_tools.compare.rank_processes import RankFailed
 
 _STORES: tuple[Literal["memory", "disk"], ...] = ("memory", "disk")
 

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 import thinwire
 from experiments.papers.aqsgd.methods import Method, choices
 from experiments.papers.aqsgd.tasks import FineTuning
-from thinwire.compare.gpt import GPT, Block, rotary_angles
+from thinwire_tools.compare.gpt import GPT, Block, rotary_angles
 
 _SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}

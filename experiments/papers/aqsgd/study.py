@@ -16,7 +16,7 @@ from experiments.papers.aqsgd.methods import FP32, Method
 from experiments.papers.aqsgd.tasks import FineTuning
 from experiments.papers.aqsgd.timing import Computed, PipelineTiming
 from experiments.papers.aqsgd.trainings import FirstTraining, Trained, Trainings
-from thinwire.compare.data import standard_library
+from thinwire_tools.compare.data import standard_library
 
 _COMPUTE_ROUNDS = 5
 NUM_STAGES = 2

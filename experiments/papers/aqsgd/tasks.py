@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from thinwire.compare.data import even_offsets, windows
-from thinwire.compare.gpt import GPT, GPTConfig, next_token_loss
-from thinwire.compare.tasks import GPTTask
-from thinwire.compare.train import learning_rate
+from thinwire_tools.compare.data import even_offsets, windows
+from thinwire_tools.compare.gpt import GPT, GPTConfig, next_token_loss
+from thinwire_tools.compare.tasks import GPTTask
+from thinwire_tools.compare.train import learning_rate
 
 _WARM_UP_SHARE = 0.1
 _EPOCH_SEEDS = 1_000_003

@@ -16,8 +16,9 @@ from experiments.papers.aqsgd.rank import Asked
 from experiments.papers.aqsgd.study import MORE_STAGES, AQSGDScale, AQSGDStudy
 from experiments.papers.aqsgd.tasks import FineTuning
 from experiments.papers.aqsgd.trainings import Trained, Trainings
-from thinwire import parse, plots
-from thinwire.lab import parse_rate
+from thinwire import parse
+from thinwire_tools import plots
+from thinwire_tools.lab import parse_rate
 
 # --- table 3: what a micro-batch takes to compute and to send, forward and backward
 

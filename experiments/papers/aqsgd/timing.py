@@ -14,7 +14,7 @@ from experiments.papers.aqsgd import rank as rank_module
 from experiments.papers.aqsgd.tasks import FineTuning
 from experiments.papers.aqsgd.trainings import BURST_BYTES
 from experiments.tasks.models import Model
-from thinwire import lab
+from thinwire_tools import lab
 
 _REPEATS, _WIRE_REPEATS = 12, 9
 

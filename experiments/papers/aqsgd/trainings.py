@@ -20,8 +20,8 @@ from experiments.papers.aqsgd import rank as rank_module
 from experiments.papers.aqsgd.methods import Method
 from experiments.papers.aqsgd.rank import Asked
 from experiments.papers.aqsgd.tasks import FineTuning
-from thinwire import lab
-from thinwire.compare.rank_processes import NoSetup, RankProcesses, launch_ranks
+from thinwire_tools import lab
+from thinwire_tools.compare.rank_processes import NoSetup, RankProcesses, launch_ranks
 
 _TIMEOUT_S = 120.0
 BURST_BYTES = 2 * 1514

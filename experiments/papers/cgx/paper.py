@@ -19,7 +19,7 @@ from experiments.papers.cgx import measurements, methods
 from experiments.papers.cgx.measurements import CONTROLS, METRICS, QUALITY_RANKS, SPECS, CGXScale, CGXStudy
 from experiments.papers.cgx.methods import BLOB, FLAT, GRACE_STYLE, GROUP, HIERARCHICAL, IDEAL, RING, SHARED, SRA, TREE
 from experiments.tasks.models import TIMED, TIMED_SMOKE, TRAINED_SMOKE, Model
-from thinwire.compare.statistics import estimate
+from thinwire_tools.compare.statistics import estimate
 
 _NEAR = 0.88
 """Share of the ideal that the thesis's least ideal network reaches once bandwidth costs nothing (table 3.7)."""

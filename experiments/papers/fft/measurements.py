@@ -31,10 +31,10 @@ from experiments.papers.fft.reconstruct import (
     share_with_least_error,
 )
 from experiments.tasks.models import Model
-from thinwire import plots
 from thinwire.compressors import FFT as Codec
 from thinwire.compressors import parse
 from thinwire.plan.forecast.payoff import minimal_ratio, useful_bandwidth
+from thinwire_tools import plots
 
 if TYPE_CHECKING:
     from experiments.papers.fft.paper import FFTScale

@@ -40,8 +40,8 @@ from experiments.papers.fft.methods import (
 )
 from experiments.papers.fft.payoff import ratio_with_bitmap
 from experiments.tasks.resnet import ImageTask
-from thinwire.compare.statistics import estimate
-from thinwire.lab.units import format_rate
+from thinwire_tools.compare.statistics import estimate
+from thinwire_tools.lab.units import format_rate
 
 LOSS_MARGIN = 0.1
 """Up to such a share may the training loss be above, and a run is still the same."""

@@ -12,10 +12,10 @@ from torch import Tensor
 from experiments.papers.aqsgd.stages import Part, build
 from experiments.papers.aqsgd.tasks import FineTuning
 from experiments.papers.fullstack.simulated import Boundary, cross
-from thinwire.compare.gpt import next_token_loss
 from thinwire.compressors import Coded, parse
 from thinwire.kernels import derive_key
 from thinwire.store import CentreTable
+from thinwire_tools.compare.gpt import next_token_loss
 
 _NUM_CENTRES = 256
 _LAST_SHARE = 0.25

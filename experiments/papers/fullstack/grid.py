@@ -17,7 +17,7 @@ from experiments.papers.aqsgd.stages import Pipe, digest
 from experiments.papers.fullstack.hooks import hook
 from experiments.papers.fullstack.methods import Method
 from experiments.papers.fullstack.tasks import Stacked
-from thinwire.compare.train import gradient_bytes, ring_factor
+from thinwire_tools.compare.train import gradient_bytes, ring_factor
 
 _ONE_BUCKET_MB = 1e6
 

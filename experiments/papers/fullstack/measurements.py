@@ -47,11 +47,11 @@ from experiments.papers.fullstack.split import Splitting
 from experiments.papers.fullstack.tasks import Stacked
 from experiments.tasks.images import load
 from experiments.tasks.models import Model
-from thinwire import lab, plots
-from thinwire.compare.data import standard_library
-from thinwire.compare.rank_processes import RankProcesses
-from thinwire.compare.statistics import relative_differences
-from thinwire.lab import parse_rate
+from thinwire_tools import lab, plots
+from thinwire_tools.compare.data import standard_library
+from thinwire_tools.compare.rank_processes import RankProcesses
+from thinwire_tools.compare.statistics import relative_differences
+from thinwire_tools.lab import parse_rate
 
 NUM_STAGES = 2
 NUM_RANKS = NUM_STAGES * Stacked.replicas

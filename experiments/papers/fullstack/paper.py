@@ -30,7 +30,7 @@ from experiments.papers.fullstack.methods import (
     SUM_BITS,
 )
 from experiments.papers.fullstack.split import Splitting
-from thinwire.compare.statistics import Estimate, estimate, relative_differences
+from thinwire_tools.compare.statistics import Estimate, estimate, relative_differences
 
 MARGIN = 0.01
 """Up to so much of the loss may be lost, and a training still ends at the same."""

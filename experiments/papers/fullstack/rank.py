@@ -11,7 +11,7 @@ from experiments.papers.fullstack import clusters, split, tensors
 from experiments.papers.fullstack.grid import Grid
 from experiments.papers.fullstack.methods import Method
 from experiments.papers.fullstack.tasks import Stacked
-from thinwire.compare.rank_program import Channel, run_rank
+from thinwire_tools.compare.rank_program import Channel, run_rank
 
 _RUN: dict[str, Callable[[dict[str, Any], Callable[[int, float], None]], dict[str, Any]]] = {
     "split": split.run,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from experiments.papers.aqsgd.tasks import FineTuning, tuning
-from thinwire.compare.gpt import GPTConfig
 from thinwire.data import Share
+from thinwire_tools.compare.gpt import GPTConfig
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch.nn import functional
 from experiments.papers.aqsgd.stages import build
 from experiments.papers.aqsgd.tasks import FineTuning
 from experiments.papers.fullstack.simulated import Boundary
-from thinwire.compare.gpt import GPT, Block, next_token_loss
+from thinwire_tools.compare.gpt import GPT, Block, next_token_loss
 
 
 class Sum:

@@ -12,7 +12,7 @@ from experiments.framework.claims import Row, Rows
 from experiments.papers.intsgd import convex
 from experiments.papers.intsgd.convex import METHODS, Minimised
 from experiments.papers.intsgd.world import Array, Trace
-from thinwire import plots
+from thinwire_tools import plots
 
 if TYPE_CHECKING:
     from experiments.papers.intsgd.paper import IntSGDStudy

@@ -28,7 +28,7 @@ from experiments.papers.intsgd.methods import (
     sensitive,
 )
 from experiments.tasks.models import Model
-from thinwire import plots
+from thinwire_tools import plots
 
 if TYPE_CHECKING:
     from experiments.papers.intsgd.paper import IntSGDScale, IntSGDStudy

@@ -44,8 +44,8 @@ from experiments.papers.intsgd.methods import (
 )
 from experiments.papers.intsgd.networks import DEFAULT, TABLES
 from experiments.tasks.words import LanguageTask, Pictures
-from thinwire.compare.data import standard_library
-from thinwire.compare.statistics import Estimate
+from thinwire_tools.compare.data import standard_library
+from thinwire_tools.compare.statistics import Estimate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,15 +12,15 @@ from experiments.framework.methods import Method
 from experiments.papers.lgreco.gradients import Snapshot, choose, reference_of
 from experiments.papers.lgreco.methods import POWERSGD, kmeans_method, lgreco_method, settled, uniform_method
 from experiments.papers.lgreco.study import NUM_RANKS, LGrecoScale, LGrecoStudy
-from thinwire import plots
+from experiments.policies.baselines import ByPriority
 from thinwire.compressors import Compressor
 from thinwire.plan import sent_bytes
 from thinwire.policies import LGreco, Policy, Sync, parse_policy
 from thinwire.policies.bucket_times import seconds_per_byte
+from thinwire_tools import plots
 
 _SKIPPED_STEPS = 2
 """Of a new plan: its first steps open new messages."""
-_PRIORITY = "objective='priority'"
 
 PerBucket = dict[str, list[float]]
 """Bytes of each bucket in communication order, in the mean over training, by policy."""
@@ -33,7 +33,8 @@ def methods(scale: LGrecoScale) -> list[Method]:
         "PowerSGD, L-GreCo by priority",
         "#1f6fb2",
         spec=POWERSGD.spec("gpt"),
-        adapt=settled("lgreco", scale.warm_up, _PRIORITY),
+        adapt=settled("lgreco", scale.warm_up),
+        by_priority=True,
     )
     adapted, other = lgreco_method(POWERSGD, scale.warm_up), kmeans_method(POWERSGD, scale.warm_up)
     return [uniform_method(POWERSGD), adapted, prioritised, other]
@@ -93,7 +94,7 @@ def buckets(study: LGrecoStudy) -> list[Row]:
 
 
 def _policies() -> dict[str, Policy]:
-    return {"lgreco": LGreco(), "kmeans": parse_policy("kmeans()"), "priority": LGreco(objective="priority")}
+    return {"lgreco": LGreco(), "kmeans": parse_policy("kmeans()"), "priority": ByPriority()}
 
 
 def per_bucket(snapshots: Sequence[Snapshot], bucket_of: Mapping[str, int]) -> PerBucket:

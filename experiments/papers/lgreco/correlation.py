@@ -9,9 +9,9 @@ from statistics import fmean
 from experiments.framework.claims import Row
 from experiments.papers.lgreco.metric import Sensitivity, checkpoint, correlation, sensitivities
 from experiments.papers.lgreco.study import TITLES, LGrecoScale, LGrecoStudy
-from thinwire import plots
 from thinwire.compressors import Compressor, Raw, parse
 from thinwire.plan import Plan
+from thinwire_tools import plots
 
 _SPECS = ("powersgd(rank=1)", "powersgd(rank=4)", "powersgd(rank=16)")
 

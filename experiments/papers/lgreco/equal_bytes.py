@@ -13,10 +13,10 @@ from experiments.framework.verdicts import Judgement, exceeds, if_seen, unsound
 from experiments.papers.lgreco.judging import gains, side_named
 from experiments.papers.lgreco.methods import lgreco, with_policy
 from experiments.papers.lgreco.study import LGrecoScale, LGrecoStudy
-from thinwire import plots
-from thinwire.compare.comparison import Comparison, Side
-from thinwire.compare.statistics import estimate, relative_differences
-from thinwire.compare.variants import ALONE, Variant
+from thinwire_tools import plots
+from thinwire_tools.compare.comparison import Comparison, Side
+from thinwire_tools.compare.statistics import estimate, relative_differences
+from thinwire_tools.compare.variants import ALONE, Variant
 
 FIGURE = "equal bytes"
 _MORE_BYTES = 0.02

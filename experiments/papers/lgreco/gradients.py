@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.compare.train import learning_rate
 from thinwire.compressors import Compressor, Raw
 from thinwire.plan import Plan, sent_bytes
 from thinwire.policies import Evidence, Policy, Proposal, Sync
 from thinwire.policies.errors import squared_errors
+from thinwire_tools.compare.train import learning_rate
 
 NUM_RANKS = 2
 """For whose training batches are drawn, and bytes are counted."""

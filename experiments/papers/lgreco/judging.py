@@ -9,9 +9,9 @@ from typing import Any
 
 from experiments.framework.findings import points, share
 from experiments.framework.verdicts import Judgement, matches
-from thinwire.compare.comparison import Comparison, Side
-from thinwire.compare.report import Run
-from thinwire.compare.statistics import Estimate, estimate, relative_differences
+from thinwire_tools.compare.comparison import Comparison, Side
+from thinwire_tools.compare.report import Run
+from thinwire_tools.compare.statistics import Estimate, estimate, relative_differences
 
 
 def lost(runs: Sequence[Run], baseline: Sequence[Run], margin: float) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from experiments.policies.methods import METHODS
 from experiments.policies.record import num_steps
 from experiments.policies.recording import Recording
 from experiments.policies.replay import Bench, replay
-from thinwire.compare.statistics import estimate
 from thinwire.compressors import PowerSGD
+from thinwire_tools.compare.statistics import estimate
 
 _CHAPTER_3 = ("kmeans", "bayes", "linear", "accordion")
 _TITLES = {

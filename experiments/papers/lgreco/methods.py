@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from experiments.framework.methods import Method
 from experiments.papers.lgreco.tasks import Name
-from thinwire.compare.variants import Variant
+from thinwire_tools.compare.variants import Variant
 
 RANK = 16
 """Of PowerSGD on the GPT: the least power of two at which its quality is within 1 % of uncompressed training's."""
@@ -78,14 +78,6 @@ def lgreco(every: int, more: str = "") -> str:
 
 def kmeans(every: int, more: str = "") -> str:
     return _policy("kmeans", every, more)
-
-
-def linear(every: int) -> str:
-    return _policy("linear", every, "")
-
-
-def bayes(every: int) -> str:
-    return _policy("bayes", every, "")
 
 
 def accordion(every: int, weak: str, strong: str) -> str:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from experiments.papers.lgreco.gradients import first_batches, take_step
-from thinwire.compare.statistics import need_scipy
 from thinwire.compressors import Compressor, unwrap
+from thinwire_tools.compare.statistics import need_scipy
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def sensitivities(
     themselves, at the end; errors are of the same compressors, which draw the same at the same step.
 
     Args:
-        task: what is trained (`thinwire.compare.tasks.Task`), on one rank's batches.
+        task: what is trained (`thinwire_tools.compare.tasks.Task`), on one rank's batches.
         start: where all runs begin; it is left as it is.
         candidates: by parameter name, compressors that take a layer of this shape.
         steps: of every run; the thesis takes 50.

@@ -17,8 +17,8 @@ from experiments.papers.lgreco.quality import TABLES
 from experiments.papers.lgreco.speed import FIGURES, STAGES
 from experiments.papers.lgreco.study import CONTROL, NAMES, RATES, SMOKE, TITLES, LGrecoScale, LGrecoStudy, where
 from experiments.papers.lgreco.tasks import Name
-from thinwire.compare.statistics import Estimate, estimate
 from thinwire.policies import LGreco
+from thinwire_tools.compare.statistics import Estimate, estimate
 
 # --- tables 4.1 to 4.3, section 4.4
 
@@ -460,8 +460,8 @@ PAPER = Paper(
         "ranks are processes on this machine, on emulated links: 100 Mbit/s stands for several nodes, 1 Gbit/s for the "
         "bus of one; where steps are timed, a rank computed them once, alone on a core, and ranks sleep for as long",
         "the overhead is that of decisions as far apart as by default, one in 500 steps, from seconds measured here",
-        "policies of tables 3.8 and 4.5 are trained from one seed; what they save at the same error is judged on "
-        "recorded gradients of five uncompressed trainings, without error feedback",
+        "policies of tables 3.8 and 4.5 are trained from one seed, Bayes and Linear no more; what they save at the "
+        "same error is judged on recorded gradients of five uncompressed trainings, without error feedback",
         "global top-k takes the threshold of the step before: it waits for no layer, as the thesis's has to",
         "Rethink-GS has a threshold tuned by hand for this network",
         "AdaComp, which the thesis says did not converge, is left out",

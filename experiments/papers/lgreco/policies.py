@@ -14,9 +14,10 @@ from experiments.papers.lgreco.methods import BITS, POWERSGD, RANK, TOPK, with_p
 from experiments.papers.lgreco.quality import plan_gains
 from experiments.papers.lgreco.study import LGrecoScale, LGrecoStudy
 from experiments.papers.lgreco.tasks import Name
-from thinwire import plots
-from thinwire.compare.report import Run
+from experiments.policies.baselines import Bayes, Linear
 from thinwire.policies import parse_policy
+from thinwire_tools import plots
+from thinwire_tools.compare.report import Run
 
 UNIFORM = "uniform"
 FP32 = "fp32"
@@ -25,6 +26,8 @@ THRESHOLD = 0.05
 GLOBAL_DENSITY = 0.0025
 """Of the global top-k (section 4.6.3)."""
 _WEAK_DENSITY, _STRONG_DENSITY = 0.02, 0.001
+_CHOOSING = {"bayes": Bayes(), "linear": Linear()}
+"""Policies of table 3.8 that choose on snapshots, and that nothing is trained by."""
 _COLOURS = ("#555555", "#0a7d4f", "#c0392b", "#d98a00", "#1f6fb2", "#8250c4", "#888888", "#e377c2")
 
 
@@ -43,8 +46,6 @@ def bit_methods(scale: LGrecoScale) -> list[Method]:
     every, spec = scale.every("gpt"), BITS.spec("gpt")
     policies = {
         "kmeans": ("k-means", methods.kmeans(every), 1.47),
-        "bayes": ("Bayes", methods.bayes(every), 1.34),
-        "linear": ("Linear", methods.linear(every), 1.15),
         "accordion": ("Accordion", methods.accordion(every, spec, spec.replace("bits=4", "bits=3")), 1.21),
         "lgreco": ("L-GreCo", methods.lgreco(every), None),
     }
@@ -157,7 +158,7 @@ def choices(study: LGrecoStudy) -> dict[str, list[Chosen]]:
     for method in bit_methods(study.scale):
         if method.variant is not None and " with " in method.variant:
             by_method[method.name] = choose(parse_policy(method.variant.partition(" with ")[2]), spec, snapshots)
-    return by_method
+    return by_method | {name: choose(policy, spec, snapshots) for name, policy in _CHOOSING.items()}
 
 
 def ratio_row(figure: str, name: Name, method: Method, trained: Runs, margin: float) -> Row:
@@ -189,7 +190,7 @@ def _draw_3_8(study: LGrecoStudy, curves: Mapping[str, Mapping[str, Sequence[flo
     titles = ["(a) compression error of each policy's plan", "(b) compression ratio of each policy's plan"]
     y = ["error, relative to 4 bits for every layer", "times fewer bytes than 4 bits for every layer"]
     figure, panels = plots.canvas(2, titles=titles, x="step of the training", y=y)
-    named = {method.name: method.title for method in bit_methods(study.scale)}
+    named = {method.name: method.title for method in bit_methods(study.scale)} | {n: n.title() for n in _CHOOSING}
     for colour, (name, curve) in zip(_COLOURS[1:], curves.items(), strict=False):
         panels[0].plot(curve["steps"], curve["error"], color=colour, marker="o", label=named[name])
         panels[1].plot(curve["steps"], curve["gain"], color=colour, marker="o")

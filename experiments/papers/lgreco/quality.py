@@ -11,11 +11,11 @@ from experiments.papers.lgreco.judging import bytes_from, first_plan, gains, kep
 from experiments.papers.lgreco.methods import FAMILIES, POWERSGD, Family
 from experiments.papers.lgreco.study import NAMES, TITLES, LGrecoScale, LGrecoStudy
 from experiments.papers.lgreco.tasks import Name
-from thinwire import plots
-from thinwire.compare.comparison import Comparison, Side
-from thinwire.compare.report import Run
-from thinwire.compare.variants import Variant
 from thinwire.policies import LGreco, parse_policy
+from thinwire_tools import plots
+from thinwire_tools.compare.comparison import Comparison, Side
+from thinwire_tools.compare.report import Run
+from thinwire_tools.compare.variants import Variant
 
 TABLES: dict[Name, str] = {"gpt": "table 4.3", "cnn": "table 4.2"}
 

@@ -22,7 +22,7 @@ from experiments.papers.lgreco.methods import (
 )
 from experiments.papers.lgreco.study import RATES, LGrecoScale, LGrecoStudy, where
 from experiments.tasks.models import Model
-from thinwire import plots
+from thinwire_tools import plots
 
 AllTimes = dict[tuple[int, str], Times]
 """By number of ranks and rate."""

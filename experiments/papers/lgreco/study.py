@@ -19,12 +19,12 @@ from experiments.policies.recording import Recording
 from experiments.tasks.models import Model
 from experiments.tasks.resnet import ImageTask
 from experiments.tasks.words import WORDS, WORDS_SMOKE, WordsTask
-from thinwire.compare.comparison import Comparison
-from thinwire.compare.data import standard_library
-from thinwire.compare.paired import Runs, compare_runs
-from thinwire.compare.report import Run
-from thinwire.compare.train import CONTROL_RULES
-from thinwire.compare.variants import Variant
+from thinwire_tools.compare.comparison import Comparison
+from thinwire_tools.compare.data import standard_library
+from thinwire_tools.compare.paired import Runs, compare_runs
+from thinwire_tools.compare.report import Run
+from thinwire_tools.compare.train import CONTROL_RULES
+from thinwire_tools.compare.variants import Variant
 
 NUM_RANKS = 2
 """Of trainings, each with a core of its own."""

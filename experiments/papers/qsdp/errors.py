@@ -14,10 +14,10 @@ from experiments.papers.lgreco.gradients import take_step
 from experiments.papers.qsdp.measurements import NUM_RANKS, QSDPScale, QSDPStudy
 from experiments.papers.qsdp.methods import BUCKET
 from experiments.papers.qsdp.sizes import Size
-from thinwire import plots
-from thinwire.compare.train import learning_rate
 from thinwire.compressors import CodecCall, Key, Levels, MinMax, Piece, Segments, State
 from thinwire.compressors.levels import learned_levels
+from thinwire_tools import plots
+from thinwire_tools.compare.train import learning_rate
 
 LAYERS = {"blocks.0.attention.weight": ("C.2", "an attention layer"), "embedding.weight": ("C.3", "the LM head")}
 """The head is tied to the embedding."""

@@ -47,11 +47,11 @@ from experiments.papers.qsdp.sizes import SIZES, TIMED, WORDS, Size, SizeName, t
 from experiments.papers.qsdp.timing import ShardedTiming
 from experiments.papers.qsdp.trainings import Trained, Trainings
 from experiments.tasks.models import Model
-from thinwire import plots
-from thinwire.compare.data import standard_library
-from thinwire.compare.statistics import estimate, relative_differences
-from thinwire.compare.tasks import GPTTask
-from thinwire.lab import parse_rate
+from thinwire_tools import plots
+from thinwire_tools.compare.data import standard_library
+from thinwire_tools.compare.statistics import estimate, relative_differences
+from thinwire_tools.compare.tasks import GPTTask
+from thinwire_tools.lab import parse_rate
 
 NUM_RANKS = 2
 """Each with a core of its own; tables and figures are of so many unless they say more."""

@@ -57,7 +57,7 @@ from experiments.papers.qsdp.methods import (
     Method,
 )
 from experiments.papers.qsdp.sizes import SIZES, SIZES_SMOKE, TIMED_SMOKE, WORDS, WORDS_SMOKE, Size
-from thinwire.compare.statistics import Estimate, estimate, relative_differences
+from thinwire_tools.compare.statistics import Estimate, estimate, relative_differences
 
 _THESIS_COST = 9 / (5 * 60)
 """Minutes of learning levels in those of training, W5G4 (section C.3)."""

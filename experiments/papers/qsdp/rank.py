@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from experiments.papers.qsdp.methods import Method
 from experiments.papers.qsdp.sharding import Batch, backward, shard
-from thinwire.compare.compare_rank import probe_steps
-from thinwire.compare.gpt import GPT
-from thinwire.compare.rank_program import Channel, join, run_rank
-from thinwire.compare.tasks import GPTTask, restore
-from thinwire.compare.train import learning_rate
+from thinwire_tools.compare.compare_rank import probe_steps
+from thinwire_tools.compare.gpt import GPT
+from thinwire_tools.compare.rank_program import Channel, join, run_rank
+from thinwire_tools.compare.tasks import GPTTask, restore
+from thinwire_tools.compare.train import learning_rate
 
 _BATCHES, _WARM_UP_STEPS = 4, 3
 _STAGES = ("encode_s", "wire_s", "reduce_s", "decode_s")

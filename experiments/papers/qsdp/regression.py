@@ -14,9 +14,9 @@ from torch import Tensor
 
 from experiments.framework.claims import Row
 from experiments.papers.qsdp.measurements import QSDPScale, QSDPStudy
-from thinwire import plots
-from thinwire.compare.statistics import relative_differences
 from thinwire.compressors import parse
+from thinwire_tools import plots
+from thinwire_tools.compare.statistics import relative_differences
 
 _BITS, _BUCKET, BATCH = 8, 16, 64
 _FEATURES, _FACTORS = 90, 30

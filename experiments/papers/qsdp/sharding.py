@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import thinwire
-from thinwire.compare.gpt import GPT
-from thinwire.compare.tasks import GPTTask
 from thinwire.compressors import Compressor
 from thinwire.kernels import derive_key
+from thinwire_tools.compare.gpt import GPT
+from thinwire_tools.compare.tasks import GPTTask
 
 Batch = tuple[Tensor, Tensor]
 

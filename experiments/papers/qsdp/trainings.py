@@ -14,10 +14,10 @@ from typing import Any, Self
 from experiments.framework.run_cache import RunCache
 from experiments.papers.qsdp import rank as rank_module
 from experiments.papers.qsdp.methods import Method
-from thinwire import lab
-from thinwire.compare.compare_rank import probe_steps
-from thinwire.compare.rank_processes import NoSetup, launch_ranks
-from thinwire.compare.tasks import GPTTask, describe
+from thinwire_tools import lab
+from thinwire_tools.compare.compare_rank import probe_steps
+from thinwire_tools.compare.rank_processes import NoSetup, launch_ranks
+from thinwire_tools.compare.tasks import GPTTask, describe
 
 _TIMEOUT_S = 180.0
 

@@ -11,9 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from thinwire.aggregator.session import Session, SessionError, Slot
-from thinwire.arguments import check_int, check_number
-from thinwire.collectives.aggregation import (
+from thinwire.aggregator.protocol import (
     GREETING,
     HEADER,
     MAX_SLOT_ELEMENTS,
@@ -29,6 +27,8 @@ from thinwire.collectives.aggregation import (
     hello,
     is_proof,
 )
+from thinwire.aggregator.session import Session, SessionError, Slot
+from thinwire.arguments import check_int, check_number
 from thinwire.kernels.format import GROUP
 
 _CHECK_S = 0.1

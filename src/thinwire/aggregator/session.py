@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from thinwire.collectives.aggregation import MAX_LIMIT, Greeting, Header, Kind, Op, ProtocolError, packed, unpacked
+from thinwire.aggregator.protocol import MAX_LIMIT, Greeting, Header, Kind, Op, ProtocolError, packed, unpacked
 
 _RANGES = {1: np.iinfo(np.int8), 4: np.iinfo(np.int32)}
 _DTYPES = {1: np.dtype("<i1"), 4: np.dtype("<i4")}

@@ -1,6 +1,5 @@
 """Collectives: their algorithms, the layout of their messages, and the transports that carry them."""
 
-from thinwire.collectives.aggregator import AggregatorAddress, AggregatorClient, parse_address, session_number
 from thinwire.collectives.algorithms import (
     Algorithm,
     AllGather,
@@ -49,8 +48,6 @@ from thinwire.collectives.transport import (
 )
 
 __all__ = [
-    "AggregatorAddress",
-    "AggregatorClient",
     "Algorithm",
     "AllGather",
     "Binomial",
@@ -107,13 +104,11 @@ __all__ = [
     "overwrite",
     "owned_parts",
     "packed_sums",
-    "parse_address",
     "parse_algorithm",
     "part_layout",
     "reduce_scatter",
     "ring_bytes",
     "sent_bytes",
-    "session_number",
     "sharded_layout",
     "sum_buffers",
     "summed_all_reduce",

@@ -13,7 +13,7 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.arguments import check_choice, check_int
 from thinwire.compressors._core.calls import CodecCall
-from thinwire.compressors._core.checks import check_chunk, check_dtype
+from thinwire.compressors._core.checks import check_dtype
 from thinwire.compressors._core.coded import Coded
 from thinwire.compressors._core.mixins import Indexed
 from thinwire.compressors._core.segments import Piece
@@ -35,22 +35,18 @@ class ChunkTopK(Coded, Indexed):
 
     ``average=senders`` divides an element's sum by the number of ranks that sent it, and first scales what a rank sent
     of a layer down to the median norm of all ranks (Covenant-72B, 2603.08163), so that none dominates.
-    ``average=owners`` divides layers among owners, who add up what ranks have sent of a chunk and send the ``k``
-    largest of the mean: a rank receives 2(n−1)/n messages and not n−1. Error feedback keeps what an owner leaves out.
     """
 
     spec_name: ClassVar[str] = "chunktopk"
 
     k: int = field(default=64, metadata={"shown": True})
     chunk: int = field(default=4096, metadata={"shown": True})
-    average: Literal["ranks", "senders", "owners"] = "ranks"
+    average: Literal["ranks", "senders"] = "ranks"
     feedback: bool = True
 
     def __post_init__(self) -> None:
-        check_choice("average", self.average, ("ranks", "senders", "owners"))
+        check_choice("average", self.average, ("ranks", "senders"))
         check_int("chunk", self.chunk, 1, 1 << 16)
-        if self.average == "owners":
-            check_chunk(self.chunk)
         check_int("k", self.k, 1, self.chunk)
 
     @property
@@ -59,7 +55,7 @@ class ChunkTopK(Coded, Indexed):
 
     @property
     def grain(self) -> int | None:
-        return self.chunk if self.average == "owners" else None
+        return None
 
     def _sizes(self, numel: int) -> tuple[int, int, int, int]:
         """Return the chunks of a layer, the elements that are sent, the low bits of an index, and the unary bits."""

@@ -58,11 +58,6 @@ class DGC(CodedWrapper, WorldSized):
         return replace(self, num_ranks=num_ranks) if self.clip else self
 
     @property
-    def grain(self) -> int | None:
-        # What an owner left out of a mean is no momentum of its own: layers stay whole and are gathered.
-        return None
-
-    @property
     def slots(self) -> tuple[Slot, ...]:
         return (*self.inner.slots, MOMENTUM, VELOCITY)
 

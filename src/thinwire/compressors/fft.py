@@ -13,12 +13,11 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.arguments import check_choice, check_int, check_number
 from thinwire.compressors._core.calls import CodecCall
-from thinwire.compressors._core.checks import check_chunk
 from thinwire.compressors._core.coded import Coded
 from thinwire.compressors._core.compressor import Compressor
 from thinwire.compressors._core.mixins import Indexed, Scheduled
 from thinwire.compressors._core.schedule import stage_at, stages
-from thinwire.compressors._core.segments import Piece, Segments, bytes_in_chunks
+from thinwire.compressors._core.segments import Piece, Segments
 from thinwire.compressors._core.slots import LayerState, Slot
 from thinwire.compressors._core.sparsifier import HEADER, check_place, put_floats
 from thinwire.compressors._core.traits import Traits
@@ -47,10 +46,6 @@ class FFT(Coded, Scheduled, Indexed):
     the mean. ``mantissa=auto`` has the least squared error on a sample of a message; the next 49 messages of the layer
     keep it. Where no state is kept, as in process groups, it is chosen for each message.
 
-    ``chunk=262144`` keeps the share of the components of every so many elements. Layers can then be divided among
-    owners, who add up what ranks have sent, and send the largest components of the mean's spectrum: a rank receives
-    2(n−1)/n messages and not n−1. Error feedback keeps what an owner leaves out.
-
     ``theta`` is constant, or stepwise: ``((0, 0.9), (1000, 0.0))``, counted from the first compressed step, or
     ``diminishing``: ``θ = sqrt(lipschitz · learning rate)`` (Theorem 3.5), which needs ``compress(optimizer=...)``. The
     theorem holds for θ² ≤ ¼ and a learning rate of at most 1/(4L), which excludes the paper's 0.85. Biased; a plan adds
@@ -66,7 +61,6 @@ class FFT(Coded, Scheduled, Indexed):
     block: int | Literal["whole"] = 512
     mantissa: int | Literal["auto"] = "auto"
     cast: bool = False
-    chunk: int | Literal["layer"] = "layer"
     lipschitz: float = 1.0
     feedback: bool = True
 
@@ -75,9 +69,6 @@ class FFT(Coded, Scheduled, Indexed):
             check_int("bits (or 32 for fp32)", self.bits, 4, 15)
         if self.block != "whole":
             check_int("block (or whole)", self.block, 2)
-        check_chunk(self.chunk)
-        if self.chunk != "layer" and (self.block == "whole" or self.chunk % self.block):
-            raise ValueError(f"chunk must hold whole blocks of {self.block} elements, not {self.chunk}")
         if self.mantissa != "auto":
             check_int("mantissa", self.mantissa, 0, self.bits)
             if self.bits != _FP32:
@@ -108,7 +99,7 @@ class FFT(Coded, Scheduled, Indexed):
 
     @property
     def grain(self) -> int | None:
-        return None if self.chunk == "layer" else self.chunk
+        return None
 
     def at_step(self, step: int, learning_rate: float | None) -> Compressor:
         if not isinstance(self.theta, str | tuple):
@@ -131,39 +122,31 @@ class FFT(Coded, Scheduled, Indexed):
         return components, max(1, math.ceil((1 - self._stages[0][1]) * components - 1e-9))
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return bytes_in_chunks(numel, self.grain, self._chunk_bytes)
+        if not numel:
+            return 0
+        kept = self._sizes(numel)[1]
+        values = kernels.align(8 * kept) if self.bits == _FP32 else kernels.rangefloat_bytes(2 * kept, self.bits)
+        return HEADER + self._index_bytes(numel) + values
 
-    def _chunks(self, segments: Segments) -> Segments:
-        """Return the pieces whose components are chosen together, one for each payload."""
+    def _filled(self, segments: Segments) -> Segments:
+        """Return the pieces that have elements."""
+        return segments.table.kept((self, "filled"), lambda: Segments.build([p for p in segments.pieces if p.numel]))
 
-        def build() -> Segments:
-            pieces = [p.in_chunks(self.grain, self._chunk_bytes) for p in segments.pieces if p.numel]
-            return Segments.build([chunk for chunks in pieces for chunk in chunks])
+    def _kept(self, filled: Segments) -> tuple[int, ...]:
+        """Return how many components are kept of each piece."""
+        return filled.table.kept((self, "kept"), lambda: tuple(self._sizes(piece.numel)[1] for piece in filled.pieces))
 
-        return segments.table.kept((self, "chunks"), build)
-
-    def _kept(self, chunks: Segments) -> tuple[int, ...]:
-        """Return how many components are kept of each chunk."""
-        return chunks.table.kept((self, "kept"), lambda: tuple(self._sizes(piece.numel)[1] for piece in chunks.pieces))
-
-    def _parts(self, chunks: Segments) -> Segments:
+    def _parts(self, filled: Segments) -> Segments:
         """Return where the parts of the kept components lie: end to end in a flat tensor, and in the message."""
 
         def build() -> Segments:
             placed, start = [], 0
-            for piece, kept in zip(chunks.pieces, self._kept(chunks), strict=True):
+            for piece, kept in zip(filled.pieces, self._kept(filled), strict=True):
                 placed.append(Piece(piece.site, start, 2 * kept, 0, self._values_at(piece)))
                 start += 2 * kept
             return Segments.build(placed)
 
-        return chunks.table.kept((self, "parts"), build)
-
-    def _chunk_bytes(self, numel: int) -> int:
-        if not numel:
-            return 0
-        components, kept = self._sizes(numel)
-        values = kernels.align(8 * kept) if self.bits == _FP32 else kernels.rangefloat_bytes(2 * kept, self.bits)
-        return HEADER + kernels.index_bytes(components, kept) + values
+        return filled.table.kept((self, "parts"), build)
 
     def _values_at(self, piece: Piece) -> int:
         return piece.payload + HEADER + self._index_bytes(piece.numel)
@@ -173,7 +156,7 @@ class FFT(Coded, Scheduled, Indexed):
         return kernels.index_bytes(components, kept)
 
     def index_bytes(self, message: Tensor, piece: Piece) -> int:
-        return sum(self._index_bytes(chunk.numel) for chunk in self._chunks(Segments.build([piece])).pieces)
+        return self._index_bytes(piece.numel) if piece.numel else 0
 
     def spectrum(self, x: Tensor) -> Tensor:
         """Return the components of a flat layer, block by block, as complex64."""
@@ -181,11 +164,11 @@ class FFT(Coded, Scheduled, Indexed):
         return kernels.spectrum(x.to(torch.float16) if self.cast else x, block)
 
     def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
-        chunks = self._chunks(call.segments)
-        places = self._parts(chunks)
+        filled = self._filled(call.segments)
+        places = self._parts(filled)
         parts = torch.empty(places.table.num_elements, dtype=torch.float32, device=x.device)
-        values, kept = x.to(torch.float16) if self.cast else x, self._kept(chunks)
-        tops = kernels.spectrum_encode(values, chunks.table, message, parts, block=self._block, kept=kept)
+        values, kept = x.to(torch.float16) if self.cast else x, self._kept(filled)
+        tops = kernels.spectrum_encode(values, filled.table, message, parts, block=self._block, kept=kept)
         if self.bits == _FP32:
             for place in places.pieces:
                 put_floats(message, place.payload, parts[place.elements], place.numel)
@@ -225,10 +208,10 @@ class FFT(Coded, Scheduled, Indexed):
 
     def _restore(self, messages: Sequence[Tensor], y: Tensor, call: CodecCall, *, add: bool) -> None:
         """Set layers to the scaled sum of ``messages``, which are added in the frequency domain, or add that."""
-        chunks = self._chunks(call.segments)
-        received = [kernels.Received(message, self._received(message, self._parts(chunks))) for message in messages]
-        how = {"block": self._block, "kept": self._kept(chunks), "add": add, "scale": call.scale}
-        kernels.spectrum_decode(received, chunks.table, y, **how)
+        filled = self._filled(call.segments)
+        received = [kernels.Received(message, self._received(message, self._parts(filled))) for message in messages]
+        how = {"block": self._block, "kept": self._kept(filled), "add": add, "scale": call.scale}
+        kernels.spectrum_decode(received, filled.table, y, **how)
 
     def _received(self, message: Tensor, places: Segments) -> Tensor:
         """Return the parts that a message holds."""

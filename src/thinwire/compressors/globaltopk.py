@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -76,25 +76,6 @@ class GlobalTopK(Sparsifier, StepEnd, Scheduled):
             share = min(piece.numel, math.ceil(self._share * piece.numel))
             return Picked(*kernels.select_topk(x, piece.start, piece.numel, share))
         return Picked(*kernels.select_threshold(x, piece.start, piece.numel, least, self.room(piece.numel)))
-
-    def rule(self, x: Tensor, call: CodecCall) -> dict[str, Any]:
-        assert call.state is not None, "the threshold is kept in a slot"
-        layers = [call.state.layers[piece.name] for piece in call.pieces]
-        for slots, counts in zip(layers, kernels.rows_histograms(x, call.table), strict=True):
-            slots.next["histogram"].copy_(counts)
-            slots.next["threshold"].copy_(slots.now["threshold"])
-        least = torch.cat([slots.now["threshold"] for slots in layers]) * call.state.loss_scale
-
-        def limits() -> Tensor:
-            sizes = [piece.numel for piece in call.pieces]
-            shares = [min(numel, math.ceil(self._share * numel)) for numel in sizes]
-            both = [shares, [self.room(numel) for numel in sizes]]
-            return torch.tensor(both, dtype=torch.int32, device="cpu").to(x.device)
-
-        shares, rooms = call.table.kept((self, x.device), limits)
-        first = least == 0.0
-        asked = torch.where(first, 0, kernels.magnitude_keys(least))
-        return {"asked": asked, "limits": torch.where(first, shares, rooms)}
 
     def end_step(self, layers: Sequence[LayerState], loss_scale: float) -> None:
         """Set the threshold of all layers to the least of this step's largest magnitudes."""

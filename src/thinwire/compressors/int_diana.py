@@ -37,8 +37,6 @@ class IntDIANA(IntSGD):
     their noise does not vanish, and differences of two of them are longer than either, so that more is clipped: take
     `IntSGD` there. The first step is exact, and a rank's gradient in it is its first shift. Shifts take 16 bytes an
     element. In a world of another size every rank starts from the mean shift.
-
-    `thinwire.optim.IntDIANA` is the optimizer of the paper's experiments, with L-SVRG in it.
     """
 
     spec_name: ClassVar[str] = "intdiana"

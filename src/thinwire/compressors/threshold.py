@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from thinwire import kernels
@@ -47,8 +46,3 @@ class Threshold(Sparsifier):
         # Gradients are multiplied by the loss scale, and lam is not.
         lam = self.lam * call.loss_scale
         return Picked(*kernels.select_threshold(x, piece.start, piece.numel, lam, self.room(piece.numel)))
-
-    def rule(self, x: Tensor, call: CodecCall) -> dict[str, Any]:
-        lam = self.lam * call.loss_scale
-        reach = int(kernels.magnitude_keys(torch.tensor([lam], dtype=torch.float32, device="cpu")))
-        return {"asked": torch.full((len(call.segments),), reach, dtype=torch.int32, device=x.device)}

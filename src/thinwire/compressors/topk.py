@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from thinwire import kernels
 from thinwire.arguments import check_choice
 from thinwire.compressors._core.calls import CodecCall
-from thinwire.compressors._core.checks import check_chunk
 from thinwire.compressors._core.mixins import Scheduled
 from thinwire.compressors._core.schedule import Density, check_density, density_at
 from thinwire.compressors._core.segments import Piece
@@ -28,10 +27,6 @@ class TopK(Sparsifier, Scheduled):
     layer. It sends at most as many elements, sometimes a few per cent fewer, and none that is smaller than one left
     out. Biased; a plan adds error feedback unless ``feedback=False``.
 
-    ``chunk=262144`` takes the share ``density`` of every so many elements. Layers can then be divided among owners, who
-    add up what ranks have sent, and send the largest of the mean: a rank receives 2(n−1)/n messages and not n−1. Error
-    feedback keeps what an owner leaves out.
-
     ``density`` may be a schedule: ``((0, 0.25), (100, 0.0625), (200, 0.01))`` is the warm-up of Lin et al. (2018,
     section 3.3), which sends four times fewer in each stage.
     """
@@ -40,21 +35,15 @@ class TopK(Sparsifier, Scheduled):
 
     density: Density = field(default=0.01, metadata={"shown": True})
     select: Literal["exact", "sampled"] = "exact"
-    chunk: int | Literal["layer"] = "layer"
     feedback: bool = True
 
     def __post_init__(self) -> None:
         check_density(self.density)
         check_choice("select", self.select, ("exact", "sampled"))
-        check_chunk(self.chunk)
 
     @property
     def traits(self) -> Traits:
         return Traits(dense=False, wants_feedback=self.feedback)
-
-    @property
-    def grain(self) -> int | None:
-        return None if self.chunk == "layer" else self.chunk
 
     def at_step(self, step: int, learning_rate: float | None) -> TopK:
         return replace(self, density=density_at(self.density, step)) if isinstance(self.density, tuple) else self
@@ -67,8 +56,3 @@ class TopK(Sparsifier, Scheduled):
         return Picked(
             *kernels.select_topk(x, piece.start, piece.numel, self.room(piece.numel), sampled=sampled, key=draw)
         )
-
-    def rule(self, x: Tensor, call: CodecCall) -> dict[str, Any]:
-        if self.select == "exact":
-            return {}
-        return {"sample_keys": [derive_key(call.key.own, site_id(piece.site)) for piece in call.pieces]}

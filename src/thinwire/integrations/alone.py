@@ -33,11 +33,11 @@ def attach_alone(module: nn.Module, options: Options) -> Wire:
     """
     parameters: dict[str, Tensor] = {name: p for name, p in named_parameters(module).items() if p.requires_grad}
     shapes = {name: p.shape for name, p in parameters.items()}
-    rules, policy = rules_of(options)
+    rules, _ = rules_of(options)
     check_optimizer(options.optimizer, module)
     # Several ranks that resume from this one's checkpoint take its plan, and start with its moments.
     plan = Plan.build(shapes, rules, options.filter(module))
-    _, preconditioned, plan = of_optimizer(plan, policy, parameters, options)
+    _, preconditioned, plan = of_optimizer(plan, parameters, options)
     (transport,) = LoopbackTransport.world(1)
     settings = WireSettings(seed=options.seed, start=options.start)
     dtypes = {name: p.dtype for name, p in parameters.items()}

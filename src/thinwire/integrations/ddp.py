@@ -14,16 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.aggregator import AggregatorAddress, AggregatorClient, session_number
 from thinwire.arguments import check_type
-from thinwire.collectives import (
-    AggregatorAddress,
-    AggregatorClient,
-    ProcessGroupTransport,
-    Transport,
-    TransportError,
-    session_number,
-    with_shared_memory,
-)
+from thinwire.collectives import ProcessGroupTransport, Transport, TransportError, with_shared_memory
 from thinwire.compat import (
     accepts_uneven_inputs,
     at_end_of_backward,
@@ -482,7 +475,7 @@ def _prepare(
     shapes = {name: p.shape for name, p in trained(model).items()}
     device = None if options.simulate else device_of(model, group, options.as_device)
     plan = Plan.build(shapes, rules, options.filter(model.module))
-    momentum, preconditioned, plan = of_optimizer(plan, policy, parameters, options)
+    momentum, preconditioned, plan = of_optimizer(plan, parameters, options)
     _check_dtypes(model, plan)
     check_feedback(plan.layers.values())
     if options.optimizer is not None:
@@ -503,7 +496,7 @@ def _prepare(
 
 
 def of_optimizer(
-    plan: Plan, policy: Policy | None, parameters: dict[str, torch.Tensor], options: Options
+    plan: Plan, parameters: dict[str, torch.Tensor], options: Options
 ) -> tuple["Momentum | None", "Preconditioned | None", Plan]:
     """What an optimizer of thinwire has sent in the gradients' place, and the plan by which that is sent."""
     optimizer = options.optimizer
@@ -511,19 +504,14 @@ def of_optimizer(
         return None, None, plan
     # Imported only here, because most trainings have none of them.
     from thinwire.integrations.momentum import Momentum, with_feedback
-    from thinwire.integrations.preconditioned import Preconditioned, for_momenta
-    from thinwire.optim import CompressedAdamW, Dion, QuantizedAdam
+    from thinwire.integrations.preconditioned import Preconditioned
+    from thinwire.optim import CompressedAdamW, QuantizedAdam
 
     if isinstance(optimizer, QuantizedAdam):
         return Momentum(optimizer, parameters), None, with_feedback(plan)
     if not isinstance(optimizer, CompressedAdamW):
         return None, None, plan
-    preconditioned, plan = Preconditioned(optimizer, parameters), with_feedback(plan)
-    if isinstance(optimizer, Dion):
-        if policy is not None:
-            raise ValueError("Dion sends momenta as low-rank factors of one rank: leave out adapt= and auto")
-        plan = for_momenta(plan, optimizer, parameters)
-    return None, preconditioned, plan
+    return None, Preconditioned(optimizer, parameters), with_feedback(plan)
 
 
 def rules_of(options: Options) -> tuple[Rules, Policy | None]:

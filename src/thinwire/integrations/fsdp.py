@@ -46,7 +46,7 @@ from thinwire.integrations.preconditioned import Preconditioned
 from thinwire.integrations.step_watch import StepWatch
 from thinwire.integrations.transports import add_streams, bare_transport, closed_on_failure
 from thinwire.integrations.unused import Uses
-from thinwire.optim import CompressedAdamW, Dion, QuantizedAdam
+from thinwire.optim import CompressedAdamW, QuantizedAdam
 from thinwire.plan import Plan, Rules, Site, at_site, named_parameters, sharded_plan
 from thinwire.policies import Auto, Policy
 from thinwire.runtime import ShardedLayer, ShardedWire, Unit, agree, on_the_host
@@ -448,8 +448,6 @@ def _policy(options: ShardedOptions) -> Policy | None:
         raise ValueError(
             "with QuantizedAdam gradients are raw in the warm-up and have error feedback then: leave out adapt="
         )
-    if isinstance(options.optimizer, Dion):
-        raise ValueError("Dion orthonormalises whole matrices: give it a DistributedDataParallel model")
     policy = policy_of(options.adapt)
     if isinstance(policy, Auto):
         raise ValueError("auto is for DistributedDataParallel models: give weights= and gradients= instead")

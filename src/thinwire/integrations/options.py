@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from thinwire.aggregator import AggregatorAddress, parse_address
 from thinwire.arguments import check_choice, check_int, check_type
-from thinwire.collectives import AggregatorAddress, Algorithm, TransportChoice, parse_address, parse_algorithm
+from thinwire.collectives import Algorithm, TransportChoice, parse_algorithm
 from thinwire.compressors import GRADIENT_DTYPES, Compressor, parse
 from thinwire.plan import Filter, named_parameters, names_of
 from thinwire.policies import Auto, Policy, parse_policy

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.compressors import PowerSGD, Raw, unwrap
 from thinwire.integrations.optimizer_pairing import check_holds_all
-from thinwire.optim import CompressedAdamW, Dion
-from thinwire.plan import Plan
+from thinwire.optim import CompressedAdamW
 from thinwire.runtime.channel import BucketLayers, bucket_parts, in_order_of
 from thinwire.runtime.checkpoint import check_sealed, sealed
 from thinwire.runtime.placement import Placement
@@ -120,24 +117,3 @@ class Preconditioned:
         """Continue with what `read` has found."""
         for name, held in moments.items():
             self._optimizer.load_local_state(self._parameters[name], held)
-
-
-def for_momenta(plan: Plan, optimizer: Dion, parameters: Mapping[str, Tensor]) -> Plan:
-    """The plan by which `Dion` sends: momenta without error feedback, since they keep themselves what was not sent.
-
-    Raises:
-        ValueError: a matrix has a compressor of which the mean's error is not the mean of the ranks' errors.
-    """
-    layers, ranks = dict(plan.layers), {}
-    for name in (n for n in plan.layers if optimizer.is_matrix(parameters[n])):
-        sent = unwrap(layers[name])
-        if not isinstance(sent, PowerSGD | Raw):
-            raise ValueError(
-                f"Dion sends the momentum of {name} as low-rank factors, not by {sent}: thinwire.compress(model, "
-                f"{{'{name}': 'powersgd(rank=16)', ...}}), with a pattern for all hidden matrices"
-            )
-        layers[name] = sent
-        if isinstance(sent, PowerSGD):
-            ranks[parameters[name]] = sent.rank if isinstance(sent.rank, int) else max(rank for _, rank in sent.rank)
-    optimizer.expect_ranks(ranks)
-    return replace(plan, layers=layers)

@@ -9,6 +9,7 @@ from thinwire.kernels.factors import (
     subtract_product,
 )
 from thinwire.kernels.floats import (
+    header_words,
     int_decode,
     int_round,
     levels_bytes,
@@ -42,15 +43,6 @@ from thinwire.kernels.sparse import (
     sparse_add,
     sparse_zero,
     unpack_indices,
-)
-from thinwire.kernels.sparse_rows import (
-    header_words,
-    magnitude_keys,
-    rows_add_at,
-    rows_choose,
-    rows_histograms,
-    rows_unpack,
-    rows_zero_at,
 )
 from thinwire.kernels.spectrum import Received, block_of, num_components, spectrum, spectrum_decode, spectrum_encode
 from thinwire.kernels.table import Table
@@ -99,7 +91,6 @@ __all__ = [
     "levels_bytes",
     "levels_decode",
     "levels_encode",
-    "magnitude_keys",
     "magnitudes_bytes",
     "magnitudes_decode",
     "magnitudes_encode",
@@ -119,12 +110,7 @@ __all__ = [
     "raw_encode",
     "raw_sum",
     "rows_add",
-    "rows_add_at",
-    "rows_choose",
-    "rows_histograms",
     "rows_scale",
-    "rows_unpack",
-    "rows_zero_at",
     "sample_indices",
     "select_threshold",
     "select_topk",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import lcm
 
 import torch
@@ -32,10 +32,6 @@ _CLIPS = {torch.int8: 127, torch.int32: 2**31 - 128}
 """The largest magnitudes of integers that fp32 represents exactly."""
 
 
-torch_or_triton = partial(native.torch_or_triton, reference_floats, "gpu_elements")
-"""The implementation for tensors that the native core does not process."""
-
-
 def _check_numel(numel: int) -> None:
     if numel < 0:
         raise ValueError(f"numel must not be negative, got {numel}")
@@ -55,6 +51,13 @@ def _check_per_row(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tens
         )
     if tensor.device != like.device:
         raise ValueError(f"{name} is on {tensor.device}, but the values are on {like.device}: move one of them")
+
+
+def header_words(message: Tensor, table: Table, word: int) -> Tensor:
+    """Return a word of the header of every payload, int32 (segments,); 0 of segments without elements."""
+    rows = table.on(message.device)
+    at = torch.where(rows[:, 1] > 0, rows[:, 3] // 4 + word, 0)
+    return torch.where(rows[:, 1] > 0, message.view(torch.int32)[at], 0)
 
 
 # ---- Natural compression ------------------------------------------------------------------------------------------
@@ -82,7 +85,7 @@ def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int, scale:
     _check_message("message", message, num_bytes, x)
     shift = min(max(math.frexp(scale)[1] - 1, NATURAL_SHIFTS[0]), NATURAL_SHIFTS[1])
     if not native.computes(x):
-        return torch_or_triton(x).natural_encode(x, table, message, key=key, shift=shift)
+        return reference_floats.natural_encode(x, table, message, key=key, shift=shift)
     to = native.address("message", message, torch.uint8, num_bytes)
     native.core().natural_encode(*native.source("x", x, table), to, shift, key & MASK64)
     return None
@@ -97,7 +100,7 @@ def natural_decode(message: Tensor, table: Table, y: Tensor, *, add: bool = Fals
     num_bytes = table.message_bytes("natural", natural_bytes)
     _check_message("message", message, num_bytes, y)
     if not native.computes(y):
-        return torch_or_triton(y).natural_decode(message, table, y, add=add, scale=scale)
+        return reference_floats.natural_decode(message, table, y, add=add, scale=scale)
     received = native.address("message", message, torch.uint8, num_bytes)
     native.core().natural_decode(received, *native.target(table, y), add, scale)
     return None
@@ -160,7 +163,7 @@ def rangefloat_encode(
         raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}, not {rounding!r}")
     how = ROUNDINGS[rounding]
     if not native.computes(x):
-        return torch_or_triton(x).rangefloat_encode(x, table, message, params, bits=bits, rounding=how, key=key)
+        return reference_floats.rangefloat_encode(x, table, message, params, bits=bits, rounding=how, key=key)
     to = native.address("message", message, torch.uint8, num_bytes)
     where = to, native.address("params", params, torch.float32, 2 * len(table))
     native.core().rangefloat_encode(*native.source("x", x, table), *where, bits, how, key & MASK64)
@@ -178,7 +181,7 @@ def rangefloat_decode(
     num_bytes = _rangefloat_bytes(table, bits)
     _check_message("message", message, num_bytes, y)
     if not native.computes(y):
-        return torch_or_triton(y).rangefloat_decode(message, table, y, bits=bits, add=add, scale=scale)
+        return reference_floats.rangefloat_decode(message, table, y, bits=bits, add=add, scale=scale)
     received = native.address("message", message, torch.uint8, num_bytes)
     native.core().rangefloat_decode(received, *native.target(table, y), bits, add, scale)
     return None
@@ -213,7 +216,7 @@ def levels_encode(x: Tensor, table: Table, message: Tensor, levels: Tensor, *, b
     _check_message("message", message, num_bytes, x)
     _check_per_row("levels", levels, (len(table), 1 << bits), x)
     if not native.computes(x):
-        return torch_or_triton(x).levels_encode(x, table, message, levels, bits=bits, bucket=bucket)
+        return reference_floats.levels_encode(x, table, message, levels, bits=bits, bucket=bucket)
     to = native.address("message", message, torch.uint8, num_bytes)
     where = to, native.address("levels", levels, torch.float32, len(table) << bits)
     native.core().levels_encode(*native.source("x", x, table), *where, bits, bucket)
@@ -231,7 +234,7 @@ def levels_decode(
     num_bytes = _levels_bytes(table, bits, bucket)
     _check_message("message", message, num_bytes, y)
     if not native.computes(y):
-        return torch_or_triton(y).levels_decode(message, table, y, bits=bits, bucket=bucket, add=add, scale=scale)
+        return reference_floats.levels_decode(message, table, y, bits=bits, bucket=bucket, add=add, scale=scale)
     received = native.address("message", message, torch.uint8, num_bytes)
     native.core().levels_decode(received, *native.target(table, y), bits, bucket, add, scale)
     return None
@@ -340,7 +343,7 @@ def int_round(
         raise ValueError(f"clip must be 1 to the largest {out.dtype}, not {clip}")
     limit = _not_above(min(int(clip), _CLIPS[out.dtype]))
     if not native.computes(x):
-        return torch_or_triton(x).int_round(x, table, alphas, out, clip=limit, key=key, nearest=nearest)
+        return reference_floats.int_round(x, table, alphas, out, clip=limit, key=key, nearest=nearest)
     clipped = torch.empty(len(table), dtype=torch.int64, device="cpu")
     by = native.address("alphas", alphas, torch.float32, len(table))
     to = by, native.address("out", out, out.dtype, count), out.element_size()
@@ -355,7 +358,7 @@ def int_decode(out: Tensor, table: Table, y: Tensor, factors: Tensor) -> None:
     count = _check_integers(out, table, y)
     _check_per_row("factors", factors, (len(table),), y)
     if not native.computes(y):
-        return torch_or_triton(y).int_decode(out, table, y, factors)
+        return reference_floats.int_decode(out, table, y, factors)
     given = native.address("out", out, out.dtype, count), out.element_size()
     by = native.address("factors", factors, torch.float32, len(table))
     native.core().int_decode(*given, *native.target(table, y), by)

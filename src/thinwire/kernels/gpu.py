@@ -1,4 +1,4 @@
-"""The kernels in Triton, for CUDA tensors (and in Triton's interpreter, for tests). Imported when first needed.
+"""The kernels of buckets in Triton, for CUDA tensors (and, for tests, in its interpreter). Imported when first needed.
 
 A group of 128 codes is held as 2, 4 or 8 register tiles, so many that the fields of a byte of the narrowest plane lie
 in different tiles at the same place: packing is then element by element, without a shuffle. Loads and stores are 128

@@ -24,15 +24,11 @@ def sample_indices(numel: int, k: int, key: int, like: Tensor | None = None) -> 
     if not 0 <= k <= numel:
         raise ValueError(f"cannot pick {k} distinct indices out of {numel}")
     half_bits = max(1, (max(numel - 1, 1).bit_length() + 1) // 2)
-    if like is not None and native.asynchronous(like):
-        from thinwire.kernels import gpu_sample
-
-        return gpu_sample.sample_indices(numel, k, derive_key(key), half_bits, like)
     keys = [derive_key(key, round) for round in range(_ROUNDS)]
     picked = _permute(torch.arange(k, dtype=torch.int64, device="cpu"), half_bits, keys)
     while bool((outside := picked >= numel).any()):
         picked[outside] = _permute(picked[outside], half_bits, keys)
-    return picked if like is None else picked.to(like.device)
+    return picked if like is None else native.to_device(picked, like.device)
 
 
 def _permute(values: Tensor, half_bits: int, keys: list[int]) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,10 +23,6 @@ NO_SAMPLE = Sample(0, 1, 0, 0)
 
 MAX_NUMEL = 2**31 - 1
 """Indices are int32."""
-
-
-torch_or_triton = partial(native.torch_or_triton, reference_sparse, "gpu_sparse")
-"""The implementation for tensors that the native core does not process."""
 
 
 def _check_span(name: str, tensor: Tensor, start: int, numel: int) -> None:
@@ -87,7 +82,7 @@ def select_topk(
     # Where the threshold only saves work, an eighth of the sample suffices: a nearer one saves less than it costs.
     sample = draw_sample(numel, k, key, 1.0) if sampled else draw_sample(numel, k, key, 4.0, one_in=64)
     if not native.computes(x):
-        return torch_or_triton(x).select_topk(x[start : start + numel], k, sample, sampled=sampled)
+        return reference_sparse.select_topk(x[start : start + numel], k, sample, sampled=sampled)
     indices, values, _, finite = _pick(x, start, numel, k, 1, sample, partial=False, sampled=sampled)
     return indices, values, finite
 
@@ -118,7 +113,7 @@ def select_threshold(
     if capacity < 0:
         raise ValueError(f"capacity must not be negative, got {capacity}")
     if not native.computes(x):
-        return torch_or_triton(x).select_threshold(x[start : start + numel], threshold, capacity)
+        return reference_sparse.select_threshold(x[start : start + numel], threshold, capacity)
     room, limit = min(capacity, numel), torch.tensor([threshold], dtype=torch.float32, device="cpu")
     least = int(magnitudes(limit)) + 1
     indices, values, total, finite = _pick(x, start, numel, room, least, NO_SAMPLE, partial=True, sampled=False)
@@ -132,7 +127,7 @@ def abs_histogram(x: Tensor, start: int, numel: int) -> Tensor:
     """
     _check_span("x", x, start, numel)
     if not native.computes(x):
-        return torch_or_triton(x).abs_histogram(x[start : start + numel])
+        return reference_sparse.abs_histogram(x[start : start + numel])
     counts = torch.empty(BINS, dtype=torch.int32, device="cpu")
     span = *native.values("x", x, start + numel), start, numel
     native.core().abs_histogram(*span, native.address("counts", counts, torch.int32, BINS))
@@ -172,7 +167,7 @@ def pack_indices(indices: Tensor, numel: int, k: int, message: Tensor, at: int) 
     else:
         good = not indices.numel() or bool((indices[0] >= 0) & (indices[-1] < numel) & (indices.diff() > 0).all())
         if good:
-            torch_or_triton(message).pack_indices(indices, numel, k, message, at, bitmap)
+            reference_sparse.pack_indices(indices, numel, k, message, at, bitmap)
     if not good:
         raise ValueError(f"indices must ascend, between 0 and {numel - 1}")
 
@@ -188,7 +183,7 @@ def unpack_indices(message: Tensor, at: int, numel: int, k: int) -> Tensor:
         raise ValueError(f"at must not be negative, got {at}")
     bitmap = packs_bitmap(numel, k)
     if not native.computes(message):
-        return torch_or_triton(message).unpack_indices(message, at, numel, k, bitmap)
+        return reference_sparse.unpack_indices(message, at, numel, k, bitmap)
     indices = torch.empty(k, dtype=torch.int32, device="cpu")
     packed = native.address("message", message, torch.uint8, at + num_bytes) + at
     to = native.address("indices", indices, torch.int32, k)
@@ -205,7 +200,7 @@ def sparse_add(y: Tensor, start: int, numel: int, indices: Tensor, values: Tenso
     _check_span("y", y, start, numel)
     _check_picks(indices, y, values)
     if not _scatter(y, start, numel, indices, values, scale):
-        torch_or_triton(y).sparse_add(y[start : start + numel], indices, values, scale)
+        reference_sparse.sparse_add(y[start : start + numel], indices, values, scale)
 
 
 def sparse_zero(y: Tensor, start: int, numel: int, indices: Tensor) -> None:
@@ -213,7 +208,7 @@ def sparse_zero(y: Tensor, start: int, numel: int, indices: Tensor) -> None:
     _check_span("y", y, start, numel)
     _check_picks(indices, y)
     if not _scatter(y, start, numel, indices, None, 1.0):
-        torch_or_triton(y).sparse_zero(y[start : start + numel], indices)
+        reference_sparse.sparse_zero(y[start : start + numel], indices)
 
 
 def _scatter(y: Tensor, start: int, numel: int, indices: Tensor, values: Tensor | None, scale: float) -> bool:

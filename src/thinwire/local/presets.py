@@ -14,11 +14,6 @@ _PRESETS = MappingProxyType(
         "local_sgd": {"every": 10, "outer": Nesterov(lr=1.0, momentum=0.0), "compressor": "raw", "feedback": False},
         "diloco": {"every": 100, "compressor": "minmax(bits=4)", "feedback": False},
         "muloco": {"every": 25, "compressor": FEW_BITS},
-        "sparseloco": {
-            "every": 30,
-            "outer": Nesterov(lr=1.0, momentum=0.0),
-            "compressor": "ef(chunktopk(k=64, chunk=4096), decay=0.95)",
-        },
         "streaming": {"every": 24, "fragments": 4, "overlap": 2, "compressor": "minmax(bits=4)", "feedback": False},
     }
 )
@@ -35,8 +30,6 @@ def preset(name: str, **changes: Any) -> dict[str, Any]:
     - ``"diloco"``: pseudo-gradients in 4 bits every 100 steps (Douillard et al. 2023, 2311.08105). The outer momentum
       is 0.5, which also suits few exchanges; the paper's is 0.9.
     - ``"muloco"``: 2 bits with error feedback every 25 steps; train with `thinwire.optim.Muon` (2505.23725).
-    - ``"sparseloco"``: 64 of every 4096 elements in 2 bits, every 30 steps, averaged, with error feedback that decays
-      (2508.15706). Needs hundreds of exchanges.
     - ``"streaming"``: four fragments in 4 bits, one every 6 steps, used 2 steps after they were sent (2501.18512).
 
     Raises:

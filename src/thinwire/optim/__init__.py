@@ -1,10 +1,7 @@
 """Optimizers whose messages are compressed: for methods that need more than a gradient hook sees."""
 
 from thinwire.optim.compressed_adamw import CompressedAdamW
-from thinwire.optim.dion import Dion
-from thinwire.optim.int_diana import IntDIANA
-from thinwire.optim.integers import IntegerStats
 from thinwire.optim.muon import Muon
 from thinwire.optim.quantized_adam import QuantizedAdam
 
-__all__ = ["CompressedAdamW", "Dion", "IntDIANA", "IntegerStats", "Muon", "QuantizedAdam"]
+__all__ = ["CompressedAdamW", "Muon", "QuantizedAdam"]

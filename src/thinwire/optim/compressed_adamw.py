@@ -145,10 +145,6 @@ class CompressedAdamW(torch.optim.Optimizer):
         """The names of the moments that each rank has for itself."""
         return ("exp_avg_sq",) if self._group(parameter)["order"] == "pre" else ("exp_avg_sq", "exp_avg")
 
-    def shared_moments(self, parameter: Tensor) -> tuple[str, ...]:
-        """The names of the moments that all ranks have in common."""
-        return ("exp_avg",)
-
     def local_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """The moments that this rank has for itself, of whole layers, flat, by name."""
         state = self._state_of(parameter, whole=True)
@@ -260,7 +256,7 @@ class CompressedAdamW(torch.optim.Optimizer):
         names = self.local_moments(parameter)
         if not state:
             state["step"] = 0
-            for name in dict.fromkeys((*names, *self.shared_moments(parameter))):
+            for name in ("exp_avg_sq", "exp_avg"):
                 state[name] = _zeros(parameter, whole=whole and name in names)
         for name, moment in self._loaded.pop(parameter, {}).items():
             state[name] = _zeros(parameter, whole=True).copy_(moment.view(parameter.shape))

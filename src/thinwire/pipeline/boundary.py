@@ -11,13 +11,13 @@ from torch import Tensor
 from thinwire.collectives.message import HEADER_BYTES, MessageError, seal, verify
 from thinwire.compressors import Coded
 from thinwire.kernels import derive_key
-from thinwire.pipeline.beside import Beside
 from thinwire.pipeline.boundary_tensors import BoundaryTensors, Direction
 from thinwire.pipeline.message import Encoding, MessageLayout
 from thinwire.pipeline.options import PipelineOptions, fitted
 from thinwire.pipeline.schedule_step import ScheduleStep
 from thinwire.pipeline.stats import PipelineStats
 from thinwire.store import RecordFormat, Rows, Store
+from thinwire.threads import Worker
 
 _DRAWS = {"forward": 1, "backward": 2, "evaluation": 4}
 UNSEEN = 2**63 - 1
@@ -36,7 +36,7 @@ class BoundarySide:
     """
 
     def __init__(
-        self, boundary: int, earlier: bool, options: PipelineOptions, stats: PipelineStats, beside: Beside
+        self, boundary: int, earlier: bool, options: PipelineOptions, stats: PipelineStats, beside: Worker
     ) -> None:
         self._beside = beside
         self._loads: dict[int, Future[Tensor]] = {}

@@ -19,7 +19,6 @@ from thinwire.collectives.transport import Failing
 from thinwire.compat import stage_tensors
 from thinwire.kernels import FORMAT_VERSION
 from thinwire.pipeline.arrivals import Arrivals, Receive
-from thinwire.pipeline.beside import Beside
 from thinwire.pipeline.boundary import BoundarySide
 from thinwire.pipeline.boundary_tensors import BoundaryTensors, Direction, Spec
 from thinwire.pipeline.link_choices import DIRECTIONS, LinkChoices
@@ -31,6 +30,7 @@ from thinwire.runtime import group_seed
 from thinwire.runtime.checkpoint import check_sealed, integers, sealed
 from thinwire.runtime.warning import warn_caller
 from thinwire.store import Background, Disk, StoreError
+from thinwire.threads import Worker
 
 _TIMED = 64
 _FAILURE_TIMEOUT = timedelta(seconds=2)
@@ -45,7 +45,7 @@ _STEPS = 4096
 class StageCompression:
     """What a compressed stage adds to PyTorch's: options, boundary sides, stores, receives and statistics."""
 
-    def __init__(self, stage: Any, options: PipelineOptions, beside: Beside) -> None:
+    def __init__(self, stage: Any, options: PipelineOptions, beside: Worker) -> None:
         self._stage = stage
         self._beside = beside
         self.options = options

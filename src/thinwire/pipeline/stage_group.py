@@ -17,13 +17,13 @@ from thinwire.collectives.transport import Failing
 from thinwire.compat import group_timeout
 from thinwire.integrations.transports import bare_transport, detector_of, failing_before_meeting
 from thinwire.kernels import power_of_two
-from thinwire.pipeline.beside import Beside
 from thinwire.pipeline.boundary import UNSEEN, BoundarySide
 from thinwire.pipeline.boundary_tensors import chunk_sizes
 from thinwire.pipeline.links import choose
 from thinwire.pipeline.schedule_step import Batch, ScheduleStep
 from thinwire.pipeline.stage_compression import StageCompression
 from thinwire.runtime import agree
+from thinwire.threads import Worker
 
 _FIRST_ROOM = 256
 _MISSING = -(2**63)
@@ -104,7 +104,13 @@ class StageGroup:
     def __init__(self, group: dist.ProcessGroup) -> None:
         # Not held: it is the key under which this is found.
         self._group = weakref.ref(group)
-        self.beside = Beside()
+        self.beside = Worker("thinwire pipeline")
+        """Compresses and sends messages, loads and saves records, while the training's thread computes.
+
+        Nothing else touches the stores during a step: a record that is loaded ahead and one that is saved behind cannot
+        meet. The order of the jobs is that of the calls, so that both sides of a boundary, and a run that is resumed,
+        do the same. No job waits for another rank, so that `Worker.wait` ends.
+        """
         self.step = 0
         self.run = 0
         self._number = 0

@@ -9,22 +9,18 @@ from thinwire.policies.spec import parse_policy
 
 if TYPE_CHECKING:
     from thinwire.policies.accordion import Accordion
-    from thinwire.policies.bayes import Bayes
     from thinwire.policies.by_link import ByLink, LinkChoice, choose_by_link
     from thinwire.policies.families import family
     from thinwire.policies.kmeans import KMeans
     from thinwire.policies.lgreco import LGreco
-    from thinwire.policies.linear import Linear
 
 __all__ = [
     "Accordion",
     "Auto",
-    "Bayes",
     "ByLink",
     "Evidence",
     "KMeans",
     "LGreco",
-    "Linear",
     "LinkChoice",
     "Policy",
     "Proposal",
@@ -37,11 +33,9 @@ __all__ = [
 
 _LATE = {
     "Accordion": "thinwire.policies.accordion",
-    "Bayes": "thinwire.policies.bayes",
     "ByLink": "thinwire.policies.by_link",
     "KMeans": "thinwire.policies.kmeans",
     "LGreco": "thinwire.policies.lgreco",
-    "Linear": "thinwire.policies.linear",
     "LinkChoice": "thinwire.policies.by_link",
     "choose_by_link": "thinwire.policies.by_link",
     "family": "thinwire.policies.families",

@@ -19,7 +19,7 @@ from thinwire.policies.candidates import LayerCandidates, Price, with_error_feed
 from thinwire.policies.families import check_contracting, contracts, family, parameter_value
 from thinwire.policies.policy import Evidence, Policy, Proposal
 
-Objective = Literal["bytes", "error", "priority", "time", "link"]
+Objective = Literal["bytes", "error", "time", "link"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +42,9 @@ class LGreco(BudgetedPolicy):
     """D of the dynamic programme."""
     objective: Objective = "bytes"
     """``bytes``; ``error`` minimises the error instead, subject to ``alpha`` times the bytes of the reference;
-    ``priority`` weighs the bytes of later buckets more (thesis, B.1); ``time`` weighs the bytes of each bucket by the
-    time that they were measured to take, after up to four plans for each bucket, tried for 50 steps each (4.5);
-    ``link`` minimises the predicted time of encoding, sending at the measured rate, and decoding, with raw layers among
-    the candidates."""
+    ``time`` weighs the bytes of each bucket by the time that they were measured to take, after up to four plans for
+    each bucket, tried for 50 steps each (4.5); ``link`` minimises the predicted time of encoding, sending at the
+    measured rate, and decoding, with raw layers among the candidates."""
     reference: Policy | None = None
     """The policy whose choice sets the error to be kept, such as `Accordion` (4.6.3)."""
 
@@ -140,8 +139,6 @@ class LGreco(BudgetedPolicy):
     def _weights(self, evidence: Evidence) -> dict[str, float]:
         """By layer, the cost of one byte."""
         bucket_of = evidence.bucket_of
-        if self.objective == "priority":
-            return {name: 1.0 + bucket for name, bucket in bucket_of.items()}
         if self.objective != "time" or not bucket_of:
             return {}
         per_byte = _times(evidence)

@@ -6,7 +6,7 @@ from thinwire import policies
 from thinwire.arguments import Calls
 from thinwire.policies.policy import Policy
 
-_POLICIES = {name.lower(): name for name in ("Accordion", "Auto", "Bayes", "KMeans", "LGreco", "Linear")}
+_POLICIES = {name.lower(): name for name in ("Accordion", "Auto", "KMeans", "LGreco")}
 """The classes in `thinwire.policies` by what texts call them."""
 _calls = Calls[Policy](
     kind="policy",

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future as ConcurrentFuture
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
-from functools import partial
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire import threads
 from thinwire.collectives import FailureDetector, Pending, PendingWork
 from thinwire.compat import group_timeout
+from thinwire.threads import Worker
 
 
 class Then(Enum):
@@ -38,7 +35,6 @@ CLOSED = (
 )
 
 Job = Generator[Then, None, Tensor]
-_Queue = queue.SimpleQueue[Callable[[], None] | None]
 _T = TypeVar("_T")
 
 
@@ -88,19 +84,13 @@ class ThreadExecutor(Executor):
     """
 
     def __init__(self, name: str, num_threads: int | None = None) -> None:
-        self._first: _Queue = queue.SimpleQueue()
-        self._second: _Queue = queue.SimpleQueue()
         self._unfinished = 0
         self._idle = threading.Condition()
-        num_threads = num_threads or torch.get_num_threads()
-        self._stop = weakref.finalize(self, _end, self._first, self._second)
-        self._threads = [
-            threads.start(partial(_run, jobs, num_threads), name=f"{name} {suffix}", end=self._stop)
-            for jobs, suffix in ((self._first, "send"), (self._second, "receive"))
-        ]
+        self._first = Worker(f"{name} send", num_threads)
+        self._second = Worker(f"{name} receive", num_threads, after=self._first)
 
     def submit(self, job: Job) -> torch.futures.Future[Tensor]:
-        if not self._stop.alive:
+        if self._first.closed:
             raise RuntimeError(CLOSED)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         second = self._second
@@ -110,18 +100,15 @@ class ThreadExecutor(Executor):
         def begin() -> None:
             then = self._advance(job, future)
             if then is Then.LATER:
-                second.put(finish)
+                second.submit(finish)
             elif then is Then.ALONE:
-                ended = threading.Event()
-                second.put(finish)
-                second.put(ended.set)
-                ended.wait()
+                second.submit(finish).result()
 
         def finish() -> None:
             while self._advance(job, future) is not None:
                 pass
 
-        self._first.put(begin)
+        self._first.submit(begin)
         return future
 
     def call(self, job: Callable[[], _T]) -> _T:
@@ -143,17 +130,15 @@ class ThreadExecutor(Executor):
             self._idle.wait_for(lambda: not self._unfinished)
 
     def close(self) -> None:
-        self._stop()
+        self._first.close()
 
     @property
     def runs_here(self) -> bool:
-        return threading.current_thread() in self._threads
+        return threading.current_thread() in (self._first.thread, self._second.thread)
 
     def join(self, timeout_s: float) -> bool:
         end = time.monotonic() + timeout_s
-        for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        return self._first.join(timeout_s) and self._second.join(max(0.0, end - time.monotonic()))
 
     def _advance(self, job: Job, future: torch.futures.Future[Tensor]) -> Then | None:
         """Run a job to where it yields; None if it has ended, and the future knows how."""
@@ -179,18 +164,13 @@ class Follower:
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._jobs: _Queue | None = None
+        self._worker = Worker(name)
 
     def follow(self, work: Pending, result: Callable[[], _T]) -> torch.futures.Future[_T]:
         """A future with what ``result`` returns once ``work`` has ended. What either raises, waiting for it raises.
 
         For a communication hook of DDP, see `for_reducer`.
         """
-        if self._jobs is None:
-            self._jobs = queue.SimpleQueue()
-            stop = weakref.finalize(self, self._jobs.put, None)
-            threads.start(partial(_run, self._jobs, torch.get_num_threads()), name=self._name, end=stop)
         future: torch.futures.Future[_T] = torch.futures.Future()
 
         def wait() -> None:
@@ -202,7 +182,7 @@ class Follower:
             else:
                 future.set_result(outcome)
 
-        self._jobs.put(wait)
+        self._worker.submit(wait)
         return future
 
     def mean(
@@ -226,21 +206,6 @@ def for_reducer(future: torch.futures.Future[_T]) -> torch.futures.Future[_T]:
     """The same future for DDP's reducer: an exception set from Python it would take for the result; one that a callback
     raises is an error to it, as a ``RuntimeError`` with the exception's text."""
     return future.then(lambda ended: ended.value())
-
-
-def _run(jobs: _Queue, num_threads: int) -> None:
-    # OpenMP keeps the number of threads per calling thread: without this the worker would take all cores.
-    torch.set_num_threads(num_threads)
-    while (job := jobs.get()) is not None:
-        job()
-        # Or the last job, and through it a bucket, lives until the next one comes.
-        del job
-
-
-def _end(first: _Queue, second: _Queue) -> None:
-    # The second ends after what the first has still to hand over.
-    first.put(lambda: second.put(None))
-    first.put(None)
 
 
 class StreamExecutor(Executor):

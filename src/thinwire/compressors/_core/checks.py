@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.arguments import check_int
-
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that compressors take. They compute in fp32."""
 
@@ -26,11 +24,3 @@ def check_dtype(dtype: torch.dtype, compressor: object) -> None:
             f"{compressor} takes float32, bfloat16 or float16, not {dtype}. "
             "Leave such layers raw with exclude=[...], or train them in one of these dtypes."
         )
-
-
-def check_chunk(chunk: int | str) -> None:
-    """Raise an error unless a chunk is ``layer``, or so many elements that layers can be cut at its multiples."""
-    if chunk != "layer":
-        check_int("chunk (or layer)", chunk, 128)
-        if int(chunk) % 128:
-            raise ValueError(f"chunk must be a multiple of 128, where layers are cut among owners, not {chunk}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -56,31 +56,6 @@ class Piece(NamedTuple):
     def site(self) -> str:
         """The name of draws that are made for the piece as a whole: no two pieces of a layer share it."""
         return f"{self.name} from {self.index0}" if self.index0 else self.name
-
-    def in_chunks(self, chunk: int | None, payload_bytes: Callable[[int], int]) -> tuple[Piece, ...]:
-        """Return the piece cut into pieces of ``chunk`` elements, whose payloads lie end to end; None: as it is."""
-        if chunk is None or self.numel <= chunk:
-            return (self,)
-        size = payload_bytes(chunk)
-        return tuple(
-            Piece(
-                self.name,
-                self.start + at,
-                min(chunk, self.numel - at),
-                self.index0 + at,
-                self.payload + at // chunk * size,
-                self.layer_shape,
-            )
-            for at in range(0, self.numel, chunk)
-        )
-
-
-def bytes_in_chunks(numel: int, chunk: int | None, payload_bytes: Callable[[int], int]) -> int:
-    """Return the bytes of ``numel`` elements of which every ``chunk`` has a payload of its own; None: one for all."""
-    if chunk is None:
-        return payload_bytes(numel)
-    whole, rest = divmod(numel, chunk)
-    return whole * payload_bytes(chunk) + payload_bytes(rest)
 
 
 class Part(NamedTuple):

@@ -22,7 +22,7 @@ from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.coded import Coded
 from thinwire.compressors._core.compressor import Compressor, Count, needs_state
 from thinwire.compressors._core.mixins import Bounded, Indexed, Saturating, Scheduled, StepEnd
-from thinwire.compressors._core.segments import Piece, Segments, bytes_in_chunks
+from thinwire.compressors._core.segments import Piece, Segments
 from thinwire.compressors._core.slots import LayerState, Slot
 from thinwire.compressors._core.traits import Traits
 
@@ -44,12 +44,7 @@ class Picked(NamedTuple):
 
 @dataclass(frozen=True)
 class Sparsifier(Coded, Bounded, Indexed, Saturating):
-    """A compressor that sends a choice of each layer's elements.
-
-    With a `grain`, a choice is made from every so many elements, each with a payload of its own: layers are divided
-    among owners, who add up what ranks chose and choose from the sum. Without, layers stay whole and are gathered by
-    all ranks.
-    """
+    """A compressor that sends a choice of each layer's elements. Layers stay whole and are gathered by all ranks."""
 
     @property
     def coder(self) -> Coded | None:
@@ -72,28 +67,8 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
     def pick(self, x: Tensor, piece: Piece, call: CodecCall) -> Picked:
         """Return the chosen elements of a piece of the flat tensor ``x``."""
 
-    def rule(self, x: Tensor, call: CodecCall) -> dict[str, Any]:
-        """Return the same choice for all pieces, as arguments of `thinwire.kernels.rows_choose`."""
-        return {}
-
-    def _row_rooms(self, segments: Segments) -> tuple[int, ...]:
-        return tuple(self.room(piece.numel) for piece in segments.pieces)
-
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return bytes_in_chunks(numel, self.grain, self._chunk_bytes)
-
-    def _chunk_bytes(self, numel: int) -> int:
         return self.payload_bytes_of(numel, self.room(numel))
-
-    def _chunks(self, segments: Segments) -> Segments:
-        """Return the pieces of which a choice is made, one for each payload."""
-        chunk = self.grain
-        if chunk is None or all(piece.numel <= chunk for piece in segments.pieces):
-            return segments
-        return segments.table.kept(
-            (self, "chunks"),
-            lambda: Segments.build([c for p in segments.pieces for c in p.in_chunks(chunk, self._chunk_bytes)]),
-        )
 
     def payload_bytes_of(self, numel: int, room: int) -> int:
         """Return the bytes of a payload with room for ``room`` elements."""
@@ -103,10 +78,6 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
         return HEADER + kernels.index_bytes(numel, room) + values
 
     def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
-        call = call._replace(segments=self._chunks(call.segments))
-        if kernels.asynchronous(x):
-            self._encode_at_once(x, message, call)
-            return
         chosen = [(p, self.pick(x, p, call)) for p in call.pieces if p.numel]
         rooms = []
         for piece, picked in chosen:
@@ -116,16 +87,6 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
             kernels.pack_indices(picked.indices, piece.numel, room, message, piece.payload + HEADER)
             rooms.append(room)
         self._put_values([p for p, _ in chosen], rooms, [picked.values for _, picked in chosen], message, call)
-
-    def _encode_at_once(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
-        """`encode` without waiting for a device: the host does not count, and bounded payloads are full size."""
-        rooms, rule = self._row_rooms(call.segments), self.rule(x, call)
-        options = {"floats": self.coder is None, "bounded": self.traits.bounded, **rule}
-        values = kernels.rows_choose(x, call.table, message, rooms, **options)
-        if self.coder is not None:
-            pieces = tuple(piece for piece in call.pieces if piece.numel)
-            rooms = tuple(self.room(piece.numel) for piece in pieces)
-            self.coder.encode(values, message, call._replace(segments=_value_segments(pieces, rooms)))
 
     def _put_values(
         self, pieces: Sequence[Piece], rooms: Sequence[int], values: Sequence[Tensor], message: Tensor, call: CodecCall
@@ -158,12 +119,8 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
         return [flat[start : start + room] for start, room in zip(_starts(rooms), rooms, strict=True)]
 
     def decode(self, message: Tensor, y: Tensor, call: CodecCall, *, add: bool = False) -> None:
-        call = call._replace(segments=self._chunks(call.segments))
         pieces = [piece for piece in call.pieces if piece.numel]
         check_place(message, pieces, y, self.payload_bytes)
-        if kernels.asynchronous(y):
-            self._decode_at_once(message, y, call, add)
-            return
         rooms = self._rooms(message, pieces)
         values = self._values(message, pieces, rooms)
         for piece, room, received in zip(pieces, rooms, values, strict=True):
@@ -176,25 +133,8 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
             indices = kernels.unpack_indices(message, piece.payload + HEADER, piece.numel, room)
             kernels.sparse_add(y, piece.start, piece.numel, indices, received[: indices.numel()], call.scale)
 
-    def _decode_at_once(self, message: Tensor, y: Tensor, call: CodecCall, add: bool) -> None:
-        table, rooms = call.table, self._row_rooms(call.segments)
-        pieces = tuple(piece for piece in call.pieces if piece.numel)
-        if self.coder is None:
-            values = None
-        else:
-            values = torch.empty(sum(rooms), dtype=torch.float32, device=y.device)
-            at = _value_segments(pieces, tuple(self.room(piece.numel) for piece in pieces))
-            self.coder.decode(message, values, CodecCall(at))
-        indices = kernels.rows_unpack(message, table, rooms)
-        kernels.rows_add_at(y, message, table, rooms, indices, values, add=add, scale=call.scale)
-
     def forget_sent(self, message: Tensor, segments: Segments, y: Tensor) -> None:
         """Set the elements of ``y`` that a message contains to zero."""
-        segments = self._chunks(segments)
-        if kernels.asynchronous(y):
-            rooms = self._row_rooms(segments)
-            kernels.rows_zero_at(y, segments.table, rooms, kernels.rows_unpack(message, segments.table, rooms))
-            return
         pieces = [piece for piece in segments.pieces if piece.numel]
         for piece, room in zip(pieces, self._rooms(message, pieces), strict=True):
             indices = kernels.unpack_indices(message, piece.payload + HEADER, piece.numel, room)
@@ -209,14 +149,11 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
         return self.payload_bytes_of(piece.numel, count)
 
     def index_bytes(self, message: Tensor, piece: Piece) -> int:
-        chunks = piece.in_chunks(self.grain, self._chunk_bytes) if piece.numel else ()
-        return sum(map(kernels.index_bytes, (c.numel for c in chunks), self._rooms(message, chunks)))
+        return kernels.index_bytes(piece.numel, self._rooms(message, [piece])[0]) if piece.numel else 0
 
     def limits(self, message: Tensor, segments: Segments) -> tuple[Count, Count]:
         if not self.traits.bounded:
             return 0, 0
-        if kernels.asynchronous(message):
-            return 0, kernels.header_words(message, segments.table, 2).sum()
         return 0, sum(header_of(message, piece)[2] for piece in segments.pieces if piece.numel)
 
     def __or__(self, other: Compressor) -> Compressor:
@@ -240,10 +177,6 @@ class Chain(Sparsifier, StepEnd, Scheduled):
             raise TypeError(f"{self.first} chooses no values: what stands before | is a sparsifier such as topk")
         if not isinstance(values, Coded) or isinstance(values, Sparsifier) or needs_state(values):
             raise TypeError(f"{values} cannot follow |: chosen values are coded by a quantiser without state")
-
-    @property
-    def grain(self) -> int | None:
-        return self.first.grain
 
     @property
     def coder(self) -> Coded:
@@ -274,9 +207,6 @@ class Chain(Sparsifier, StepEnd, Scheduled):
 
     def pick(self, x: Tensor, piece: Piece, call: CodecCall) -> Picked:
         return self.first.pick(x, piece, call)
-
-    def rule(self, x: Tensor, call: CodecCall) -> dict[str, Any]:
-        return self.first.rule(x, call)
 
     def end_step(self, layers: Sequence[LayerState], loss_scale: float) -> None:
         if isinstance(self.first, StepEnd):

@@ -1,0 +1,235 @@
+"""``thinwire bench cuda``: how fast a GPU compresses, beside a copy on it, and in how many launches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib.util import find_spec
+from statistics import median
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from thinwire.collectives import (
+    CollectiveCall,
+    DeviceBuffers,
+    DeviceLoopbackTransport,
+    DeviceTransport,
+    Layer,
+    Layout,
+    LoopbackTransport,
+    device_all_reduce,
+)
+from thinwire.compressors import CodecCall, Coded, Key, Piece, Segments, State, Summed, first_state, parse
+from thinwire.runtime.executor import elapsed
+from thinwire_tools.bench.tables import figures_table
+from thinwire_tools.exits import ends_command
+from thinwire_tools.results import OutputFile, Results
+
+SPECS = (
+    *("minmax(bits=4)", "ef(minmax(bits=4))", "minmax(bits=8, bucket=1024)", "maxabs(bits=4)", "qsgd(bits=4)"),
+    *("lattice(bits=8)", "ef(onebit)", "natural", "topk(density=0.01)", "raw"),
+)
+_REDUCED = ("minmax(bits=4)", "ef(minmax(bits=4))", "topk(density=0.01)", "cast(bf16)")
+"""What several ranks reduce."""
+
+_ROTATED = 4
+"""Buffers that take turns, so that none of them is found in a cache."""
+
+_LAYERS = 40
+"""Layers of the bucket: their number should not show in the number of launches."""
+
+_AT_A_TIME = 8
+"""Calls that are timed together: a GPU is faster than a host that starts one kernel after the other."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operation: seconds a call, and what the device ran for it."""
+
+    name: str
+    seconds: float
+    launches: int
+    sent_bytes: int = 0
+
+
+def cuda(*, size_mb: float = 25.0, repeats: int = 20, ranks: int = 4, json: OutputFile = None) -> int:
+    """Time compressors on a GPU beside a copy of as many bytes there, and an all-reduce of ranks that share the GPU.
+
+    A bucket of 40 layers is compressed as one. GB/s counts the fp32 bytes of the values, by the GPU's own clock;
+    launches are kernels, copies and fills that one call started. The ranks of the all-reduce are threads with a stream
+    each; what they share is the GPU, so it shows the arithmetic of all of them and no network.
+
+    Examples:
+      thinwire bench cuda
+      thinwire bench cuda --size-mb 100 --ranks 2 --json cuda.json
+
+    Args:
+        size_mb: fp32 megabytes (2^20 bytes) of the bucket; DDP's buckets have 25.
+        repeats: times that each figure is measured; the median counts.
+        ranks: of the all-reduce.
+        json: write the figures to this file.
+    """
+    with ends_command():
+        if size_mb <= 0 or repeats < 1 or ranks < 1:
+            raise ValueError("--size-mb must be above 0, --repeats and --ranks at least 1")
+    missing = _missing()
+    if missing:
+        Console(stderr=True, highlight=False).print(f"thinwire bench cuda: {missing}")
+        return 1
+    device = torch.device("cuda", torch.cuda.current_device())
+    console = Console(highlight=False)
+    with console.status(f"{size_mb:g} MB on {torch.cuda.get_device_name(device)}; kernels are compiled first ..."):
+        numel = max(_LAYERS * 1024, int(size_mb * 2**20 / 4))
+        rows = compressors(device, numel, repeats) + reductions(device, numel, repeats, ranks)
+    about = {"device": torch.cuda.get_device_name(device), "size_mb": size_mb, "repeats": repeats, "layers": _LAYERS}
+    results = Results("thinwire bench cuda", about=about)
+    table = figures_table("operation", ("GB/s", "x copy_", "µs", "launches", "bits an\nelement"))
+    copy_s = rows[0].seconds
+    for row in rows:
+        rate, bits = 4 * numel / row.seconds / 1e9, 8 * row.sent_bytes / numel
+        figures = {"x_copy": copy_s / row.seconds, "seconds": row.seconds, "launches": row.launches, "bits": bits}
+        results.add(row.name, rate, "GB/s", **figures)
+        shown = f"{bits:.2f}" if row.sent_bytes else ""
+        table.add_row(
+            row.name, f"{rate:.1f}", f"{copy_s / row.seconds:.2f}", f"{1e6 * row.seconds:.1f}", f"{row.launches}", shown
+        )
+    console.print(f"{about['device']}, {size_mb:g} MB of fp32 in {_LAYERS} layers")
+    console.print(table)
+    if json:
+        results.write(json)
+    return 0
+
+
+def _missing() -> str:
+    if not torch.cuda.is_available():
+        return (
+            f"this PyTorch ({torch.__version__}) sees no CUDA device, and there is nothing to measure without one. "
+            "`make triton` runs the same kernels in Triton's interpreter"
+        )
+    if find_spec("triton") is None:
+        return "Triton is not installed: pip install triton, in the version that this PyTorch wants"
+    return ""
+
+
+def compressors(device: torch.device, numel: int, repeats: int) -> list[Row]:
+    """A copy, and each compressor's encoding and decoding."""
+    x = [
+        torch.randn(numel, generator=torch.Generator().manual_seed(i), dtype=torch.float32, device="cpu").to(device)
+        for i in range(_ROTATED)
+    ]
+    y = [torch.zeros(numel, dtype=torch.float32, device=device) for _ in range(_ROTATED)]
+    rows = [_row("copy_", device, repeats, lambda i: y[i].copy_(x[i]))]
+    for spec in SPECS:
+        rows += _coded(spec, x, y, device, repeats)
+    return rows
+
+
+def _coded(spec: str, x: list[Tensor], y: list[Tensor], device: torch.device, repeats: int) -> list[Row]:
+    compressor = parse(spec)
+    assert isinstance(compressor, Coded)
+    pieces, at = [], 0
+    for name, start, size in _layers(x[0].numel()):
+        pieces.append(Piece(name, start, size, 0, at, (size,)))
+        at += compressor.payload_bytes(size, torch.float32)
+    segments = Segments.build(pieces)
+    sent = [torch.zeros(at, dtype=torch.uint8, device=device) for _ in x]
+    states = [first_state(compressor, values, segments) for values in x]
+
+    def encode(i: int) -> None:
+        compressor.encode(x[i], sent[i], CodecCall(segments, Key.derive(i), state=states[i]))
+
+    def decode(i: int) -> None:
+        compressor.decode(sent[i], y[i], CodecCall(segments))
+
+    for i in range(len(x)):
+        encode(i)
+    return [_row(f"{spec}: encode", device, repeats, encode, at), _row(f"{spec}: decode", device, repeats, decode, at)]
+
+
+def _layers(numel: int) -> list[tuple[str, int, int]]:
+    """Name, start and size of layers of very different sizes that make up so many elements."""
+    weights = [1 + i % 4 * 8 for i in range(_LAYERS)]
+    edges = [sum(weights[:i]) * numel // sum(weights) for i in range(_LAYERS + 1)]
+    return [(f"layer{i}", edges[i], edges[i + 1] - edges[i]) for i in range(_LAYERS)]
+
+
+def _row(name: str, device: torch.device, repeats: int, run: Callable[[int], object], sent_bytes: int = 0) -> Row:
+    def several() -> None:
+        for i in range(_AT_A_TIME):
+            run(i % _ROTATED)
+
+    several()
+    seconds = median(elapsed(several, device) for _ in range(repeats)) / _AT_A_TIME
+    return Row(name, seconds, launches(lambda: run(0), device), sent_bytes)
+
+
+def launches(run: Callable[[], object], device: torch.device) -> int:
+    """Kernels, copies and fills that the device runs for ``run``."""
+    if device.type != "cuda":
+        return 0
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        run()
+        torch.cuda.synchronize(device)
+    return sum(str(event.device_type).endswith("CUDA") for event in profile.events() or ())
+
+
+def reductions(device: torch.device, numel: int, repeats: int, ranks: int) -> list[Row]:
+    """Seconds in which ``ranks`` threads, which share the device, take the mean of their gradients."""
+    rows = []
+    for spec in _REDUCED:
+        seconds, sent_bytes = _reduced(spec, device, numel, repeats, ranks)
+        rows.append(Row(f"{spec}: all-reduce of {ranks} ranks on one device", seconds, 0, sent_bytes))
+    return rows
+
+
+def _reduced(spec: str, device: torch.device, numel: int, repeats: int, ranks: int) -> tuple[float, int]:
+    compressor = parse(spec)
+    assert isinstance(compressor, Coded | Summed)
+    layers = [Layer(name, start, (size,), compressor) for name, start, size in _layers(numel)]
+    layout = Layout.build(layers, ranks, torch.float32)
+    transports = DeviceLoopbackTransport.world(LoopbackTransport.world(ranks), device, timeout_s=120.0)
+    taken: list[list[float]] = [[] for _ in range(ranks)]
+    errors: list[BaseException] = []
+    sent = DeviceBuffers.allocate(layout, 0, device).sent_bytes
+
+    def run(transport: DeviceTransport) -> None:
+        try:
+            with _stream(device):
+                taken[transport.rank] = step_seconds(layout, transport, repeats)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(transport,), daemon=True) for transport in transports]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return max(median(seconds) for seconds in taken), sent
+
+
+def _stream(device: torch.device) -> AbstractContextManager[object]:
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+
+
+def step_seconds(layout: Layout, transport: DeviceTransport, repeats: int) -> list[float]:
+    """One rank's all-reduces: the first, for which kernels are compiled, does not count."""
+    device = transport.device
+    x = torch.randn(
+        layout.numel, generator=torch.Generator().manual_seed(transport.rank), dtype=torch.float32, device="cpu"
+    ).to(device)
+    buffers = DeviceBuffers.allocate(layout, transport.rank, device)
+    shapes = {layer.name: layer.shape for layer in layout.layers}
+    state = State.fresh(layout.slots, layout.numel, 1.0, shapes, device=device) if layout.slots else None
+
+    def step(number: int) -> None:
+        device_all_reduce(x, layout, transport, buffers, CollectiveCall(seed=0, step=number, state=state))
+
+    step(0)
+    return [elapsed(lambda number=number: step(number), device) for number in range(1, repeats + 1)]

@@ -1,0 +1,311 @@
+"""Paired runs: every variant trained from the same seeds as the baseline, by processes that live through all of it.
+
+`compare_training` is what other comparisons call with a task of their own; ``thinwire compare`` is its command.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, Protocol, Self
+
+from thinwire.runtime import ParityError
+from thinwire_tools import lab
+from thinwire_tools.compare import compare_rank, statistics
+from thinwire_tools.compare.compare_rank import probe_steps
+from thinwire_tools.compare.comparison import BASELINE, Comparison, Side
+from thinwire_tools.compare.rank_processes import launch_ranks
+from thinwire_tools.compare.report import Run
+from thinwire_tools.compare.tasks import Task, describe
+from thinwire_tools.compare.variants import ALONE, Variant
+from thinwire_tools.lab.units import parse_rates
+
+CONTROL = "minmax(bits=1, bucket=8192, rounding=nearest)"
+"""One bit, few scales, a biased rounding and no error feedback: training must suffer from it."""
+
+Tune = Literal["no", "baseline", "each"]
+_FACTOR, _WIDEST = 2.0, 4
+_TIMEOUT_S = 180.0
+
+
+class Watcher(Protocol):
+    """Whoever wants to see how runs go."""
+
+    def plan(self, num_runs: int) -> None:
+        """So many more runs are to come."""
+
+    def begin(self, title: str) -> None:
+        """A run begins."""
+
+    def step(self, step: int, loss: float) -> None:
+        """It has made ``step`` steps; ``loss`` was the last one's."""
+
+    def end(self, run: Run) -> None:
+        """It is over."""
+
+
+class Unwatched:
+    """A `Watcher` that does nothing."""
+
+    def plan(self, num_runs: int) -> None:
+        pass
+
+    def begin(self, title: str) -> None:
+        pass
+
+    def step(self, step: int, loss: float) -> None:
+        pass
+
+    def end(self, run: Run) -> None:
+        pass
+
+
+def compare_training(
+    task: Task,
+    variants: Sequence[str],
+    *,
+    seeds: Sequence[int],
+    margin: float = 0.01,
+    control: str | None = CONTROL,
+    num_ranks: int = 2,
+    rate: str | None = None,
+    tune: Tune = "no",
+    measure: int = 0,
+    watcher: Watcher | None = None,
+) -> Comparison:
+    """Train ``task`` with each variant and without compression, from each seed, and compare the held-out losses.
+
+    Args:
+        task: what is trained (`thinwire_tools.compare.tasks.Task`).
+        variants: specs of compressors, as ``"minmax(bits=4, bucket=128)"``; or specs with a policy that adapts them
+            layer by layer, as ``"topk(density=0.01) with lgreco(every=25)"``; or ``"alone"``: ranks send nothing.
+        seeds: of weights, batches and rounding; one paired run each.
+        margin: how much higher a loss may be, as a share, and still be the same.
+        control: a spec that must turn out worse than that; None for none.
+        num_ranks: ranks, at least 2, each a process.
+        rate: of each rank's link, emulated; None for loopback. The control and the tuning run on an unshaped link.
+        tune: "baseline" looks for the baseline's best learning rate first, by doubling and halving the task's on a seed
+            that is not compared, and takes it for all; "each" makes a second comparison, in which every variant and the
+            control have their own (``Comparison.each_tuned``).
+        measure: every so many steps, take the exact mean as well and note how far what arrived is from it
+            (``Run.alpha``); its bytes are not counted, but where a link is emulated its time is. 0 never does.
+        watcher: notified of the progress of the runs.
+
+    Raises:
+        ValueError: a spec, a policy, a rate or a number is wrong, or the baseline diverged.
+        TypeError: the task cannot be made again in another process.
+        ImportError: scipy is missing.
+        LabUnavailable: a rate is given and no network can be emulated here.
+        RankFailed: a rank did not finish a run.
+        ParityError: ranks ended with different parameters, so that there is no one loss.
+    """
+    statistics.need_scipy()
+    specs, control = _named(variants, control)
+    _check(specs, seeds, margin, num_ranks, rate, measure)
+    with Runs(task, num_ranks, rate, watcher or Unwatched(), measure) as runs:
+        others = [*specs, *([control] if control else [])]
+        highest = runs.tuned(None, max(seeds) + 1) if tune != "no" else task.learning_rate
+        rates = dict.fromkeys([None, *others], highest)
+        first = _compare(runs, seeds, margin, specs, control, rates)
+        if tune != "each":
+            return first
+        rates |= {spec: runs.tuned(spec, max(seeds) + 1) for spec in others}
+        second = _compare(runs, seeds, margin, specs, control, rates)
+        return replace(first, each_tuned=second)
+
+
+def compare_runs(
+    runs: Runs, variants: Sequence[str], *, seeds: Sequence[int], margin: float = 0.01, control: str | None = CONTROL
+) -> Comparison:
+    """`compare_training` by processes that live on, at the task's own learning rate: what they have trained already is
+    not trained again."""
+    statistics.need_scipy()
+    specs, control = _named(variants, control)
+    _check(specs, seeds, margin)
+    rates: dict[str | None, float] = dict.fromkeys([None, *specs, control], runs.task.learning_rate)
+    return _compare(runs, seeds, margin, specs, control, rates)
+
+
+def _named(variants: Sequence[str], control: str | None) -> tuple[list[str], str | None]:
+    """Variants and control as canonical text, each once."""
+    specs = list(dict.fromkeys(str(Variant.parse(variant)) for variant in variants))
+    control = None if control is None else str(Variant.parse(control))
+    if control in specs:
+        raise ValueError(f"{control} is both a variant and the control, which must fail: give another control")
+    return specs, control
+
+
+def _check(
+    specs: Sequence[str],
+    seeds: Sequence[int],
+    margin: float,
+    num_ranks: int = 2,
+    rate: str | None = None,
+    measure: int = 0,
+) -> None:
+    if not specs:
+        raise ValueError("nothing to compare: give at least one spec, as 'minmax(bits=4, bucket=128)'")
+    if not seeds or len(set(seeds)) != len(seeds) or min(seeds) < 0:
+        raise ValueError(f"seeds {list(seeds)}: give at least one (--seeds 1), all different and none negative")
+    if not 0 < margin < 1:
+        raise ValueError(f"a margin of {margin}: give a share between 0 and 1, as 0.01 for 1 %")
+    if num_ranks < 2:
+        raise ValueError(f"{num_ranks} ranks: a comparison needs at least 2, with one nothing is sent")
+    if measure < 0:
+        raise ValueError(f"measuring every {measure} steps: give a number of steps, or 0 for never")
+    if rate is not None:
+        parse_rates(rate, num_ranks)
+
+
+def _compare(
+    runs: Runs,
+    seeds: Sequence[int],
+    margin: float,
+    specs: Sequence[str],
+    control: str | None,
+    rates: Mapping[str | None, float],
+) -> Comparison:
+    order = [None, *specs, *([control] if control else [])]
+    trained: dict[str | None, list[Run]] = {spec: [] for spec in order}
+    runs.expect(order, seeds, rates)
+    for seed in seeds:
+        # Seed by seed, so that what slows the machine for a while slows all variants.
+        for spec in order:
+            shaped = spec is None or spec != control
+            trained[spec].append(runs.run(spec, seed, rates[spec], shaped=shaped))
+    sides = {spec: Side(spec or BASELINE, rates[spec], tuple(trained[spec])) for spec in order}
+    return Comparison(
+        seeds=tuple(seeds),
+        margin=margin,
+        shaped=runs.shaped,
+        baseline=sides[None],
+        variants=tuple(sides[spec] for spec in specs),
+        control=sides[control] if control else None,
+        about=runs.about,
+    )
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The task that a rank is sent first; see `thinwire_tools.compare.tasks.describe`."""
+
+    module: str
+    name: str
+    fields: dict[str, Any]
+
+
+class Runs:
+    """The rank processes and their link, and every run they have made; a context manager."""
+
+    def __init__(self, task: Task, num_ranks: int, rate: str | None, watcher: Watcher, measure: int = 0) -> None:
+        self.task, self.shaped = task, rate is not None
+        self._num_ranks, self._rate, self._watcher, self._measure = num_ranks, rate, watcher, measure
+        self._known: dict[tuple[str | None, int, float], Run] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._network = stack.enter_context(lab.Network(self._num_ranks)) if self._rate is not None else None
+            setup: Any = Setup(**describe(self.task))
+            started = launch_ranks(compare_rank, setup, self._num_ranks, self._network, timeout_s=_TIMEOUT_S)
+            self._ranks, _ = stack.enter_context(started)
+            self.about = {"task": asdict(setup), "num_ranks": self._num_ranks, "link": "loopback"}
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def expect(self, specs: Sequence[str | None], seeds: Sequence[int], rates: Mapping[str | None, float]) -> None:
+        """Tell the watcher how many runs are to come."""
+        self._watcher.plan(sum((spec, seed, rates[spec]) not in self._known for spec in specs for seed in seeds))
+
+    def tuned(self, spec: str | None, seed: int) -> float:
+        """The learning rate with the least held-out loss: the task's times a power of two."""
+        losses: dict[int, float] = {}
+
+        def try_out(power: int) -> None:
+            highest = self.task.learning_rate * _FACTOR**power
+            self._watcher.plan((spec, seed, highest) not in self._known)
+            loss = self.run(spec, seed, highest, shaped=False).val_loss
+            losses[power] = loss if math.isfinite(loss) else math.inf
+
+        for power in (0, -1, 1):
+            try_out(power)
+        while True:
+            # Of equal ones the lowest, so that where all diverged the search goes down.
+            best = min(sorted(losses), key=losses.__getitem__)
+            outside = [power for power in (best - 1, best + 1) if power not in losses and abs(power) <= _WIDEST]
+            if not outside:
+                break
+            try_out(outside[0])
+        name = spec or BASELINE
+        self.about.setdefault("tuned", {})[name] = {
+            str(self.task.learning_rate * _FACTOR**power): losses[power] for power in sorted(losses)
+        }
+        return self.task.learning_rate * _FACTOR**best
+
+    def run(self, spec: str | None, seed: int, highest: float, *, shaped: bool) -> Run:
+        """Train, unless it has been: a run is a function of its arguments, apart from its times."""
+        key = (spec, seed, highest)
+        if key not in self._known:
+            self._set_link(shaped)
+            self._known[key] = self._train(spec, seed, highest)
+        return self._known[key]
+
+    def _train(self, spec: str | None, seed: int, highest: float) -> Run:
+        counted: list[int] = []
+
+        def on_event(rank: int, event: dict[str, Any]) -> None:
+            if rank == 0 and event["event"] == "step":
+                self._watcher.step(event["step"], event["loss"])
+
+        def on_hold(at: str) -> None:
+            if self._network is not None:
+                counted.append(self._network.interface_bytes(0)[0])
+
+        name = spec or BASELINE
+        self._watcher.begin(f"{name}, seed {seed}")
+        command = {"do": "run", "rules": spec, "seed": seed, "learning_rate": highest, "measure": self._measure}
+        answers = self._ranks.run(command, on_event, on_hold)
+        first = answers[0]
+        run = Run(
+            name,
+            step_s=first["step_s"],
+            losses=[_mean([answer["probes"][at] for answer in answers]) for at in range(len(first["probes"]))],
+            probe_steps=probe_steps(self.task),
+            payload_bytes=first["payload_bytes"],
+            formula_bytes=first["formula_bytes"],
+            wire_bytes=sum(counted[1::2]) - sum(counted[::2]) if counted else None,
+            val_loss=_mean([answer["held_out"] for answer in answers]),
+            accuracy=None if first["right"] is None else _accuracy(answers),
+            replicas_identical=len({answer["digest"] for answer in answers}) == 1,
+            alpha=[(int(step), float(alpha)) for step, alpha in first["alpha"]],
+            plans=first["plans"],
+            adapt_s=float(first["adapt_s"]),
+        )
+        if spec != ALONE and math.isfinite(run.val_loss) and not run.replicas_identical:
+            raise ParityError(f"{name}, seed {seed}: ranks hold different parameters after {self.task.steps} steps")
+        self._watcher.end(run)
+        return run
+
+    def _set_link(self, shaped: bool) -> None:
+        if self._network is None or self._rate is None:
+            return
+        if shaped:
+            self._network.shape(self._rate)
+            self.about["link"] = self._network.describe()
+        else:
+            self._network.unshape()
+
+
+def _mean(parts: Sequence[tuple[float, int]]) -> float:
+    """Mean of a loss from every rank's sum and number of terms."""
+    return math.fsum(total for total, _ in parts) / sum(count for _, count in parts)
+
+
+def _accuracy(answers: Sequence[dict[str, Any]]) -> float:
+    """Share of right answers among all ranks' held-out ones."""
+    return sum(answer["right"] for answer in answers) / sum(answer["held_out"][1] for answer in answers)

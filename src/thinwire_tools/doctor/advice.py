@@ -1,0 +1,178 @@
+"""What to do, in order, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from thinwire_tools.doctor.measure import Measured
+from thinwire_tools.doctor.predict import predict_step
+from thinwire_tools.doctor.settings import Care, Prediction, Setting
+
+HARMLESS_SHARE = 0.05
+"""Of a step: where less waits for communication, nothing is worth doing."""
+LEAST_GAIN = 0.05
+"""Of a step, that a setting must be faster by to be advised."""
+_CLOSE = 1.05
+_TRUSTED = 0.15
+"""By how much the prediction of a step as it is may be off before the others are in doubt."""
+_ONE_BUCKET_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One thing to do."""
+
+    title: str
+    why: str
+    lines: tuple[str, ...] = ()
+    setting: Setting | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The advice of doctor."""
+
+    sentence: str
+    advice: tuple[Advice, ...]
+    """Best first; never empty: where nothing helps it is to do nothing."""
+    today: float
+    """Seconds of a step now."""
+
+
+_CARE = {
+    Care.NONE: "the same numbers",
+    Care.MEMORY: "the same numbers; each rank holds all weights until their gradients are there",
+    Care.ROUNDED: "gradients in 16 bits, exact enough for nearly everything",
+    Care.KEPT: "kept the loss in the comparisons of the README",
+    Care.BATCH: "a larger batch between two updates, so the learning rate may want another value",
+    Care.LOCAL: "workers train alone in between: compare the loss at the end of a training (docs/local.md)",
+    Care.CHECK: "may change the loss: try it with `thinwire compare` first",
+}
+
+
+def verdict(measured: Measured, predictions: Sequence[Prediction]) -> Verdict:
+    """Return the verdict on measured steps and predictions, warning where the prediction of today's step is off."""
+    watched = measured.watched
+    buckets = watched.paces[0].buckets
+    first: tuple[Advice, ...] = ()
+    if not measured.sharded and len(buckets) == 1 and buckets[0].num_bytes >= _ONE_BUCKET_BYTES:
+        cap = max(1, round(buckets[0].num_bytes / 5 / 2**20))
+        why = "all gradients are in one DDP bucket, so nothing is sent before backward ends; the same numbers"
+        first = (Advice("smaller buckets", why, (f"DistributedDataParallel(model, bucket_cap_mb={cap})",)),)
+    at_once = replace(measured, codecs=dict.fromkeys(measured.codecs, (0.0, 0.0)))
+    return conclude(
+        median(watched.step_s), watched.exposed_share, predictions, lambda p: predict_step(p.setting, at_once), first
+    )
+
+
+def conclude(
+    today: float,
+    share: float,
+    predictions: Sequence[Prediction],
+    free: Callable[[Prediction], Prediction],
+    first: Sequence[Advice] = (),
+) -> Verdict:
+    """The verdict on steps of ``today`` seconds, of which ``share`` waits for communication.
+
+    ``free``: a prediction as it would be if compressing took no time. ``first``: what to do first, where communication
+    is waited for.
+    """
+    verdict = _verdict(today, share, predictions, free, first)
+    return replace(verdict, sentence=verdict.sentence + doubt(verdict.today, predictions))
+
+
+def doubt(today: float, predictions: Sequence[Prediction]) -> str:
+    """A sentence about how far off the prediction of a step as it is comes out; empty if it is close."""
+    off = next((p.step.value / today - 1 for p in predictions if p.setting.is_today), 0.0)
+    if abs(off) <= _TRUSTED:
+        return ""
+    return (
+        f" In doubt: the same prediction of a step as it is comes out {off:+.0%} off the measured one, so something "
+        "here, other work or other traffic, is not in the measurements."
+    )
+
+
+def _verdict(
+    today: float,
+    share: float,
+    predictions: Sequence[Prediction],
+    free: Callable[[Prediction], Prediction],
+    first: Sequence[Advice],
+) -> Verdict:
+    as_is = next(p for p in predictions if p.setting.is_today)
+    others = [p for p in predictions if not p.setting.is_today]
+    faster = [p for p in others if _faster(p, as_is, today)]
+    ranked = _ranked(faster)
+    if share <= HARMLESS_SHARE:
+        nothing = Advice("nothing", "backward hides the communication, or there is little of it")
+        return Verdict(_harmless(today, share), (nothing, *(_advice(p, today) for p in ranked[:1])), today)
+    advice = [*first, *(_advice(p, today) for p in ranked)]
+    waits = f"{share:.0%} of a step ({today:.3g} s) waits for communication"
+    if not ranked:
+        least = min((p for p in others if _may_be_faster(p, as_is, today)), key=lambda p: p.step.value, default=None)
+        if least is not None:
+            return Verdict(_unsettled(waits, least, as_is), (*advice, _AGAIN), today)
+        sentence = f"{waits}, and nothing here would make it at least {LEAST_GAIN:.0%} faster."
+        return Verdict(sentence, (*advice, Advice("nothing", _why_nothing(others, free, today))), today)
+    best = ranked[0]
+    sentence = (
+        f"Bound by communication: {share:.0%} of a step ({today:.3g} s) waits for it. With {best.setting.title} a step "
+        f"would take {best.step.value:.3g} s ({best.step.low:.3g} to {best.step.high:.3g}), "
+        f"{today / best.step.value:.1f} times as fast."
+    )
+    return Verdict(sentence, tuple(advice), today)
+
+
+def _harmless(today: float, share: float) -> str:
+    return f"Not bound by communication: {share:.1%} of a step ({today:.3g} s) waits for it. Leave it as it is."
+
+
+def _faster(p: Prediction, as_is: Prediction, today: float) -> bool:
+    """Whether a setting makes the measured step faster by enough, and one as it is in all but 5 % of the draws."""
+    return p.step.value < (1 - LEAST_GAIN) * today and p.beside(as_is).high < 1
+
+
+def _may_be_faster(p: Prediction, as_is: Prediction, today: float) -> bool:
+    """Whether what was measured allows that a setting makes a step faster by enough."""
+    return min(p.step.value, p.beside(as_is).low * today) < (1 - LEAST_GAIN) * today
+
+
+def _unsettled(waits: str, p: Prediction, as_is: Prediction) -> str:
+    beside = p.beside(as_is)
+    return (
+        f"{waits}. Whether anything here would make it at least {LEAST_GAIN:.0%} faster is too noisy to tell: with "
+        f"{p.setting.title} a step would take {p.step.value:.3g} s, which is {beside.low:.0%} to {beside.high:.0%} of "
+        "the same step as it is."
+    )
+
+
+_AGAIN = Advice("measure again", "with more --steps, and with nothing else on these machines and links meanwhile")
+
+
+def _why_nothing(others: Sequence[Prediction], free: Callable[[Prediction], Prediction], today: float) -> str:
+    """The reason why no setting helps, as far as it can be computed: what would be if compressing took no time."""
+    best = min((free(p).step.value for p in others if p.setting.spec and not p.setting.every), default=today)
+    if best < (1 - LEAST_GAIN) * today:
+        return (
+            f"if compressing took no time a step would take {best:.3g} s: it costs more here than it saves, the "
+            "processors are slow beside the link"
+        )
+    return f"even if compressing took no time, none of the settings would make a step {LEAST_GAIN:.0%} faster"
+
+
+def _ranked(faster: Sequence[Prediction]) -> list[Prediction]:
+    """First, of those close to the fastest that keeps the loss, what changes training least; then by speed."""
+    safe = [p for p in faster if p.setting.care <= Care.KEPT]
+    by_speed = sorted(faster, key=lambda p: (p.setting.care > Care.KEPT, p.step.value))
+    if not safe:
+        return by_speed
+    close = min(p.step.value for p in safe) * _CLOSE
+    first = min((p for p in safe if p.step.value <= close), key=lambda p: (p.setting.care, p.step.value))
+    return [first, *(p for p in by_speed if p != first)]
+
+
+def _advice(p: Prediction, today: float) -> Advice:
+    why = f"{today / p.step.value:.1f} times as fast; {_CARE[p.setting.care]}"
+    return Advice(p.setting.title, why, p.setting.lines, p.setting)

@@ -1,0 +1,156 @@
+"""What doctor measures beside the steps: links, codecs, processors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.collectives import Transport, World, with_shared_memory
+from thinwire.compat import group_timeout
+from thinwire.compressors import Compressor
+from thinwire.integrations.devices import device_of, on_device
+from thinwire.integrations.options import Network
+from thinwire.integrations.transports import bare_transport
+from thinwire.plan.cost import codec_seconds
+from thinwire.plan.forecast.links import Links
+from thinwire.plan.forecast.sharded import ShardedPace, shares
+from thinwire.runtime.probe import (
+    Pair,
+    find_nodes,
+    measure_codecs,
+    measure_cores,
+    measure_links,
+    measure_pairs,
+    shared_part,
+)
+from thinwire_tools.doctor.observer import Observer
+from thinwire_tools.doctor.watched import DoctorError, Watched
+
+_ROUTES = Path("/proc/net/route")
+_INTERFACES = Path("/sys/class/net")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All that predictions are made from."""
+
+    watched: Watched
+    links: tuple[Links, ...]
+    """One for each time they were measured."""
+    pairs: tuple[Pair, ...]
+    codecs: Mapping[Compressor, tuple[float, float]]
+    """Seconds in which the slowest rank encodes an element, and decodes one."""
+    num_ranks: int
+    nodes: int
+    cores: float
+    """Of the machine, for each of its ranks."""
+    threads: int
+    """That a rank computes with."""
+    line_rate: float | None
+    """Bytes per second that the interface is made for, where that is known."""
+    interface: str
+
+    @property
+    def sharded(self) -> bool:
+        """Whether weights are gathered and gradients reduced in shards, rather than all-reduced."""
+        return isinstance(self.watched.paces[0], ShardedPace)
+
+    @property
+    def crossings(self) -> float:
+        """Bytes that a rank sends for each byte of an uncompressed buffer."""
+        once = (self.num_ranks - 1) / self.num_ranks
+        return once if self.sharded else 2 * once
+
+    def codec_s(self, compressor: Compressor) -> float:
+        """Seconds that an element costs a rank each time it is sent, for encoding and decoding."""
+        encode, decode = self.codecs[compressor]
+        if self.sharded:
+            encoded, decoded = shares("all_gather", self.num_ranks)
+            return encoded * encode + decoded * decode
+        return codec_seconds(compressor, self.num_ranks, {"encode": encode, "decode": decode})
+
+
+def measure(observer: Observer, compressors: Collection[Compressor], line_rate: float | None = None) -> Measured:
+    """Measure links and codecs, between two steps and on every rank of the model's process group.
+
+    Raises:
+        DoctorError: what was watched makes no steps that can be predicted.
+        TransportError: a rank is gone or silent.
+    """
+    watched, group = observer.result(), observer.group
+    timeout: timedelta = group_timeout(group)
+    try:
+        # Sharded models are looked at on the CPU.
+        model = observer.model if isinstance(observer.model, DistributedDataParallel) else None
+        device = device_of(model, group, as_device=False) if model is not None else None
+    except (RuntimeError, NotImplementedError) as error:
+        raise DoctorError(str(error)) from error
+    host = bare_transport(group, timeout)
+    transport: Transport = host if device is None else on_device(host, device, group, timeout, Network())
+    try:
+        pairs = measure_pairs(transport)
+        nodes = find_nodes(transport)
+        cores = measure_cores(transport)
+        # Coded messages are sent by the transport that thinwire.compress() would use.
+        transport = with_shared_memory(host, timeout) if device is None else transport
+        # Hierarchies and unequal shares are for messages over the host.
+        world = World(len(nodes), nodes) if device is None else None
+        links = measure_links(transport, world=world)
+        codecs = measure_codecs(compressors, transport)
+        rates = torch.tensor([line_rate or interface_rate() or 0.0], dtype=torch.float64, device="cpu")
+        slowest = float(transport.all_gather(rates).min())
+    finally:
+        transport.close()
+    threads = torch.get_num_threads()
+    shared = shared_part(cores, threads) if device is None else 0.0
+    paces: Any = tuple(replace(pace, shared=shared) for pace in watched.paces)
+    return Measured(
+        replace(watched, paces=paces),
+        tuple(links),
+        tuple(pairs),
+        codecs,
+        dist.get_world_size(group),
+        len(set(nodes)),
+        cores,
+        threads,
+        slowest or None,
+        interface_name(),
+    )
+
+
+def over_links_of(measured: Measured, rate: float) -> Measured:
+    """The same training and processors over links of ``rate`` bytes per second each way."""
+    return replace(measured, links=tuple(links.at_rate(rate) for links in measured.links))
+
+
+def interface_name() -> str:
+    """The network interface that gloo is configured to use, or that of the default route; empty if neither is known."""
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if named:
+        return named
+    try:
+        rows = [line.split() for line in _ROUTES.read_text().splitlines()[1:]]
+    except OSError:
+        return ""
+    return next((row[0] for row in rows if row[1] == "00000000"), "")
+
+
+def interface_rate(name: str | None = None) -> float | None:
+    """Bytes per second of the line behind an interface, as its driver says; None where it does not, or has no line."""
+    place = _INTERFACES / (interface_name() if name is None else name)
+    # Virtual ones, such as veth, name a speed that nothing keeps to.
+    if not (place / "device").exists():
+        return None
+    try:
+        mbit = int((place / "speed").read_text())
+    except (OSError, ValueError):
+        return None
+    return mbit * 1e6 / 8 if mbit > 0 else None

@@ -1,0 +1,92 @@
+"""Sees the communication of a ``DistributedDataParallel`` model."""
+
+# No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.plan import named_parameters
+from thinwire.plan.forecast.ddp import Bucket, Pace
+from thinwire.runtime import Follower, for_reducer
+from thinwire_tools.doctor.watched import DoctorError, Step, Watcher, check_size
+
+GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage] - documented, yet not exported
+
+
+class DDPObserver:
+    """Of a ``DistributedDataParallel`` model: a communication hook that takes the mean of each bucket by the very
+    all-reduce that stock DDP does. Every other step it waits for each all-reduce on the spot, so that backward and
+    communication take turns: such a step shows what computing takes and when buckets become ready, and the steps
+    between show what training takes as it is."""
+
+    def __init__(self, watcher: Watcher, model: DistributedDataParallel) -> None:
+        assert isinstance(model.process_group, dist.ProcessGroup)
+        self.group = model.process_group
+        check_size(self.group)
+        try:
+            model.register_comm_hook(self, _hook)
+        except RuntimeError as error:
+            raise DoctorError(
+                "this model has a communication hook already, and doctor looks at training without one: take "
+                f"thinwire.compress() or register_comm_hook() out of the script for now ({error})"
+            ) from error
+        self._watcher = watcher
+        self._names: dict[torch.Tensor, str] = {p: name for name, p in named_parameters(model.module).items()}
+        self._follower = Follower("thinwire doctor")
+        self._device = next(model.parameters()).device
+
+    def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """The hook: the mean of a bucket, as stock DDP takes it."""
+        flat, step = bucket.buffer(), self._watcher.present
+        if step is not None and step.serial:
+            _await_device(flat)
+        ready = time.perf_counter()
+        future = for_reducer(self._follower.mean(flat, self.group))
+        if bucket.is_last():
+            self._watcher.synced()
+        if step is None:
+            return future
+        layers = tuple((self._names[p], tuple(p.shape)) for p in bucket.parameters())
+        step.buckets.append(Bucket(0.0, layers, flat.element_size()))
+        step.ready.append(ready - step.began - step.waited)
+        if step.serial:
+            future.wait()
+            _await_device(flat)
+            took = time.perf_counter() - ready
+            step.took.append(took)
+            step.waited += took
+        return future
+
+    def watched(self, steps: Sequence[Step]) -> tuple[tuple[Pace, ...], list[float], list[list[float]]]:
+        serial = [step for step in steps if step.serial]
+        plain = [step.seconds for step in steps if not step.serial]
+        rows, took, times = (
+            torch.tensor(values, dtype=torch.float64, device=self._device)
+            for values in ([[*s.ready, s.seconds - s.waited] for s in serial], [s.took for s in serial], plain)
+        )
+        dist.all_reduce(rows, op=dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(times, op=dist.ReduceOp.MAX, group=self.group)
+        # Who came last waited for the others' bytes alone.
+        dist.all_reduce(took, op=dist.ReduceOp.MIN, group=self.group)
+        paces = tuple(
+            Pace(
+                tuple(replace(bucket, ready_s=at) for at, bucket in zip(row[:-1], steps[-1].buckets, strict=True)),
+                row[-1],
+            )
+            for row in rows.tolist()
+        )
+        return paces, times.tolist(), took.tolist()
+
+
+def _await_device(flat: torch.Tensor) -> None:
+    if flat.is_cuda:
+        torch.cuda.synchronize(flat.device)
+
+
+def _hook(state: DDPObserver, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return state.reduce(bucket)

@@ -1,0 +1,167 @@
+"""Sees the communication of a model that ``fully_shard`` has sharded (FSDP2), on the CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thinwire.compat import FSDPGroup, all_gather_single, fsdp_groups, reduce_scatter_single, unwrapped
+from thinwire.plan import named_parameters
+from thinwire.plan.forecast.sharded import Collective, Event, Move, ShardedPace
+from thinwire_tools.doctor.watched import DoctorError, Step, Watcher, check_size
+
+
+class ShardedObserver:
+    """Custom collectives that do what FSDP2's own do, and note when they were asked for, how long they took and where
+    what they brought was needed. On a CPU FSDP2 computes nothing while its own collectives are under way, so every
+    step shows both what training takes as it is and what computing takes."""
+
+    def __init__(self, watcher: Watcher, model: nn.Module) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        sharded = [
+            (unwrapped(path), module) for path, module in model.named_modules() if isinstance(module, FSDPModule)
+        ]
+        if any(p.device.type != "cpu" for p in model.parameters()):
+            raise DoctorError(
+                "doctor looks at sharded models on the CPU: on a GPU collectives go on beside computing, and what they "
+                "hide is not seen"
+            )
+        self.watcher = watcher
+        self._names = {id(p): name for name, p in named_parameters(model).items()}
+        groups: dict[int, tuple[str, Any, FSDPGroup]] = {}
+        for path, module in sharded:
+            for group in fsdp_groups(module):
+                if group.parameters:
+                    groups.setdefault(id(group.identity), (path, module, group))
+        among = {tuple(dist.get_process_group_ranks(group.process_group)) for _, _, group in groups.values()}
+        if len(among) != 1 or len({id(module) for _, module, _ in groups.values()}) != len(groups):
+            raise DoctorError("doctor looks at models all of whose modules are sharded over the same ranks")
+        self.group: dist.ProcessGroup = next(iter(groups.values()))[2].process_group
+        check_size(self.group)
+        for path, module, group in groups.values():
+            self._attach(path, module, group)
+
+    def _attach(self, path: str, module: Any, group: FSDPGroup) -> None:
+        where = f"module {path}" if path else "the root module"
+        if group.other_comm:
+            raise DoctorError(
+                f"the bytes of {where} are moved by {group.other_comm}, and doctor looks at training without it: take "
+                "thinwire.compress() and other custom collectives out of the script for now"
+            )
+        if group.replicated or group.all_reduce_hook is not None or group.post_forward_size:
+            raise DoctorError(
+                f"{where} is sharded and replicated, or gathers among fewer ranks in backward: doctor looks at models "
+                "whose shards are spread over all ranks once"
+            )
+        names = tuple(self._names[id(p.now())] for p in group.parameters)
+        module.set_custom_all_gather(_Gather(self, where, group, names))
+        module.set_custom_reduce_scatter(_Reduce(self, where, group, names))
+
+    def timed(self, run: Callable[[], object], step: Step | None, move: Move) -> int:
+        """Run a collective synchronously, record how long it takes, and return its number in the step."""
+        if step is None:
+            run()
+            return -1
+        number = len(step.buckets)
+        step.events.append(Event(step.computed, number, needed=False))
+        step.buckets.append(move)
+        began = time.perf_counter()
+        run()
+        took = time.perf_counter() - began
+        step.took.append(took)
+        step.waited += took
+        return number
+
+    def watched(self, steps: Sequence[Step]) -> tuple[tuple[ShardedPace, ...], list[float], list[list[float]]]:
+        if any(_order(step) != _order(steps[-1]) for step in steps):
+            raise DoctorError("this model uses its modules in another order from step to step: it cannot be predicted")
+        computed = [[*(event.at_s for event in step.events), step.seconds - step.waited] for step in steps]
+        parts = torch.tensor(computed, dtype=torch.float64, device="cpu").diff(
+            dim=1, prepend=torch.zeros(len(steps), 1, dtype=torch.float64, device="cpu")
+        )
+        alone = parts.sum(1)
+        times = torch.tensor([step.seconds for step in steps], dtype=torch.float64, device="cpu")
+        took = torch.tensor([step.took for step in steps], dtype=torch.float64, device="cpu")
+        dist.all_reduce(parts, op=dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(alone, op=dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(times, op=dist.ReduceOp.MAX, group=self.group)
+        # Who came last waited for the others' bytes alone.
+        dist.all_reduce(took, op=dist.ReduceOp.MIN, group=self.group)
+        rows = zip(parts.cumsum(1).tolist(), alone.tolist(), strict=True)
+        paces = tuple(_pace(steps[-1], row, alone_s) for row, alone_s in rows)
+        return paces, times.tolist(), took.tolist()
+
+
+def _order(step: Step) -> list[tuple[int, bool]]:
+    return [(event.move, event.needed) for event in step.events]
+
+
+def _pace(step: Step, row: Sequence[float], alone_s: float) -> ShardedPace:
+    events = tuple(event._replace(at_s=at) for event, at in zip(step.events, row[:-1], strict=True))
+    asked = {event.move: event.at_s for event in events if not event.needed}
+    moves = tuple(replace(_move(move), ready_s=asked[i]) for i, move in enumerate(step.buckets))
+    return ShardedPace(moves, events, row[-1], alone_s, batches=step.batches)
+
+
+def _move(move: object) -> Move:
+    assert isinstance(move, Move)
+    return move
+
+
+class _Comm:
+    """What both collectives have in common."""
+
+    def __init__(self, eyes: ShardedObserver, module: str, group: FSDPGroup, names: tuple[str, ...]) -> None:
+        self._observer, self._module, self._group, self._names = eyes, module, group, names
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def _move(self, kind: Collective, x: Tensor, *, late: bool = True) -> Move:
+        pairs = zip(self._names, self._group.parameters, strict=True)
+        # Gradients are those of what has some; who trains all alike sends all.
+        layers = tuple((n, p.shape) for n, p in pairs if kind == "all_gather" or p.now().requires_grad)
+        return Move(0.0, layers, x.element_size(), kind, self._module, late)
+
+
+class _Gather(_Comm):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        step = self._observer.watcher.present
+        run = partial(all_gather_single, output_tensor, input_tensor, group)
+        number = self._observer.timed(run, step, self._move("all_gather", input_tensor))
+        return None if step is None else _Needed(step, number)
+
+
+class _Reduce(_Comm):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        late = op != dist.ReduceOp.SUM and not self._group.reads_at_once()
+        for parameter in self._group.parameters if late else ():
+            late &= parameter.now().dtype == output_tensor.dtype
+        run = partial(reduce_scatter_single, output_tensor, input_tensor, group, op)
+        self._observer.timed(run, self._observer.watcher.present, self._move("reduce_scatter", input_tensor, late=late))
+        self._observer.watcher.synced()
+        return None
+
+
+class _Needed(dist.Work):
+    """The work of a gather that has ended. FSDP2 waits for it where it first needs the weights, which is recorded."""
+
+    def __init__(self, step: Step, number: int) -> None:
+        super().__init__()
+        self._step, self._number = step, number
+
+    def wait(self, timeout: object = None) -> bool:
+        self._step.events.append(Event(self._step.computed, self._number, needed=True))
+        return True

@@ -1,0 +1,217 @@
+"""The results of an examination as JSON, from which the tables in the terminal and the page are made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from thinwire.compressors import Compressor, Raw
+from thinwire.plan.forecast.links import Curve, Links
+from thinwire.plan.forecast.payoff import minimal_ratio, useful_bandwidth
+from thinwire.plan.forecast.sharded import Move
+from thinwire.runtime.probe import Pair
+from thinwire_tools.doctor.advice import Verdict
+from thinwire_tools.doctor.measure import Measured
+from thinwire_tools.doctor.settings import Prediction, Setting, ceiling, plan_of
+from thinwire_tools.doctor.settings_sharded import ShardedSetting, plan_for
+from thinwire_tools.results import Results
+
+_HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What a step is worth, for costs as in the thesis's Table 3.10."""
+
+    per_hour: float
+    """Of all ranks together, in any currency."""
+    samples_per_step: float
+    """That all ranks together take in one step."""
+    unit: str = "samples"
+    """``tokens`` where those were counted."""
+
+    def per_million(self, step_s: float) -> float:
+        """Price of a million samples or tokens."""
+        return 1e6 * self.per_hour / _HOUR_S * step_s / self.samples_per_step
+
+
+def record(
+    measured: Measured,
+    predictions: Sequence[Prediction],
+    verdict: Verdict,
+    *,
+    about: dict[str, Any],
+    prices: Prices | None = None,
+    elsewhere: Sequence[tuple[float, Sequence[Prediction]]] = (),
+) -> Results:
+    """Everything that was measured and predicted.
+
+    Args:
+        measured: the training, the links and the processors.
+        predictions: a step with each setting, over these links.
+        verdict: what to do.
+        about: what was trained, and over which link.
+        prices: of a step, if they are known.
+        elsewhere: bytes per second of other links, and predictions over these.
+    """
+    watched, links = measured.watched, _middle(measured.links)
+    least = ceiling(measured)
+    rows = [prediction_row(p, prices) for p in predictions]
+    codecs = _codecs(measured, predictions, links)
+    results = Results(
+        "thinwire doctor",
+        about=about
+        | {
+            "ranks": measured.num_ranks,
+            "nodes": measured.nodes,
+            "cores_each": measured.cores,
+            "threads": measured.threads,
+            "parameters": watched.parameters,
+            "dtypes": list(watched.dtypes),
+            "batches_per_step": watched.batches,
+            "sharded": measured.sharded,
+            "crossings": measured.crossings,
+            "interface": measured.interface,
+            "line_rate": measured.line_rate,
+            "verdict": verdict.sentence,
+            "advice": [{"title": a.title, "why": a.why, "lines": list(a.lines)} for a in verdict.advice],
+            "today_s": verdict.today,
+            "steps_s": list(watched.step_s),
+            "compute_s": asdict(least),
+            "exposed_share": watched.exposed_share,
+            "shared": watched.paces[0].shared,
+            "buckets": _buckets(measured),
+            "pairs": [asdict(pair) | {"inside": _inside(pair, links)} for pair in measured.pairs],
+            "native": _curve(links.native),
+            "exchange": _curve(links.exchange),
+            "predictions": rows,
+            "elsewhere": [
+                {"rate": rate, "predictions": [prediction_row(p, prices) for p in others]} for rate, others in elsewhere
+            ],
+            "codecs": codecs,
+            "prices": asdict(prices) if prices else None,
+        },
+    )
+    results.add("step_s/today", verdict.today, "s", all=list(watched.step_s))
+    results.add("compute_s", least.value, "s", low=least.low, high=least.high)
+    results.add("exposed_share", watched.exposed_share, "")
+    for pair in measured.pairs:
+        results.add(f"bandwidth/{pair.first}-{pair.second}", pair.bandwidth, "B/s")
+        results.add(f"latency_s/{pair.first}-{pair.second}", pair.latency_s, "s")
+    for row in rows:
+        bounds = {"low": row["low_s"], "high": row["high_s"]}
+        results.add(f"predicted_step_s/{row['title']}", row["step_s"], "s", spec=row["spec"], **bounds)
+        if row["cost"] is not None:
+            assert prices is not None
+            results.add(f"cost/{row['title']}", row["cost"], f"per million {prices.unit}")
+    for row in codecs:
+        results.add(f"encode/{row['spec']}", row["encode"], "B/s")
+        results.add(f"decode/{row['spec']}", row["decode"], "B/s")
+    return results
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What a rank wrote."""
+    return json.loads(path.read_text())
+
+
+def write(path: Path, record_read: dict[str, Any]) -> None:
+    """Write a record that was read."""
+    path.write_text(json.dumps(record_read, indent=1) + "\n")
+
+
+def _inside(pair: Pair, links: Links) -> bool:
+    """Whether two ranks share a node beside other nodes, so that their link is not the line."""
+    nodes = links.legs.world.nodes if links.legs is not None else range(links.num_ranks)
+    return nodes[pair.first] == nodes[pair.second]
+
+
+def _middle(links: Sequence[Links]) -> Links:
+    return sorted(links, key=lambda link: link.native.per_byte)[len(links) // 2]
+
+
+def _curve(curve: Curve) -> dict[str, Any]:
+    return {"points": [list(point) for point in curve.points], "bandwidth": curve.bandwidth}
+
+
+def _buckets(measured: Measured) -> list[dict[str, Any]]:
+    """Of the middle one of the measured steps."""
+    paces, rows = measured.watched.paces, []
+    for i, bucket in enumerate(paces[0].buckets):
+        ready = median(pace.buckets[i].ready_s for pace in paces)
+        alone = median(took[i] for took in measured.watched.bucket_s)
+        kind = bucket.kind if isinstance(bucket, Move) else "all_reduce"
+        rows.append({"kind": kind, "bytes": bucket.num_bytes, "ready_s": ready, "took_s": alone})
+    return rows
+
+
+def prediction_row(p: Prediction, prices: Prices | None) -> dict[str, Any]:
+    """A prediction, as it is written."""
+    cost = None if prices is None else prices.per_million(p.step.value)
+    return {
+        "title": p.setting.title,
+        "spec": p.setting.spec,
+        "algorithm": p.setting.algorithm,
+        "times": p.setting.times,
+        "every": p.setting.every,
+        "care": p.setting.care.name.lower(),
+        "step_s": p.step.value,
+        "low_s": p.step.low,
+        "high_s": p.step.high,
+        "sent_bytes": p.sent_bytes,
+        "wait_share": p.wait_share,
+        "lines": list(p.setting.lines),
+        "cost": cost,
+    }
+
+
+def _codecs(measured: Measured, predictions: Sequence[Prediction], links: Links) -> list[dict[str, Any]]:
+    """Each compressor's speed in bytes of fp32, and the ratio above which its speed pays (FFT paper, eq. 4)."""
+    rows = []
+    for p in predictions:
+        if p.setting.spec is None or p.setting.every or p.setting.algorithm != "sra":
+            continue
+        compressor = _main(_compressors(p.setting, measured))
+        if compressor is None:
+            continue
+        encode, decode = measured.codecs[compressor]
+        both = measured.codec_s(compressor) / 4
+        # What a byte costs without compression: it crosses the link so many times.
+        bandwidth = links.native.bandwidth / measured.crossings
+        ratio = minimal_ratio(bandwidth, both)
+        uncompressed = sent_bytes_of_today(predictions)
+        rows.append(
+            {
+                "title": p.setting.title,
+                "spec": str(compressor),
+                "encode": 4 / encode,
+                "decode": 4 / decode,
+                "seconds_per_byte": both,
+                "ratio": uncompressed / p.sent_bytes if p.sent_bytes else 1.0,
+                "minimal_ratio": ratio if ratio < float("inf") else None,
+                "useful_bandwidth": useful_bandwidth(both) * measured.crossings,
+            }
+        )
+    return rows
+
+
+def sent_bytes_of_today(predictions: Sequence[Prediction]) -> float:
+    """Return the bytes that a rank sends in a step without compression."""
+    return next(p.sent_bytes for p in predictions if p.setting.is_today)
+
+
+def _compressors(setting: Setting, measured: Measured) -> Iterable[Compressor]:
+    """Yield the compressors of layers, in the order in which these are sent."""
+    if not isinstance(setting, ShardedSetting):
+        return plan_of(setting, measured).layers.values()
+    return plan_for(setting, measured.watched.shapes).layers.values()
+
+
+def _main(compressors: Iterable[Compressor]) -> Compressor | None:
+    """The one that is not raw, if there is one."""
+    lossy = [compressor for compressor in compressors if not isinstance(compressor, Raw)]
+    return max(lossy, key=lossy.count) if lossy else None

@@ -1,0 +1,180 @@
+"""What could be done with a sharded model (FSDP2), and how long a step would take then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from thinwire.compressors import Compressor, parse
+from thinwire.integrations.fsdp import DEFAULT_SHARDED_RULES
+from thinwire.plan import Filter, Plan, sharded_plan
+from thinwire.plan.forecast.links import Links
+from thinwire.plan.forecast.ranges import Range, draws
+from thinwire.plan.forecast.sharded import ShardedPace, move_transfer, native_sharded_step, sharded_bytes, sharded_step
+from thinwire_tools.doctor.measure import Measured
+from thinwire_tools.doctor.settings import CHECKPOINT, Care, Prediction, Setting
+from thinwire_tools.doctor.watched import DoctorError
+
+_FILTER = Filter(min_numel=1024)
+"""What `thinwire.compress` leaves raw."""
+
+
+@dataclass(frozen=True)
+class ShardedSetting(Setting):
+    """A setting of the communication of weights, by ``spec``, and of gradients."""
+
+    gradients: str | None = None
+    """By default as weights."""
+    kept: bool = False
+    """Whether weights stay gathered after forward."""
+    halved: bool = False
+    """Whether PyTorch itself reduces gradients in 16 bits."""
+
+    @property
+    def is_today(self) -> bool:
+        return super().is_today and not self.kept and not self.halved
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        if self.kept:
+            return ("fully_shard(block, reshard_after_forward=False)  # of every block",)
+        if self.halved:
+            return (
+                "policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)  # of torch.distributed.fsdp",
+                "fully_shard(block, mp_policy=policy)  # of every block, and of the model",
+            )
+        if self.times > 1:
+            return (
+                f"model.set_requires_gradient_sync(last_of_{self.times})",
+                f"(loss / {self.times}).backward()  # optimizer.step() once every {self.times} batches",
+            )
+        if self.spec is None:
+            return ()
+        specs = {"weights": self.spec, "gradients": self.gradients or self.spec}
+        usual = parse(DEFAULT_SHARDED_RULES)
+        given = "".join(f', {site}="{spec}"' for site, spec in specs.items() if parse(spec) != usual)
+        return (
+            "import thinwire",
+            f"wire = thinwire.compress(model{given})  # after fully_shard(model)",
+            "thinwire.prefetch(model)",
+            CHECKPOINT,
+        )
+
+
+SHARDED_SETTINGS = (
+    ShardedSetting("as it is"),
+    ShardedSetting("weights kept", kept=True, care=Care.MEMORY),
+    ShardedSetting("uncompressed, overlapped", "raw"),
+    ShardedSetting("gradients in bf16", halved=True, care=Care.ROUNDED),
+    ShardedSetting("W8G8", DEFAULT_SHARDED_RULES, care=Care.KEPT),
+    ShardedSetting("W8G4", DEFAULT_SHARDED_RULES, gradients="minmax(bits=4, bucket=1024)", care=Care.CHECK),
+    ShardedSetting("W4G4", "minmax(bits=4, bucket=1024)", care=Care.CHECK),
+    *(ShardedSetting(f"accumulate {times}", times=times, care=Care.BATCH) for times in (2, 4, 8)),
+)
+
+
+def sharded_settings(specs: Sequence[str], shapes: Mapping[str, Sequence[int]]) -> tuple[ShardedSetting, ...]:
+    """The usual ones, and these compressors besides, for weights and gradients alike.
+
+    Raises:
+        DoctorError: one of them cannot serve a sharded model.
+    """
+    known = {parse(setting.spec) for setting in SHARDED_SETTINGS if setting.spec and setting.gradients is None}
+    more = dict.fromkeys(parse(spec) for spec in specs)
+    settings = [ShardedSetting(str(c), str(c), care=Care.CHECK) for c in more if c not in known]
+    for setting in settings:
+        try:
+            plan_for(setting, shapes)
+        except ValueError as error:
+            raise DoctorError(f"--compressors {setting.spec}: this model is sharded, and {error}") from None
+    return (*SHARDED_SETTINGS, *settings)
+
+
+def plan_for(setting: ShardedSetting, shapes: Mapping[str, Sequence[int]]) -> Plan:
+    """Which compressor the weights and the gradients of each layer would have."""
+    assert setting.spec is not None
+    return sharded_plan(shapes, {"weights": setting.spec, "gradients": setting.gradients or setting.spec}, _FILTER)
+
+
+def sharded_compressors(settings: Sequence[ShardedSetting], shapes: Mapping[str, Sequence[int]]) -> set[Compressor]:
+    """Compressors whose speed predictions need."""
+    return {c for setting in settings if setting.spec for c in plan_for(setting, shapes).layers.values()}
+
+
+def fits(setting: ShardedSetting, pace: ShardedPace) -> bool:
+    """Whether it would change this step."""
+    if setting.halved:
+        return any(move.kind == "reduce_scatter" and move.itemsize == 4 for move in pace.moves)
+    return not setting.kept or len(pace.kept().moves) < len(pace.moves)
+
+
+def predict_sharded(setting: ShardedSetting, measured: Measured) -> Prediction:
+    """Over many draws of a measured step and of a measurement of the links."""
+    watched = measured.watched
+    steps: list[float] = []
+    waits: list[float] = []
+    layers = None if setting.spec is None else plan_for(setting, watched.shapes).layers
+    took = dict(zip(map(id, watched.paces), watched.bucket_s, strict=True))
+    # Once for each, not for each time that it is drawn.
+    changed = {id(pace): _changed(setting, pace) for pace in watched.paces if isinstance(pace, ShardedPace)}
+    drawn = draws(watched.paces, measured.links)
+    for pace, links in drawn:
+        assert isinstance(pace, ShardedPace)
+        step = _step(setting, pace, changed[id(pace)], links, layers, took[id(pace)], measured)
+        computed = pace.compute_s
+        if setting.times > 1:
+            # Batches between two exchanges gather as ever, and end with backward.
+            gathers = _seconds(pace, took[id(pace)], "all_gather")
+            step = (step + (setting.times - 1) * (pace.backward_end_s + gathers)) / setting.times
+            computed = (computed + (setting.times - 1) * pace.backward_end_s) / setting.times
+        steps.append(step)
+        waits.append(max(0.0, 1 - computed / step))
+    pace, links = drawn[0]
+    assert isinstance(pace, ShardedPace)
+    return Prediction(setting, tuple(steps), _sent(setting, pace, links, layers), Range.from_values(waits).value)
+
+
+def _changed(setting: ShardedSetting, pace: ShardedPace) -> ShardedPace:
+    """Return the measured step with its gathers ahead, or left out where the setting keeps weights."""
+    if setting.kept:
+        return pace.kept()
+    return pace if setting.spec is None else pace.ahead()
+
+
+def _step(
+    setting: ShardedSetting,
+    pace: ShardedPace,
+    changed: ShardedPace,
+    links: Links,
+    layers: Mapping[str, Compressor] | None,
+    took: Sequence[float],
+    measured: Measured,
+) -> float:
+    if layers is not None:
+        return sharded_step(changed, [move_transfer(move, layers, links, measured.codecs) for move in changed.moves])
+    if setting.kept:
+        return native_sharded_step(changed, _matching(pace, changed, took))
+    if setting.halved:
+        # Half of the bytes; latency stays.
+        least = links.native.latency_s
+        pairs = zip(pace.moves, took, strict=True)
+        took = [s - max(0.0, s - least) / 2 if move.kind == "reduce_scatter" else s for move, s in pairs]
+    return native_sharded_step(pace, took)
+
+
+def _matching(pace: ShardedPace, left: ShardedPace, took: Sequence[float]) -> list[float]:
+    """Seconds of the moves that are left."""
+    by_move = {(move.kind, move.module): seconds for move, seconds in zip(pace.moves, took, strict=True)}
+    return [by_move[move.kind, move.module] for move in left.moves]
+
+
+def _seconds(pace: ShardedPace, took: Sequence[float], kind: str) -> float:
+    return sum(seconds for move, seconds in zip(pace.moves, took, strict=True) if move.kind == kind)
+
+
+def _sent(setting: ShardedSetting, pace: ShardedPace, links: Links, layers: Mapping[str, Compressor] | None) -> float:
+    if setting.kept:
+        return sharded_bytes(pace.kept(), links, None)
+    sent = sharded_bytes(pace, links, layers)
+    reduced = links.others * sum(move.num_bytes for move in pace.moves if move.kind == "reduce_scatter")
+    return sent - reduced / 2 if setting.halved else sent - reduced * (setting.times - 1) / setting.times

@@ -1,0 +1,124 @@
+"""``thinwire lab``: run any command on every rank of a slow network made on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from thinwire_tools.exits import check_script, ends_command, without_python
+from thinwire_tools.lab.launch import Outcome, launch
+from thinwire_tools.lab.schedule import Event, Kind, read_schedule
+from thinwire_tools.lab.units import parse_time
+from thinwire_tools.results import OutputFile, Results
+
+
+def lab(
+    command: Annotated[tuple[str, ...], tyro.conf.Positional],
+    *,
+    ranks: int = 2,
+    ranks_per_node: int = 1,
+    rate: str | None = None,
+    rtt: str | None = None,
+    loss: str | None = None,
+    nat: tuple[int, ...] = (),
+    burst_bytes: int | None = None,
+    queue: str = "50ms",
+    congestion: str | None = None,
+    timeout: float | None = None,
+    kill: tuple[str, ...] = (),
+    pause: tuple[str, ...] = (),
+    cut: tuple[str, ...] = (),
+    join: tuple[str, ...] = (),
+    schedule: Path | None = None,
+    count: str | None = None,
+    possible: float | None = None,
+    json: OutputFile = None,
+) -> int:
+    r"""Run a command on every rank of a slow network made on this machine.
+
+    Each rank gets a network of its own, and the variables torchrun would set, so a script that reads RANK,
+    WORLD_SIZE and MASTER_ADDR runs as it is. Nothing is left behind, however it ends.
+
+    Goodput is what a training has kept over what it could have: ranks print how many tokens they have trained on once
+    those are in a state that outlives them (shared weights, a checkpoint), and --count adds these numbers up.
+
+    Examples:
+      thinwire lab --ranks 2 --rate 100mbit -- python train.py --epochs 1
+      thinwire lab --ranks 4 --rate 1gbit,100mbit,1gbit,1gbit --rtt 20ms -- python train.py
+      thinwire lab --ranks 4 --ranks-per-node 2 --rate 100mbit -- python train.py
+      thinwire lab --ranks 4 --kill 1@60s 2@120s --join 1@90s --cut 3@30s..40s -- python train.py
+      thinwire lab --ranks 2 --rate 100mbit --rtt 40ms --loss 0.5% -- python train.py
+      thinwire lab --ranks 4 --kill 1@60s --count 'kept (\d+) tokens' --possible 5000 -- python train.py
+
+    Args:
+        command: What each rank runs, after two dashes.
+        ranks: How many ranks.
+        ranks_per_node: How many of them, in order, share a node, and its link.
+        rate: Rate of each node's link, each way: 100mbit, 2.5gbit; or one for each node: 1gbit,100mbit.
+        rtt: Round-trip time to add, as 20ms.
+        loss: Share of packets that are lost, each way, as 1%. Needs a rate.
+        nat: Ranks that others cannot connect to, as behind a home router.
+        burst_bytes: What a link lets through at once after a pause; chosen from the rate if not given.
+        queue: Limit of the queue before each link, as time at its rate.
+        congestion: TCP congestion control, as bbr; cubic if not given.
+        timeout: Seconds after which all ranks are ended.
+        kill: Ranks that are killed, and when: 1@60s.
+        pause: Ranks that stand still, from and until: 1@30s..45s.
+        cut: Ranks whose node's link is down, from and until: 1@30s..45s.
+        join: Ranks that are started only then, or again after they were killed: 1@90s.
+        schedule: A file of such events, one a line: kill 1@60s.
+        count: Pattern of what ranks print, with one group: the number that is added up.
+        possible: What a rank that nothing disturbs would add up in a second; the report then has the goodput.
+        json: Write the link and each node's bytes to this file.
+
+    Returns:
+        The exit code: the first failing rank's, or 0.
+    """
+    with ends_command(ValueError, OSError, RuntimeError):
+        if not command:
+            raise ValueError("give the command that each rank runs after two dashes: -- python train.py")
+        given_to_python = without_python(command)
+        if len(given_to_python) < len(command) and not given_to_python[0].startswith("-"):
+            check_script(given_to_python)  # once, not on every rank
+        events = [] if schedule is None else read_schedule(schedule.read_text().splitlines())
+        given: tuple[tuple[Kind, tuple[str, ...]], ...]
+        given = (("kill", kill), ("pause", pause), ("cut", cut), ("join", join))
+        events += [Event.parse(kind, text) for kind, texts in given for text in texts]
+        outcome = launch(
+            command,
+            num_ranks=ranks,
+            ranks_per_node=ranks_per_node,
+            rate=rate,
+            rtt=rtt,
+            loss=loss,
+            nat=nat,
+            burst_bytes=burst_bytes,
+            queue_s=parse_time(queue),
+            congestion=congestion,
+            timeout=timeout,
+            events=events,
+            count=count,
+            possible=possible,
+        )
+    if json is not None:
+        _results(outcome, command, "rank" if ranks_per_node == 1 else "node").write(json)
+    return outcome.exit_code
+
+
+def _results(outcome: Outcome, command: Sequence[str], whose: str) -> Results:
+    """All figures, for ``--json``. ``whose``: what has a link, a rank or a node."""
+    results = Results("lab", about={"command": list(command), "link": outcome.link})
+    results.add("exit_code", outcome.exit_code, "")
+    results.add("seconds", outcome.seconds, "s")
+    results.add("rank_seconds", outcome.rank_seconds, "s")
+    if outcome.counted is not None:
+        results.add("counted", outcome.counted, "")
+    for name, value in outcome.goodput.items():
+        results.add(f"goodput/{name}", value, "")
+    for number, (sent, received) in enumerate(outcome.link_bytes):
+        results.add(f"sent_bytes/{whose}{number}", sent, "B")
+        results.add(f"received_bytes/{whose}{number}", received, "B")
+    return results

@@ -1,0 +1,109 @@
+"""The system's own tools that a lab is made with: ``ip`` and ``tc`` of iproute2, ``nsenter`` and ``unshare`` of
+util-linux.
+
+They are present wherever containers are and need no Python package. ``nsenter`` and ``unshare`` enter a namespace and
+then *become* the command, so a rank's signals and its exit status are the command's own; and no thread of this process
+ever changes its own namespace.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from thinwire_tools.exits import UNAVAILABLE, CommandError
+
+PACKAGES = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "unshare": "util-linux", "cat": "coreutils"}
+# Debian keeps these out of an ordinary user's PATH.
+SYSTEM_DIRECTORIES = ("/usr/sbin", "/sbin", "/usr/bin", "/bin")
+TOOL_TIMEOUT_S = 30.0
+# What the kernel answers while it has no memory for another process. execve says EFAULT where it finds no page for the
+# arguments. The tool has not run yet, so that it can be started again.
+PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EFAULT)
+STARTS = 5
+BETWEEN_STARTS_S = 0.2
+USER_NAMESPACE_SETTINGS = (
+    ("user/max_user_namespaces", "0", "user.max_user_namespaces=10000"),
+    ("kernel/unprivileged_userns_clone", "0", "kernel.unprivileged_userns_clone=1"),
+    ("kernel/apparmor_restrict_unprivileged_userns", "1", "kernel.apparmor_restrict_unprivileged_userns=0"),
+)
+
+
+class LabUnavailable(CommandError, RuntimeError):
+    """A slow network cannot be made here; the message says what is missing and what to do."""
+
+    exit_code = UNAVAILABLE
+
+
+def find(tool: str) -> str:
+    """Path of ``tool``.
+
+    Raises:
+        LabUnavailable: it is not installed; names the package that has it.
+    """
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), *SYSTEM_DIRECTORIES])
+    executable = shutil.which(tool, path=path)
+    if executable is None:
+        package = PACKAGES[tool]
+        raise LabUnavailable(
+            f"the command `{tool}` is missing: install the package {package} (Debian, Ubuntu: apt install {package})"
+        )
+    return executable
+
+
+def call(inside: Sequence[str], tool: str, arguments: Sequence[str], *, lines: Sequence[str] = ()) -> str:
+    """Run ``tool`` behind the prefix ``inside`` (which enters a namespace); its standard output.
+
+    ``lines`` are its standard input: with ``-batch -`` they are one command each.
+
+    Raises:
+        LabUnavailable: it could not be started, or it failed; the message has its own words and what they usually mean.
+    """
+    script = "".join(line + "\n" for line in lines)
+    done = _run([*inside, find(tool), *arguments], script)
+    if done.returncode != 0:
+        raise LabUnavailable(f"`{tool}` failed: {done.stderr.strip()}{_missing_module(done.stderr, script)}")
+    return done.stdout
+
+
+def _run(command: Sequence[str], script: str) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` with ``script`` as its standard input; start it again while the kernel has no memory for it."""
+    starts = 0
+    while True:
+        try:
+            return subprocess.run(command, input=script, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S)
+        except OSError as error:
+            starts += 1
+            if error.errno not in PASSING or starts == STARTS:
+                raise LabUnavailable(f"`{command[0]}` could not be started: {error.strerror}") from error
+        time.sleep(BETWEEN_STARTS_S)
+
+
+def _missing_module(error: str, script: str) -> str:
+    """What to do about an error of ``ip`` or ``tc``, from the kernel's words and from what it was asked for."""
+    unknown = ("not supported", "Unknown device type", "No such file", "qdisc kind is unknown")
+    for asked, module in (("tbf", "sch_tbf"), ("type bridge", "bridge"), ("type veth", "veth")):
+        if asked in script and any(words in error for words in unknown):
+            return f" (this kernel may lack the module {module}: try `modprobe {module}` as root)"
+    return ""
+
+
+def refused(error: str) -> LabUnavailable:
+    """What to do when the kernel refused the namespaces with ``error``: names the settings that forbid them."""
+    blocked = []
+    for name, forbidding, setting in USER_NAMESPACE_SETTINGS:
+        file = Path("/proc/sys") / name
+        if file.exists() and file.read_text().strip() == forbidding:
+            blocked.append(f"`sysctl -w {setting}`")
+    remedies = "run as root"
+    if blocked:
+        remedies += f", or let users make user namespaces: {' and '.join(blocked)} as root"
+    return LabUnavailable(
+        f"{error}. To do: {remedies}; in a container, start it with --cap-add SYS_ADMIN --cap-add NET_ADMIN "
+        "--security-opt seccomp=unconfined --security-opt apparmor=unconfined (or --privileged)"
+    )
