@@ -124,6 +124,7 @@ ALGORITHMS: list[Wrong] = [
     ("tree(root=-1)", ValueError, "root must be at least 0, not -1: give a rank, or None"),
     ("sra(rates=guessed)", ValueError, "rates must be measured, not 'guessed': or give one for each rank"),
     ("sra(rates=(1, 0))", ValueError, "rates must be at least 1e-15 and at most 1e"),
+    (f"sra(rates=({10**400}, 1))", ValueError, "rates must be at least 1e-15 and at most 1e"),
     ("sra(rates=3)", ValueError, "rates must be one for each rank, as"),
     ("hierarchical(across=wires)", ValueError, "across must be slices or leaders"),
     ("hierarchical(inside=topk(density=0.1))", ValueError, "a quantiser without a state"),

@@ -295,16 +295,9 @@ def _wrapped_inside(model: nn.Module) -> str | None:
             inner = f"model.{path}" if names else f"model.get_submodule({path!r})"
             return f"the DistributedDataParallel model is inside, pass that: thinwire.compress({inner})"
         if fsdp is not None and isinstance(part, fsdp.FullyShardedDataParallel):
-            return (
-                "FullyShardedDataParallel (FSDP1) has no place for compressed weights and gradients. Shard the model "
-                "with torch.distributed.fsdp.fully_shard() (FSDP2) instead, its blocks first, then "
-                "thinwire.compress(model)"
-            )
+            return "FSDP1 has no place for compression: use fully_shard() (FSDP2), then thinwire.compress(model)"
     if is_replicated(model):
-        return (
-            "replicate() sends gradients itself, and leaves nothing to attach to. Wrap the model in "
-            "DistributedDataParallel instead, thinwire.compress(DistributedDataParallel(model))"
-        )
+        return "replicate() leaves nothing to attach to: thinwire.compress(DistributedDataParallel(model))"
     return None
 
 
@@ -317,26 +310,18 @@ def _stage_function() -> Callable[..., Any]:
 def explained(name: str, value: object, function: Callable[..., Any], kind: str) -> str:
     """Explain that ``function``, for models of this ``kind``, takes no ``name``: which one does, and what it takes."""
     if name == "compressor" and function is compress_fsdp:
-        from thinwire.integrations.fsdp import DEFAULT_SHARDED_RULES
-
-        return (
-            "a model under fully_shard() sends weights and gradients, and each has a compressor of its own: "
-            f"thinwire.compress(model, gradients={value!r}), with weights={DEFAULT_SHARDED_RULES!r} unless you "
-            "give weights= as well"
-        )
+        call = f"thinwire.compress(model, gradients={value!r}, weights='minmax(bits=8, bucket=1024)')"
+        return f"weights and gradients of a model under fully_shard() have a compressor each: {call}"
     if name == "compressor" and function is _stage_function():
-        return (
-            "a stage of a pipeline sends activations forward and their gradients back, and each has a compressor of "
-            f"its own: thinwire.compress(stage, forward={value!r}, backward='maxabs(bits=8)')"
-        )
+        call = f"thinwire.compress(stage, forward={value!r}, backward='maxabs(bits=8)')"
+        return f"activations and their gradients between stages have a compressor each: {call}"
     functions = {"DistributedDataParallel": compress_ddp, "fully_shard()": compress_fsdp, "stages": _stage_function()}
     owners = [
         f"thinwire.{other.__name__}() ({models})"
         for models, other in functions.items()
         if name in inspect.signature(other).parameters
     ]
-    inside = _inside(name, value)
-    if inside is not None:
+    if (inside := _inside(name, value)) is not None:
         return f"{name} is given within another argument: {inside}"
     takes = [own for own in inspect.signature(function).parameters if own not in ("model", "stage")]
     whose = f"is an argument of {' and '.join(owners)}" if owners else "is not an argument of thinwire.compress()"
@@ -352,14 +337,18 @@ def _inside(name: str, value: object) -> str | None:
     for group, argument in ((Network, "network"), (Checks, "checks")):
         if name in inspect.signature(group).parameters:
             return f"thinwire.compress(model, {argument}=thinwire.{group.__name__}({name}={value!r}))"
-    if name in ("ef", "error_feedback"):
-        return 'thinwire.compress(model, "ef(minmax(bits=4))")'
-    if name in _COMPRESSORS:
-        return f'thinwire.compress(model, "{_COMPRESSORS[name]}({name}={value!r})")'
-    return None
+    spec = _SPECS.get(name)
+    return spec and f'thinwire.compress(model, "{spec.format(value)}")'
 
 
-_COMPRESSORS = {"bits": "minmax", "bucket": "minmax", "density": "topk", "rank": "powersgd"}
+_SPECS = {
+    **dict.fromkeys(("ef", "error_feedback"), "ef(minmax(bits=4))"),
+    "bits": "minmax(bits={!r})",
+    "bucket": "minmax(bucket={!r})",
+    "density": "topk(density={!r})",
+    "rank": "powersgd(rank={!r})",
+}
+"""Specs by the argument that users give in place of them."""
 _OTHER_NAMES = {
     **dict.fromkeys(("spec", "method", "rules", "compression", "policy"), "compressor"),
     **dict.fromkeys(("warmup", "warmup_steps", "start_step", "start_iter"), "start"),

@@ -56,6 +56,7 @@ def check_number(
     """Raise an error unless an argument is a finite number within bounds, which ``above`` and ``below`` exclude."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, not {value!r}{_after(hint)}")
+<<<<<<< HEAD
     tests = {
         "at least": (low, operator.ge),
         "above": (above, operator.gt),
@@ -69,6 +70,16 @@ def check_number(
         within = [f"{words} {bound:g}" for words, (bound, _) in bounds.items()]
         within += ["finite"] if high is None and below is None else []
         raise ValueError(f"{name} must be {' and '.join(within)}, not {value}{_after(hint)}")
+=======
+    least = ("at least", low) if above is None else ("above", above)
+    most = ("at most", high) if below is None else ("below", below)
+    # Whole numbers may be too large for floats.
+    fits = -math.inf < value < math.inf and (low is None or value >= low) and (above is None or value > above)
+    if not fits or (high is not None and value > high) or (below is not None and value >= below):
+        bounds = [f"{words} {bound:g}" for words, bound in (least, most) if bound is not None]
+        bounds += ["finite"] if most[1] is None else []
+        raise ValueError(f"{name} must be {' and '.join(bounds)}, not {value}{_after(hint)}")
+>>>>>>> w-parse
 
 
 def check_choice(name: str, value: Any, choices: Sequence[object], hint: str = "") -> None:
@@ -155,7 +166,7 @@ class Calls(Generic[T]):
     def _reads(self, text: str) -> bool:
         try:
             self._read(text)
-        except (SyntaxError, ValueError, TypeError, RecursionError):
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
             return False
         return True
 

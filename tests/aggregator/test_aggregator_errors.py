@@ -212,9 +212,9 @@ def test_a_connection_that_says_nothing_costs_no_buffer() -> None:
     [
         ({"port": 99999}, "port must be between 0 and 65535"),
         ({"port": -1}, "port must be between 0 and 65535"),
-        ({"join_timeout_s": float("nan")}, "join timeout must be a positive number"),
-        ({"join_timeout_s": -1.0}, "join timeout must be a positive number"),
-        ({"idle_timeout_s": float("inf")}, "idle timeout must be a positive number"),
+        ({"join_timeout_s": float("nan")}, "join_timeout_s must be above 0 and finite"),
+        ({"join_timeout_s": -1.0}, "join_timeout_s must be above 0 and finite"),
+        ({"idle_timeout_s": float("inf")}, "idle_timeout_s must be above 0 and finite"),
         ({"shares": 0}, "shares must be at least 1"),
     ],
 )

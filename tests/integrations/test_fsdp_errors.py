@@ -127,8 +127,8 @@ def test_modules_of_double_precision_stay_with_pytorch_and_say_why() -> None:
 def test_what_cannot_be_is_refused() -> None:
     wanted = {
         "plain": "takes a DistributedDataParallel model, or one under fully_shard(), not Net",
-        "rules": "thinwire.compress(model, gradients='minmax(bits=4, bucket=128)'), with weights=",
-        "keyword": "thinwire.compress(model, gradients='4bit'), with weights=",
+        "rules": "thinwire.compress(model, gradients='minmax(bits=4, bucket=128)', weights=",
+        "keyword": "thinwire.compress(model, gradients='4bit', weights=",
         "simulate": "simulate= is an argument of thinwire.compress_ddp() (DistributedDataParallel)",
         "topk weights": "weights must arrive in every step",
         "ef weights": "weights must arrive in every step",
@@ -192,8 +192,8 @@ def _otherwise_wrapped(rank: int, size: int) -> dict[str, str]:
 
 def test_what_is_wrapped_otherwise_is_told_what_to_do() -> None:
     wanted = {
-        "FSDP1": "torch.distributed.fsdp.fully_shard() (FSDP2) instead",
-        "FSDP1 inside": "torch.distributed.fsdp.fully_shard() (FSDP2) instead",
+        "FSDP1": "use fully_shard() (FSDP2)",
+        "FSDP1 inside": "use fully_shard() (FSDP2)",
         "DDP inside": "thinwire.compress(model.inner)",
         "DDP deeper inside": "thinwire.compress(model.get_submodule('parts.1'))",
         "replicate": "thinwire.compress(DistributedDataParallel(model))",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import socket
 import ssl
@@ -29,6 +28,7 @@ from thinwire.aggregator.protocol import (
     is_proof,
 )
 from thinwire.aggregator.session import Session, SessionError, Slot
+from thinwire.arguments import check_int, check_number
 from thinwire.kernels.format import GROUP
 
 _CHECK_S = 0.1
@@ -61,15 +61,11 @@ class Limits:
     idle_timeout_s: float = 3600.0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.slots <= MAX_SLOTS:
-            raise ValueError(f"slots must be between 1 and {MAX_SLOTS}, not {self.slots}")
-        if not 1 <= self.slot_elements <= MAX_SLOT_ELEMENTS:
-            raise ValueError(f"slot elements must be between 1 and {MAX_SLOT_ELEMENTS}, not {self.slot_elements}")
-        if self.shares < 1:
-            raise ValueError(f"shares must be at least 1, not {self.shares}")
-        for name, seconds in (("join", self.join_timeout_s), ("idle", self.idle_timeout_s)):
-            if not (math.isfinite(seconds) and seconds > 0):
-                raise ValueError(f"the {name} timeout must be a positive number of seconds, not {seconds}")
+        check_int("slots", self.slots, 1, MAX_SLOTS)
+        check_int("slot_elements", self.slot_elements, 1, MAX_SLOT_ELEMENTS)
+        check_int("shares", self.shares, 1)
+        check_number("join_timeout_s", self.join_timeout_s, above=0)
+        check_number("idle_timeout_s", self.idle_timeout_s, above=0)
 
 
 @dataclass
@@ -179,8 +175,7 @@ class Aggregator:
         log: Callable[[str], object] = lambda line: None,
     ) -> None:
         limits = limits or Limits()
-        if not 0 <= port < 1 << 16:
-            raise ValueError(f"the port must be between 0 and {(1 << 16) - 1}, not {port}")
+        check_int("port", port, 0, (1 << 16) - 1)
         self.counters = Counters()
         self.limits = limits
         self.num_slots, self._slot_elements = limits.slots, limits.slot_elements
