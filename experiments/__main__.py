@@ -26,7 +26,7 @@ _VALIDATION = {
     "bench bursts": Command("experiments.bench.bursts:bursts", "the busiest second of a link in local updates"),
     "bench peers": Command("experiments.bench.peers:peers", "local updates beside another library's, over slow links"),
     "bench members": Command("experiments.bench.members:members", "workers that die and come back, with torchft"),
-    "bench pipelines": Command("experiments.bench.pipelines:pipelines", "steps of pipelines: measured, simulated"),
+    "bench pipelines": Command("experiments.bench.pipelines:pipelines", "steps of pipelines over slow links"),
     "bench stores": Command("experiments.bench.stores:stores", "pipelines that keep messages in memory or on disk"),
     "bench optimizer": Command("experiments.bench.optimizer:optimizer", "what an optimizer's step costs"),
     "bench instrument": Command("experiments.bench.instrument:instrument", "replayed steps beside computed ones"),

@@ -545,24 +545,21 @@ def _trained(record: str, title: str) -> str:
 def pipelines() -> str:
     figures = Figures(BENCHMARKS / "pipelines.json")
     about, rows = figures.record["about"], []
-    for cell in (name.removesuffix("/measured_s") for name in figures.rows if name.endswith("/measured_s")):
-        method, schedule, link = cell.split("/")
-        measured, predicted = (figures.get(f"{cell}/{kind}_s") or 0.0 for kind in ("measured", "predicted"))
-        free = figures.get(f"{cell}/of_a_free_network")
-        shown = [f"{1e3 * measured:.0f} ms", f"{1e3 * predicted:.0f} ms", f"{predicted / measured - 1:+.0%}"]
-        rows.append([method, schedule, RATES.get(link, link), *shown, f"{free:.2f}x"])
-    head = ["", "schedule", "links", "measured", "predicted", "error", "speed, of an infinitely fast network's"]
+    methods = ("PyTorch", "raw", "fw3 bw6")
+    for rate in about["times"]:
+        for schedule in ("gpipe", "1f1b", "interleaved", "zero-bubble"):
+            steps = [figures.get(f"step_s/{method}/{schedule}/{rate}") or 0.0 for method in methods]
+            rows.append([RATES[rate], schedule, *(f"{1e3 * step:.0f} ms" for step in steps)])
     forward, backward, _ = about["layer_ms"]
     layers = " and over ".join(
         f"{RATES[rate]} {forward * times:g} ms forward and {backward * times:g} ms backward"
         for rate, times in about["times"].items()
     )
+    head = ["links", "schedule", "PyTorch's stages", "thinwire's, uncompressed", "3 bits forward, 6 back"]
     return (
         f"`python -m experiments bench pipelines`: {about['ranks']} ranks, {about['micro_batches']} micro-batches, "
         f"{about['activation_bytes'] / 1e6:.2f} MB of activations each; two layers per rank, over {layers}, asleep as "
-        f"if an accelerator computed them.\n\n{table(head, rows)}\n\n"
-        "![Recorded steps of a pipeline: what ranks compute, and what is on the links](docs/pipelines.svg)\n\n"
-        f"{figures.machine}."
+        f"if an accelerator computed them.\n\n{table(head, rows)}\n\n{figures.machine}."
     )
 
 
@@ -1113,8 +1110,8 @@ PAGES = {
         "keeping": keeping,
         "crops": crops,
         "stores": stores,
+        "pipelines": pipelines,
     },
-    "docs/pipeline-plans.md": {"pipelines": pipelines},
     "docs/tensor-parallel.md": {"sums": sums},
     "docs/failures.md": {"chaos": chaos, "soak": soak, "fuzz": fuzz},
     "docs/fsdp.md": {"sharded": sharded, "deltas": deltas, "deltas-nodes": deltas_nodes},

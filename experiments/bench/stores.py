@@ -78,4 +78,4 @@ def _step_s(name: str, schedule: str, steps: int, network: lab.Network) -> float
         method = [METHODS[name], _BACKWARD]
         if name == "on disk":
             method.append(str(Path(folder, "messages")))
-        return median(run(method, schedule, even_stages(schedule, 1.0), steps, network)["step_s"])
+        return median(run(method, schedule, even_stages(schedule, 1.0), steps, network))

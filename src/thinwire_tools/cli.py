@@ -238,7 +238,6 @@ def _comes_last(parameter: inspect.Parameter) -> tuple[bool, bool]:
 
 _METAVARS = {"str": "TEXT", "float": "NUMBER"}
 _SEVERAL = {"script": "-- SCRIPT ...", "command": "-- COMMAND ...", "variants": "SPEC ...", "compressors": "SPEC ..."}
-_SEVERAL |= {"schedules": "NAME ...", "forward": "SPEC ...", "backward": "SPEC ..."}
 THINWIRE = Program(
     "thinwire",
     "train over slow networks as if they were fast.",
@@ -262,9 +261,6 @@ THINWIRE = Program(
             "compare every": Command("thinwire_tools.compare.every:every", "the same for every compressor"),
             "plan show": Command(
                 "thinwire_tools.compare.plan_show:plan_show", "the compressor of each layer in a plan"
-            ),
-            "plan pipeline": Command(
-                "thinwire_tools.planner.command:plan_pipeline_command", "cuts, machines, schedule, bits of a pipeline"
             ),
         },
         "Run": {

@@ -138,7 +138,6 @@ RUN_BY = {
     "compare": "test_compare.py",
     "compare every": "test_compare.py",
     "plan show": "test_plan_show.py",
-    "plan pipeline": "test_plan_pipeline.py",
     "bench kernels": "test_commands.py",
     "bench allreduce": "test_commands.py",
     "bench step": "test_commands.py",

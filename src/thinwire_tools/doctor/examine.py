@@ -14,13 +14,10 @@ import torch.distributed as dist
 from thinwire_tools.doctor.advice import verdict
 from thinwire_tools.doctor.measure import Measured, over_links_of
 from thinwire_tools.doctor.observer import WARM_UP, Observer
-from thinwire_tools.doctor.observer_pipeline import PipelineObserver
 from thinwire_tools.doctor.predict import measure_for, predict_step
 from thinwire_tools.doctor.probe import StopScript, train_probe
 from thinwire_tools.doctor.record import Prices, record
-from thinwire_tools.doctor.record_pipeline import measure_pipeline, record_pipeline
 from thinwire_tools.doctor.settings import Care, Prediction, Setting, local_updates
-from thinwire_tools.doctor.settings_pipeline import predict_pipeline
 from thinwire_tools.doctor.watched import DoctorError
 from thinwire_tools.exits import CommandError
 from thinwire_tools.results import Results
@@ -75,8 +72,7 @@ class Examination:
             DoctorError: too little was seen, or nothing that can be predicted.
         """
         request = self.request
-        pipelines = PipelineObserver(request.steps, self._pipeline_done, self._count)
-        with pipelines, Observer(request.steps, self._done, self._count) as observer:
+        with Observer(request.steps, self._done, self._count) as observer:
             try:
                 if request.script:
                     run_script(request.script)
@@ -90,11 +86,11 @@ class Examination:
             needed = f"{request.steps + WARM_UP} training steps, and one more that begins"
             raise DoctorError(
                 f"the script ended before doctor had seen {needed}: let it train longer, or ask for fewer with --steps"
-                if observer.model is not None or pipelines.stages
-                else "the script trained no DistributedDataParallel model, none that fully_shard() has sharded and no "
-                "PipelineStage in its own process, which is what doctor looks at: wrap it, model = "
-                "DistributedDataParallel(model), call the wrapped model in training, and let torchrun or doctor start "
-                "the ranks, in place of torch.multiprocessing.spawn"
+                if observer.model is not None
+                else "the script trained no DistributedDataParallel model and none that fully_shard() has sharded in "
+                "its own process, which is what doctor looks at: wrap it, model = DistributedDataParallel(model), call "
+                "the wrapped model in training, and let torchrun or doctor start the ranks, in place of "
+                "torch.multiprocessing.spawn"
             )
         return self.answer
 
@@ -119,25 +115,6 @@ class Examination:
             elsewhere.append((rate, [predict_step(setting, there) for setting in (*asked, local_updates(there))]))
         return elsewhere
 
-    def _pipeline_done(self, pipelines: PipelineObserver) -> None:
-        request = self.request
-        self._report("measuring links and compressors")
-        measured, settings = measure_pipeline(pipelines, request.compressors)
-        if dist.get_rank(pipelines.group) == 0:
-            predictions = [predict_pipeline(setting, measured) for setting in settings]
-            self.answer = record_pipeline(measured, predictions, about=self._about, prices=request.prices)
-        self._end()
-
-    @property
-    def _about(self) -> dict[str, Any]:
-        script = list(self.request.script) or "a GPT of 4.8 million parameters, built in"
-        return {"script": script, "link": self.request.link}
-
-    def _end(self) -> None:
-        self.finished = True
-        if not self.request.keep_running:
-            raise StopScript(0)
-
     def _done(self, observer: Observer) -> None:
         request = self.request
         self._report("measuring links and compressors")
@@ -147,10 +124,14 @@ class Examination:
             predictions = [predict_step(setting, measured) for setting in settings]
             conclusion = verdict(measured, predictions)
             elsewhere = self._elsewhere(measured, settings)
+            script = list(request.script) or "a GPT of 4.8 million parameters, built in"
+            about = {"script": script, "link": request.link}
             self.answer = record(
-                measured, predictions, conclusion, about=self._about, prices=request.prices, elsewhere=elsewhere
+                measured, predictions, conclusion, about=about, prices=request.prices, elsewhere=elsewhere
             )
-        self._end()
+        self.finished = True
+        if not request.keep_running:
+            raise StopScript(0)
 
 
 def main(text: str, path: str) -> int:

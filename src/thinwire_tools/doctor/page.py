@@ -36,7 +36,6 @@ def page(record: dict[str, Any]) -> str:
     """The page of a record, as `thinwire_tools.doctor.record.record` makes them."""
     jinja2 = need_jinja2()
     about = record["about"]
-    pipeline = "boundaries" in about
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
     environment.filters["code"] = lambda text: jinja2.utils.markupsafe.Markup(
         re.sub(r"`(.+?)`", r"<code>\1</code>", str(jinja2.utils.markupsafe.escape(text)))
@@ -49,14 +48,13 @@ def page(record: dict[str, Any]) -> str:
         predictions=_cells(report.predictions(about)),
         elsewhere=_cells(report.elsewhere(about)) if about["elsewhere"] else None,
         links=_cells(report.links(about)),
-        codecs=None if pipeline else _cells(report.codecs(about)),
-        boundaries=_cells(report.boundaries(about)) if pipeline else None,
+        codecs=_cells(report.codecs(about)),
         pictures={
             "steps": pictures.steps(about),
             "timeline": pictures.timeline(about),
-            "break_even": "" if pipeline else pictures.break_even(about),
+            "break_even": pictures.break_even(about),
         },
-        how=report.how_pipeline(about) if pipeline else report.how(about),
+        how=report.how(about),
         machine=_machine(record),
     )
 

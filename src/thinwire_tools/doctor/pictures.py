@@ -10,7 +10,6 @@ from thinwire.plan.forecast.links import Curve
 from thinwire.plan.forecast.payoff import minimal_ratio
 from thinwire.plan.forecast.timeline import Transfer, finish
 from thinwire_tools.lab.units import format_rate
-from thinwire_tools.planner.plot import draw_rows
 from thinwire_tools.plots import canvas
 
 _NOW, _PREDICTED, _WAIT, _READY = "#30343b", "#2f6fde", "#d9822b", "#9aa3ad"
@@ -37,8 +36,6 @@ def steps(about: dict[str, Any]) -> str:
 
 def timeline(about: dict[str, Any]) -> str:
     """When each bucket of a step is ready, and until when its all-reduce takes."""
-    if "boundaries" in about:
-        return _pipeline(about)
     if about["sharded"]:
         return _stops(about)
     buckets = about["buckets"]
@@ -77,15 +74,6 @@ def _stops(about: dict[str, Any]) -> str:
     axes.set_xlim(0, None)
     axes.grid(visible=False, axis="y")
     return _svg(figure, axes, "timeline", "When a step computes, and when it stands still for communication")
-
-
-def _pipeline(about: dict[str, Any]) -> str:
-    """Of a pipeline: what each rank computes, and what is on the links."""
-    rows = about["timeline"]
-    figure, (axes,) = _canvas(1.6 + 0.3 * len(rows), "seconds since the step began")
-    draw_rows(axes, rows, max(bar[3] for _, bars in rows for bar in bars))
-    axes.grid(visible=False, axis="y")
-    return _svg(figure, axes, "timeline", "What each rank of the pipeline computes, and what is on the links")
 
 
 def break_even(about: dict[str, Any]) -> str:

@@ -31,17 +31,13 @@ def show(console: Console, record: dict[str, Any]) -> None:
     for i, advice in enumerate(about["advice"][:_SHOWN], 1):
         console.print(f"{i}. [bold]{escape(advice['title'])}[/]: {escape(advice['why'])}")
         # All lines of the first one, to paste; of the others the calls that differ.
-        calls = [line for line in advice["lines"] if "thinwire.compress(" in line or line.startswith("schedule =")]
+        calls = [line for line in advice["lines"] if "thinwire.compress(" in line]
         for line in advice["lines"] if i == 1 else calls or advice["lines"]:
             console.print(f"       {line}", markup=False, highlight=False, soft_wrap=True)
     console.print(predictions(about))
     if about["elsewhere"]:
         console.print(elsewhere(about))
     console.print(links(about))
-    if "boundaries" in about:
-        console.print(boundaries(about))
-        console.print(escape(how_pipeline(about)), style="dim")
-        return
     console.print(codecs(about))
     console.print(escape(how(about)), style="dim")
 
@@ -134,35 +130,6 @@ def codecs(about: dict[str, Any]) -> Table:
             format_rate(8 * row["useful_bandwidth"]),
         )
     return table
-
-
-def boundaries(about: dict[str, Any]) -> Table:
-    """Of a pipeline: each stage boundary, and the bits that its link would get."""
-    table = Table(title="Stage boundaries", title_justify="left")
-    for column in ("stages", "a message", "takes", "stage computes", "exposed", "bits by link"):
-        table.add_column(column, justify="left" if column == "bits by link" else "right", overflow="fold")
-    for b, row in enumerate(about["boundaries"]):
-        table.add_row(
-            f"{b} – {b + 1}",
-            format_bytes(row["bytes"]),
-            duration(row["takes_s"]),
-            duration(row["computes_s"]),
-            duration(row["exposed_s"]),
-            f"{escape(row['forward'])}, {escape(row['backward'])}",
-        )
-    return table
-
-
-def how_pipeline(about: dict[str, Any]) -> str:
-    """What was measured of a pipeline, in a few sentences."""
-    return (
-        f"{count(about['stages'], 'stage')} on {about['ranks']} ranks, {about['parameters']:,} parameters, "
-        f"{about['micro_batches']} micro-batches under {about['schedule']}. {len(about['steps_s'])} steps as they are; "
-        f"{about['bubble_share']:.0%} of one are bubbles, which infinitely fast links would leave, and "
-        f"{duration(about['rest_s'])} lie outside of the pipeline. Exposed is what a step would gain if a boundary's "
-        "link were infinitely fast. Now is measured; all else is predicted from the times of the stages, the links and "
-        "the codecs."
-    )
 
 
 def how(about: dict[str, Any]) -> str:
