@@ -142,5 +142,5 @@ clean:
 .venv/ready: .venv/demo
 	@echo "Adding what tests, figures and the documentation need ..."
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --editable '.[dev,docs,plot,compare,repro,trainers,logs]'
+	  --editable '.[dev,docs,plot,compare,repro,trainers]'
 	touch $@

@@ -16,16 +16,7 @@ from thinwire.collectives import CommunicationError, MessageError, PeerFailedErr
 from thinwire.compressors import parse, register
 from thinwire.integrations.options import Checks, Network
 from thinwire.plan import Plan
-from thinwire.runtime import (
-    Decision,
-    DisagreementError,
-    ParityError,
-    ShardedStats,
-    Stats,
-    Timeline,
-    Wire,
-    merge_timelines,
-)
+from thinwire.runtime import Decision, DisagreementError, ParityError, ShardedStats, Stats, Wire
 from thinwire.runtime.consistency import library_version
 
 if TYPE_CHECKING:
@@ -35,7 +26,7 @@ if TYPE_CHECKING:
     from thinwire.integrations.process_group import ProcessGroup, register_model
     from thinwire.pipeline.stage import CompressedStage, compress_stage
     from thinwire.pipeline.tensor_parallel import CompressedRowwiseParallel
-    from thinwire.runtime import ShardedWire, StatsLogger
+    from thinwire.runtime import ShardedWire
     from thinwire.trainers import accelerate_handler, lightning_strategy, trainer_callback
 
 __all__ = [
@@ -57,8 +48,6 @@ __all__ = [
     "ShardedWire",
     "SharedMemoryError",
     "Stats",
-    "StatsLogger",
-    "Timeline",
     "TransportError",
     "Wire",
     "accelerate_handler",
@@ -70,7 +59,6 @@ __all__ = [
     "data",
     "lightning_strategy",
     "local",
-    "merge_timelines",
     "optim",
     "parse",
     "policies",
@@ -88,7 +76,6 @@ _LATE = {
     "ProcessGroup": "thinwire.integrations.process_group",
     "ProcessGroupOptions": "thinwire.integrations.group_options",
     "ShardedWire": "thinwire.runtime",
-    "StatsLogger": "thinwire.runtime",
     "accelerate_handler": "thinwire.trainers",
     "compress_stage": "thinwire.pipeline.stage",
     "lightning_strategy": "thinwire.trainers",

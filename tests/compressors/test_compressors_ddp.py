@@ -52,6 +52,8 @@ def _train(rank: int, specs: tuple[str, ...]) -> list[str]:
         assert stats.steps == stats.compressed_steps == _STEPS
         assert all(bool(torch.isfinite(p).all()) for p in model.parameters()), spec
         assert [step for step, _ in stats.alpha] == [0, 2], (spec, stats.alpha)
+        assert stats.to_dict()["alpha"] == stats.alpha[-1][1]
+        assert all(isinstance(value, int | float) for value in stats.to_dict().values())
         # An unbiased choice of few terms errs by more than the gradient itself.
         assert all(0.0 <= alpha < 4.0 for _, alpha in stats.alpha), (spec, stats.alpha)
         assert stats.parity_checks == _STEPS

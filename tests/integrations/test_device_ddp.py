@@ -205,8 +205,6 @@ def _counts(rank: int) -> tuple[int, int, list[str]]:
     train(model, rank, 4)
     wire.reset_stats()
     train(model, rank, 5)
-    with pytest.raises(RuntimeError, match=r"torch\.profiler"), wire.timeline("never.json"):
-        pass
     names = [thread.name for thread in threading.enumerate()]
     assert wire.stats.buffer_bytes > 0
     return wire.stats.payload_sent_bytes, wire.wire_bytes_per_step(), names

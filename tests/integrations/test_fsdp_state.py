@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 from itertools import pairwise
@@ -148,28 +147,6 @@ def test_no_rank_has_a_residual_of_its_own_shard() -> None:
     assert layer.rows == (2, 2, 1, 0)
     assert not mine[0][:2].any()
     assert not mine[2][4:].any()
-
-
-def _logged(rank: int, size: int, path: str) -> list[dict[str, float]]:
-    model = build()
-    wire = compress(model, "minmax(bits=4, bucket=64)", COARSE)
-    with thinwire.StatsLogger(wire, path, every=2) as logger:
-        for step in range(4):
-            train(model, 1, first=step)
-            logger.log()
-    dist.barrier()
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
-
-
-def test_statistics_are_logged_over_time() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        for records in run_ranks(_logged, 2, 2, str(Path(folder) / "stats.jsonl")):
-            assert [record["total/steps"] for record in records] == [2, 4]
-            assert [record["interval/steps"] for record in records] == [2, 2]
-            assert records[1]["total/reductions"] == 12
-            assert records[1]["now/slot_bytes"] > 0
-            assert records[1]["interval/ratio"] > 1
-            assert "interval/compressed_share" not in records[1]
 
 
 def _bad_state(rank: int, size: int) -> list[str]:

@@ -10,11 +10,9 @@ from thinwire.runtime.executor import AsyncReadback, Follower, ThreadExecutor, f
 from thinwire.runtime.probe import measure_one_way
 from thinwire.runtime.settings import WireSettings
 from thinwire.runtime.stats import GroupStats, ShardedStats, Stats
-from thinwire.runtime.timeline import Timeline, merge_timelines
 from thinwire.runtime.wire import Wire
 
 if TYPE_CHECKING:
-    from thinwire.runtime.log import StatsLogger
     from thinwire.runtime.placement import ShardedLayer
     from thinwire.runtime.registered import NamedShape, Registered, Walk
     from thinwire.runtime.sharded_wire import ShardedWire
@@ -37,9 +35,7 @@ __all__ = [
     "ShardedStats",
     "ShardedWire",
     "Stats",
-    "StatsLogger",
     "ThreadExecutor",
-    "Timeline",
     "Unit",
     "Walk",
     "Wire",
@@ -49,7 +45,6 @@ __all__ = [
     "for_reducer",
     "group_seed",
     "measure_one_way",
-    "merge_timelines",
     "on_the_host",
 ]
 
@@ -58,7 +53,6 @@ _LATE = {
     "Registered": "thinwire.runtime.registered",
     "ShardedLayer": "thinwire.runtime.placement",
     "ShardedWire": "thinwire.runtime.sharded_wire",
-    "StatsLogger": "thinwire.runtime.log",
     "Unit": "thinwire.runtime.units",
     "Walk": "thinwire.runtime.registered",
 }

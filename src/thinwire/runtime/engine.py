@@ -50,7 +50,6 @@ from thinwire.runtime.simulation import simulate
 from thinwire.runtime.slots import Slots, moved_residual
 from thinwire.runtime.stats import Stats, StatsRecorder, TrafficStats
 from thinwire.runtime.step_plan import StepPlan
-from thinwire.runtime.timeline import Timeline
 from thinwire.runtime.unsent import UnsentResiduals
 
 _STALE_STEPS = 16
@@ -88,7 +87,6 @@ class BucketEngine:
         """The share (0 to 1) of the last step's result that was used of a layer."""
         self._loss_scale = 1.0
         self.recorder = StatsRecorder(self.transport)
-        self.timeline: Timeline | None = None
         self.slots = Slots()
         self._poison = PoisonMonitor()
         self._step_plan = StepPlan(self.transport.world_size, self.shapes, self.slots)
@@ -312,8 +310,7 @@ class BucketEngine:
         self._learn(flat, route.layout, self._step_plan.learning(names, step - self.start), state)
         self._poison.note_gradients(flat)
         exact = flat.to(torch.float32, copy=True) if self.measure and step % self.measure == 0 else None
-        clock = self.timeline or self.stats
-        call = CollectiveCall(self.channel.seed, step, state=state, clock=clock)
+        call = CollectiveCall(self.channel.seed, step, state=state, clock=self.stats)
         yield from self.channel.exchange(route, flat, call, failed=failed)
         self._close_slots(key, step)
         if exact is not None:

@@ -65,6 +65,7 @@ class TrafficStats(StageSeconds):
         return self.dense_bytes - self.payload_sent_bytes
 
     def to_dict(self) -> dict[str, float]:
+        """Return the totals by name, as loggers take them."""
         return {**asdict(self), "ratio": self.ratio, "saved_bytes": self.saved_bytes}
 
 
@@ -129,7 +130,10 @@ class Stats(HandleStats):
         return self.saturated / self.encoded if self.encoded else 0.0
 
     def to_dict(self) -> dict[str, float]:
-        return {**super().to_dict(), "clipped": self.clipped}
+        """Return the totals by name, with the last value of ``alpha`` if there is one."""
+        totals = super().to_dict() | {"clipped": self.clipped}
+        del totals["alpha"]
+        return totals | ({"alpha": self.alpha[-1][1]} if self.alpha else {})
 
 
 @dataclass

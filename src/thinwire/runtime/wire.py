@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -28,7 +26,6 @@ from thinwire.runtime.settings import WireSettings
 from thinwire.runtime.slots import slot_bytes
 from thinwire.runtime.stats import Stats, TrafficStats
 from thinwire.runtime.table import layer_table
-from thinwire.runtime.timeline import Timeline, rank_path
 
 _T = TypeVar("_T")
 
@@ -171,30 +168,6 @@ class Wire(Handle["BucketEngine"]):
             adapt_s=self._adapter.adapt_s if self._adapter else 0.0,
         )
 
-    @contextmanager
-    def timeline(self, path: str | os.PathLike[str], *, steps: int = 5) -> Iterator[Timeline]:
-        """Record how communication overlaps with backward in the next ``steps`` steps, for ui.perfetto.dev.
-
-        On leaving, every rank writes a file of its own (``trace.json`` becomes ``trace.rank3.json``);
-        `thinwire.merge_timelines` joins them.
-
-        Raises:
-            RuntimeError: a recording is under way, or communication is only simulated, or on a device.
-        """
-        if self.device is not None:
-            raise RuntimeError(
-                "no timeline: a timeline times the host, and on a device the host does not communicate; torch.profiler "
-                "shows the stages there as 'thinwire encode', 'wire', 'reduce' and 'decode'"
-            )
-        if self._engine.timeline is not None or self.simulated:
-            raise RuntimeError("no timeline: one is being recorded, or communication is simulated (simulate=True)")
-        timeline = self._engine.timeline = Timeline(lambda: self._engine.stats, self.rank, steps=steps)
-        try:
-            yield timeline
-        finally:
-            self._engine.timeline = None
-            timeline.write(rank_path(path, self.rank))
-
     def reset_stats(self) -> None:
         """Start counting anew."""
         if self._attached:
@@ -287,8 +260,7 @@ class Wire(Handle["BucketEngine"]):
     def count_dense(self, num_bytes: int, future: torch.futures.Future[Tensor]) -> torch.futures.Future[Tensor]:
         """Count gradients of ``num_bytes`` that go through a native all-reduce; returns its future to pass on."""
         self._engine.count_dense(num_bytes, self._step)
-        future = self._clock.arriving(future) if self._clock is not None else future
-        return self._engine.timeline.dense(self._step, num_bytes, future) if self._engine.timeline else future
+        return self._clock.arriving(future) if self._clock is not None else future
 
     def count_beside(self, num_bytes: int) -> None:
         """Count ``num_bytes`` that a native all-reduce has moved beside the gradients of a bucket."""
@@ -303,10 +275,7 @@ class Wire(Handle["BucketEngine"]):
         result is ``flat`` itself; whatever goes wrong reaches the caller through it. ``failed`` is what has gone wrong
         on this rank already: the other ranks, which wait for its messages, are told instead, and the future has it.
         """
-        timeline = self._engine.timeline
         job = self._engine.channel.guarded(self._engine.reduce(flat, layers, self._step, loss_scale, failed))
-        if timeline:
-            job = timeline.bucket(job, self._step, [name for name, _ in layers], flat.nbytes)
         future = self._executor.submit(job)
         return self._clock.arriving(future) if self._clock is not None else future
 

@@ -175,8 +175,7 @@ class Attachment:
         if json is not None:
             results = Results("thinwire run", about={"plan": str(self.wire)})
             for name, value in stats.to_dict().items():
-                if isinstance(value, int | float):
-                    results.add(name, value, "s" if name.endswith("_s") else "B" if name.endswith("_bytes") else "")
+                results.add(name, value, "s" if name.endswith("_s") else "B" if name.endswith("_bytes") else "")
             results.write(json)
 
 
