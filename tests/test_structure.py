@@ -7,10 +7,9 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-import pytest
 import slow_tests
 
 import thinwire
@@ -22,8 +21,8 @@ FILES = sorted([*ROOT.rglob("*.py"), *TOOLS.rglob("*.py")])
 TESTS = Path(__file__).parent
 
 
-def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -31,22 +30,28 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT.parent)))
-def test_rules_of_the_house(path: Path) -> None:
-    place = path.relative_to(ROOT.parent).parts[1]
-    source = path.read_text()
-    if place in ("kernels", "compressors", "store", "plan", "policies"):
-        assert not [name for name in imports(path) if name.startswith("torch.distributed")]
-    if place != "compat.py":
-        private = [
-            f"{ast.unparse(node)}"
-            for node in ast.walk(ast.parse(source))
-            if isinstance(node, ast.Attribute)
-            and node.attr.startswith("_")
-            and not node.attr.startswith("__")
-            and ast.unparse(node.value).split(".")[0] in ("torch", "dist")
-        ]
-        assert not private, "private PyTorch names belong into compat.py"
+def private(source: str) -> Iterator[str]:
+    """Private names of PyTorch that a file uses."""
+    for node in ast.walk(ast.parse(source)):
+        hidden = isinstance(node, ast.Attribute) and re.match("_(?!_)", node.attr)
+        if hidden and ast.unparse(node).split(".")[0] in ("torch", "dist"):
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def offenders(rule: Callable[[str], Iterable[str]], files: Iterable[Path] = FILES) -> list[str]:
+    """What breaks a rule, in which file."""
+    return [f"{path.relative_to(ROOT.parent)}: {found}" for path in files for found in rule(path.read_text())]
+
+
+def test_private_names_of_pytorch_are_in_compat_only() -> None:
+    assert offenders(private, [path for path in FILES if path != ROOT / "compat.py"]) == []
+    assert sorted(private("torch._C.x\ndist.nn._y\ntorch.__version__")) == ["line 1: torch._C", "line 2: dist.nn._y"]
+
+
+def test_floors_below_ranks_do_not_know_ranks() -> None:
+    lower = ("kernels", "compressors", "store", "plan", "policies")
+    files = [path for path in FILES if path.relative_to(ROOT.parent).parts[1] in lower]
+    assert offenders(lambda source: (n for n in imports(source) if n.startswith("torch.distributed")), files) == []
 
 
 # fmt: off
@@ -78,9 +83,8 @@ def unnamed(source: str) -> Iterator[str]:
             yield f"line {node.lineno}: torch.finfo()"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT.parent)))
-def test_nothing_is_left_to_the_default_dtype_or_device(path: Path) -> None:
-    assert list(unnamed(path.read_text())) == []
+def test_nothing_is_left_to_the_default_dtype_or_device() -> None:
+    assert offenders(unnamed) == []
 
 
 def test_a_dtype_or_a_device_that_is_not_named_is_found() -> None:

@@ -73,14 +73,14 @@ class Recorder:
         for stage in stages:
             if isinstance(stage, thinwire.CompressedStage):
                 # Its calls include waiting.
-                stage._compression.computing = self.computing
+                stage._compression.computing = lambda direction: self.computing()
             else:
                 self._time(stage, "forward_one_chunk")
                 self._time(stage, "backward_one_chunk")
             self._time(stage, "backward_weight_one_chunk")
 
     @contextmanager
-    def computing(self, *_: Any) -> Iterator[None]:
+    def computing(self) -> Iterator[None]:
         """Note when the body computes."""
         began = time.perf_counter()
         yield

@@ -73,8 +73,10 @@ class TimedModel:
 
     def layers(self) -> list[dict[str, Any]]:
         """What each layer has, which bucket it is in, and what it sends; nothing where there is no Wire."""
-        rows = self.wire.plan_record().rows if self.wire else ()
-        return [{"name": r.name, "bucket": r.bucket, "spec": r.compressor, "sent_bytes": r.sent_bytes} for r in rows]
+        rows = self.wire.plan_rows() if self.wire else ()
+        return [
+            {"name": r.name, "bucket": r.bucket, "spec": str(r.compressor), "sent_bytes": r.sent_bytes} for r in rows
+        ]
 
     def syncs(self, steps: int) -> list[tuple[tuple[int, ...], float]]:
         """Bytes of the buckets and seconds of communication of ``steps`` further steps but the last."""

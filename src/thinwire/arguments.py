@@ -56,21 +56,6 @@ def check_number(
     """Raise an error unless an argument is a finite number within bounds, which ``above`` and ``below`` exclude."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, not {value!r}{_after(hint)}")
-<<<<<<< HEAD
-    tests = {
-        "at least": (low, operator.ge),
-        "above": (above, operator.gt),
-        "at most": (high, operator.le),
-        "below": (below, operator.lt),
-    }
-    bounds = {words: (bound, holds) for words, (bound, holds) in tests.items() if bound is not None}
-    # An integer may be too large for a float.
-    finite = isinstance(value, int) or math.isfinite(value)
-    if not finite or not all(holds(value, bound) for bound, holds in bounds.values()):
-        within = [f"{words} {bound:g}" for words, (bound, _) in bounds.items()]
-        within += ["finite"] if high is None and below is None else []
-        raise ValueError(f"{name} must be {' and '.join(within)}, not {value}{_after(hint)}")
-=======
     least = ("at least", low) if above is None else ("above", above)
     most = ("at most", high) if below is None else ("below", below)
     # Whole numbers may be too large for floats.
@@ -79,7 +64,6 @@ def check_number(
         bounds = [f"{words} {bound:g}" for words, bound in (least, most) if bound is not None]
         bounds += ["finite"] if most[1] is None else []
         raise ValueError(f"{name} must be {' and '.join(bounds)}, not {value}{_after(hint)}")
->>>>>>> w-parse
 
 
 def check_choice(name: str, value: Any, choices: Sequence[object], hint: str = "") -> None:

@@ -259,9 +259,6 @@ THINWIRE = Program(
                 forms=("a small GPT of its own", "your own script"),
             ),
             "compare every": Command("thinwire_tools.compare.every:every", "the same for every compressor"),
-            "plan show": Command(
-                "thinwire_tools.compare.plan_show:plan_show", "the compressor of each layer in a plan"
-            ),
         },
         "Run": {
             "run": Command("thinwire_tools.run.command:run", "a script with compression, without a change to it", True),

@@ -16,7 +16,7 @@ from experiments.__main__ import main as experiments_main
 from thinwire_tools import cli, lab
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ["demo", "doctor", "run", "lab", "aggregator", "compare", "compare every", "plan show"]
+COMMANDS = ["demo", "doctor", "run", "lab", "aggregator", "compare", "compare every"]
 COMMANDS += ["bench kernels", "bench allreduce", "bench step"]
 
 

@@ -137,7 +137,6 @@ RUN_BY = {
     "lab": "test_lab.py",
     "compare": "test_compare.py",
     "compare every": "test_compare.py",
-    "plan show": "test_plan_show.py",
     "bench kernels": "test_commands.py",
     "bench allreduce": "test_commands.py",
     "bench step": "test_commands.py",

@@ -142,9 +142,14 @@ def test_a_plan_survives_json_and_its_hash_tells_plans_apart() -> None:
     assert again.layers == plan.layers
     assert again.hash == plan.hash != Plan.build(SHAPES).hash
     assert json.loads(plan.to_json())["embed.weight"] == "ef(minmax(bits=2, bucket=128))"
+    assert Plan.from_dict(plan.to_dict()).layers == plan.layers
+    assert re.search(r"^embed.weight +ef\(minmax\(bits=2, bucket=128\)\)$", str(plan), re.MULTILINE)
     for text in ("[]", '{"a": 1}'):
         with pytest.raises(ValueError, match="JSON object"):
             plan.with_json(text)
+    for wrong in ("minmax(bits=40)", "no such thing", "minmax(colour=1)", "minmax(bits=[])", "ef(" * 5000):
+        with pytest.raises(ValueError, match=r"\S"):
+            Plan.from_dict({"a": wrong})
 
 
 def test_a_compressor_from_outside_joins_by_its_name() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,8 @@ from thinwire.runtime import DisagreementError, Wire, WireSettings
 from thinwire.runtime.adapt import Adapter
 from thinwire.runtime.probe import settle
 from thinwire.runtime.slots import Slots
+from thinwire.runtime.table import LayerRow
+from thinwire_tools.compare.plan_plot import draw
 
 SHAPES = {"w": (64, 48), "v": (48, 48), "b": (10,)}
 LAYERS = tuple(SHAPES.items())
@@ -598,25 +600,33 @@ def test_a_state_without_sums_is_reported(tmp_path: Path) -> None:
         run_threads(run, 1)
 
 
-# --- the record ------------------------------------------------------------------------------------------------------
+# --- what people read ------------------------------------------------------------------------------------------------
 
 
-def _records(rank: int, folder: str) -> None:
+def _shown(rank: int, folder: str) -> tuple[list[LayerRow], dict[str, str]]:
     model = make(rank)
     wire = thinwire.compress(model, "topk(density=0.1)", adapt=LGRECO, skip_if_slower=False)
     train(model, rank, 6)
-    if rank == 0:
-        wire.plan_record().write(Path(folder) / "plan.json")
+    if rank == 0 and find_spec("matplotlib"):
+        draw(wire, Path(folder) / "plan.svg")
+    rows, specs = wire.plan_rows(), wire.plan.to_dict()
+    wire.detach()
+    assert thinwire.compress(model, specs, skip_if_slower=False).plan.to_dict() == specs
+    return rows, specs
 
 
-def test_the_present_plan_is_written_for_people(tmp_path: Path) -> None:
-    run_ranks(_records, 2, str(tmp_path))
-    record = json.loads((tmp_path / "plan.json").read_text())
-    assert record["policy"].startswith("lgreco(")
-    rows = {row["name"]: row for row in record["layers"]}
+def test_the_present_plan_is_shown_drawn_and_taken_again(tmp_path: Path) -> None:
+    found, specs = run_ranks(_shown, 2, str(tmp_path))[0]
+    rows = {row.name: row for row in found}
+    assert {name: str(row.compressor) for name, row in rows.items()} == specs
     # DDP reduces the last layers first.
-    assert rows["layers.3.weight"]["bucket"] < rows["embed.weight"]["bucket"]
-    assert 0 < sum(row["error"] or 0 for row in rows.values()) <= sum(r["reference_error"] or 0 for r in rows.values())
+    assert rows["layers.3.weight"].bucket < rows["embed.weight"].bucket
+    assert 0 < sum(row.error or 0 for row in found) <= sum(row.reference_error or 0 for row in found)
+    if find_spec("matplotlib"):
+        picture = (tmp_path / "plan.svg").read_text()
+        assert picture.startswith("<?xml")
+        for text in ("layers.3.weight", "bits sent an element", "MB sent a step", "chosen", "reference"):
+            assert f"<!-- {text}" in picture
 
 
 def test_policies_are_plain_values() -> None:

@@ -52,7 +52,7 @@ def _methods(wire: thinwire.Wire, state: dict[str, torch.Tensor]) -> dict[str, C
         "reduce": lambda: wire.reduce(flat, LAYERS).wait(),
         "state_dict_of": lambda: wire.state_dict_of(3),
         "stats": lambda: wire.stats,
-        "plan_record": wire.plan_record,
+        "plan_rows": wire.plan_rows,
         "wire_bytes_per_step": wire.wire_bytes_per_step,
         "begin_step": wire.begin_step,
         "detach": wire.detach,

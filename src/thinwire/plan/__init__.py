@@ -6,16 +6,13 @@
 from thinwire.plan.cost import Speeds, codec_seconds, declined, sent_bytes
 from thinwire.plan.filters import Filter, Names, matches, named_parameters, names_of
 from thinwire.plan.plan import DEFAULT_RULES, Plan, Rules
-from thinwire.plan.record import LayerRow, PlanRecord
 from thinwire.plan.sites import Site, at_site, sharded_plan
 
 __all__ = [
     "DEFAULT_RULES",
     "Filter",
-    "LayerRow",
     "Names",
     "Plan",
-    "PlanRecord",
     "Rules",
     "Site",
     "Speeds",

@@ -8,6 +8,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from thinwire.compressors import Compressor, Raw, Unsuited, at_step, cold_start, ef, for_world, parse
 from thinwire.plan.filters import Filter, check_order, check_pattern, matches
@@ -152,25 +153,44 @@ class Plan:
     def all_raw(self) -> bool:
         return all(isinstance(compressor, Raw) for compressor in self.layers.values())
 
-    def to_json(self) -> str:
-        """Names and specs, in the order of the layers."""
-        return json.dumps({name: str(compressor) for name, compressor in self.layers.items()})
+    def __str__(self) -> str:
+        """Return one line for each layer: its name and its compressor."""
+        width = max(map(len, self.layers), default=0)
+        return "\n".join(f"{name:{width}}  {compressor}" for name, compressor in self.layers.items())
 
-    def with_json(self, text: str) -> Plan:
-        """This plan with the layers of a text that `to_json` wrote.
+    def to_dict(self) -> dict[str, str]:
+        """Return names and specs, in the order of the layers: plain JSON, and rules that `thinwire.compress` takes."""
+        return {name: str(compressor) for name, compressor in self.layers.items()}
+
+    @staticmethod
+    def from_dict(specs: Any) -> Plan:
+        """Return the plan of a dictionary that `to_dict` returned.
 
         Raises:
-            ValueError: the text is not a JSON object of specs.
+            ValueError: It is not a dictionary of names and specs.
+        """
+        if not isinstance(specs, dict) or not all(isinstance(part, str) for item in specs.items() for part in item):
+            raise ValueError("a plan is a JSON object of parameter names and specs")
+        try:
+            return Plan({name: parse(spec) for name, spec in specs.items()})
+        except (TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise ValueError(f"the plan has an invalid compressor: {error}") from None
+
+    def to_json(self) -> str:
+        """Return `to_dict` as text."""
+        return json.dumps(self.to_dict())
+
+    def with_json(self, text: str) -> Plan:
+        """Return this plan with the layers of a text that `to_json` returned.
+
+        Raises:
+            ValueError: The text is not a JSON object of specs.
         """
         try:
             content = json.loads(text)
-            if not isinstance(content, dict) or not all(isinstance(spec, str) for spec in content.values()):
-                raise ValueError("a plan is a JSON object of parameter names and specs")
-            return replace(self, layers={name: parse(spec) for name, spec in content.items()})
         except RecursionError:
             raise ValueError("a plan is a JSON object of parameter names and specs, not so deeply nested") from None
-        except TypeError as error:
-            raise ValueError(f"the plan has an invalid compressor: {error}") from None
+        return replace(self, layers=Plan.from_dict(content).layers)
 
     @property
     def hash(self) -> str:

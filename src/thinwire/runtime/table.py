@@ -1,14 +1,78 @@
-"""The table that ``repr(wire)`` is: the compressor of each layer, or why it is raw, and the bytes that are sent."""
+"""What a Wire shows of its layers: the compressor of each, or why it is raw, and the bytes that are sent."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from thinwire.compressors import Compressor, Raw
-from thinwire.plan import Plan
+from thinwire.plan import Plan, sent_bytes
 
 _MOST_ROWS = 40
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """A layer of a plan, beside what the rules name for it."""
+
+    name: str
+    shape: tuple[int, ...]
+    bucket: int
+    """Place of the DDP bucket in the order in which buckets leave."""
+    compressor: Compressor
+    reference: Compressor
+    """The compressor that the rules name for the layer."""
+    sent_bytes: float
+    """Bytes that a rank sends for the layer in a step."""
+    reference_bytes: float
+    """Bytes that a rank would send for the layer with the reference."""
+    error: float | None
+    """Squared L2 error on the gradients that the plan was chosen for; None if it was not measured."""
+    reference_error: float | None
+    """Squared L2 error of the reference on these gradients."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def layer_rows(
+    plan: Mapping[str, Compressor],
+    reference: Mapping[str, Compressor],
+    shapes: Mapping[str, Sequence[int]],
+    buckets: Iterable[Iterable[str]],
+    num_ranks: int,
+    errors: Mapping[str, float],
+    reference_errors: Mapping[str, float],
+) -> list[LayerRow]:
+    """Return the rows of a plan in the order of communication.
+
+    Bytes are those of fp32 gradients, and a world of one is taken for one of two.
+
+    Args:
+        plan: The compressor of each layer.
+        reference: The compressors that the rules name; a layer that is not in it has its own compressor for reference.
+        shapes: Shapes of the layers.
+        buckets: Names of the layers of each bucket, as they leave. Layers in none of them, all of them before the first
+            step, come last, in a bucket of their own.
+        num_ranks: Number of ranks.
+        errors: Squared L2 errors of the plan, by layer.
+        reference_errors: Squared L2 errors of the reference, by layer.
+    """
+    places: dict[str, int] = {}
+    after = 0
+    for bucket, names in enumerate(buckets):
+        after = bucket + 1
+        places |= {name: bucket for name in names if name in plan and name not in places}
+    places |= {name: after for name in plan if name not in places}
+    rows = []
+    for name, bucket in places.items():
+        chosen, named, shape = plan[name], reference.get(name, plan[name]), tuple(shapes[name])
+        sent, named_sent = (sent_bytes(compressor, shape, max(2, num_ranks)) for compressor in (chosen, named))
+        errors_of = errors.get(name), reference_errors.get(name)
+        rows.append(LayerRow(name, shape, bucket, chosen, named, sent, named_sent, *errors_of))
+    return rows
 
 
 def layer_table(

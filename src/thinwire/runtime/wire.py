@@ -11,8 +11,7 @@ from torch import Tensor
 
 from thinwire.collectives import Algorithm, DeviceTransport, FailureDetector, Transport, ring_bytes
 from thinwire.compressors import Raw
-from thinwire.plan import Plan, PlanRecord, Speeds, declined, sent_bytes
-from thinwire.plan.record import layer_rows, printable
+from thinwire.plan import Plan, Speeds, declined, sent_bytes
 from thinwire.policies import Policy, Sync
 from thinwire.runtime import checkpoint
 from thinwire.runtime.adapt import Adapter, StepClock
@@ -25,7 +24,7 @@ from thinwire.runtime.probe import measure_speeds, settle
 from thinwire.runtime.settings import WireSettings
 from thinwire.runtime.slots import slot_bytes
 from thinwire.runtime.stats import Stats, TrafficStats
-from thinwire.runtime.table import layer_table
+from thinwire.runtime.table import LayerRow, layer_rows, layer_table
 
 _T = TypeVar("_T")
 
@@ -122,18 +121,15 @@ class Wire(Handle["BucketEngine"]):
         """The communication of each plan's last steps, bucket by bucket, where the policy asks for it."""
         return self._adapter.syncs if self._adapter else ()
 
-    def plan_record(self) -> PlanRecord:
-        """The present plan beside the rules', for ``wire.plan_record().write("plan.json")`` and `thinwire plan show`.
+    def plan_rows(self) -> list[LayerRow]:
+        """Return the layers in the order in which they are sent: what each has, and what the rules name for it.
 
         Errors are those of the last decision; only rank 0, which decides, has them.
         """
         buckets = [[layer.name for layer in route.layout.layers] for route in self._engine.present_routes()]
         last = self.decisions[-1] if self.decisions else None
         errors = (last.errors, last.reference_errors) if last else ({}, {})
-        asked, shapes = self._asked.layers, self._engine.shapes
-        rows = layer_rows(self.plan.layers, asked, shapes, buckets, self.world_size, *errors)
-        policy = str(self._adapter.policy) if self._adapter else ""
-        return PlanRecord(rows, self.world_size, self._step, policy, printable(last.note) if last else "")
+        return layer_rows(self.plan.layers, self._asked.layers, self._engine.shapes, buckets, self.world_size, *errors)
 
     @property
     def memory(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -20,7 +21,6 @@ from thinwire_tools import lab
 from thinwire_tools.doctor import page, report
 from thinwire_tools.doctor.examine import LOOPBACK, Examination, Request, argv
 from thinwire_tools.doctor.observer import LEAST_STEPS
-from thinwire_tools.doctor.record import read, write
 from thinwire_tools.doctor.settings import settings_with
 from thinwire_tools.doctor.watched import DoctorError
 from thinwire_tools.exits import check_script, ends_command, without_python
@@ -153,7 +153,7 @@ def _examine_here(
             raise KeyboardInterrupt
         if not path.exists():
             raise DoctorError(f"the ranks ended with exit code {code} and without an answer: see what they said above")
-        return read(path)
+        return json.loads(path.read_text())
 
 
 def _on_loopback(request: Request, ranks: int, path: Path, timeout: float) -> int:
@@ -176,10 +176,10 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], until: float) -> int:
     return lab.TIMED_OUT
 
 
-def _tell(console: Console, record: dict[str, Any], json: Path | None, html: Path | None) -> None:
+def _tell(console: Console, record: dict[str, Any], figures: Path | None, html: Path | None) -> None:
     report.show(console, record)
-    if json is not None:
-        write(json, record)
+    if figures is not None:
+        figures.write_text(json.dumps(record, indent=1) + "\n")
     if html is not None:
         page.write(html, record)
         console.print(f"Report: {html}", soft_wrap=True, markup=False)

@@ -36,8 +36,6 @@ class Observer:
         on_step: Callable[[int, int], None] = lambda step, total: None,
     ) -> None:
         """``on_step`` is called as each step begins, with its index and how many there are to be."""
-        if steps < LEAST_STEPS:
-            raise ValueError(f"--steps {steps}: at least {LEAST_STEPS}, half of them without overlap")
         self.model: nn.Module | None = None
         self.present: Step | None = None
         """The step under way, while it is watched."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -112,16 +110,6 @@ def record(
         results.add(f"encode/{row['spec']}", row["encode"], "B/s")
         results.add(f"decode/{row['spec']}", row["decode"], "B/s")
     return results
-
-
-def read(path: Path) -> dict[str, Any]:
-    """What a rank wrote."""
-    return json.loads(path.read_text())
-
-
-def write(path: Path, record_read: dict[str, Any]) -> None:
-    """Write a record that was read."""
-    path.write_text(json.dumps(record_read, indent=1) + "\n")
 
 
 def _inside(pair: Pair, links: Links) -> bool:
