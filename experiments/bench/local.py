@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from statistics import fmean
 
@@ -10,17 +11,20 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire_tools import lab
-from thinwire_tools.compare.demo import Demo
-from thinwire_tools.compare.report import SAME_LOSS, Report, Run
+from thinwire_tools.compare.comparison import Run
+from thinwire_tools.compare.demo import MARGIN, TASK, Turns
+from thinwire_tools.compare.paired import train_in_turns
 from thinwire_tools.compare.statistics import estimate, relative_differences
-from thinwire_tools.compare.train import LOCAL_EVERY, VARIANTS, Task
+from thinwire_tools.compare.tasks import GPTTask
+from thinwire_tools.compare.variants import LOCAL_EVERY, VARIANTS
 from thinwire_tools.lab.units import format_rate, parse_rate
 from thinwire_tools.results import OutputFile, Results
 
 METHODS = ("fp32", "thinwire", "local", "overlapped", "streaming", "muloco", "muloco-streaming", "muon", "alone")
 CONTROLS = ("fp32", "alone")
 
-_LOOPBACK, _WHY = "10gbit", "the link does not change what is learned"
+SAME_LOSS = 1 + MARGIN
+"""Two runs have "the same loss" where one is at most this many times the other."""
 
 
 def local(
@@ -45,38 +49,46 @@ def local(
         rates: of each rank's link, both ways.
         steps: training steps of each way.
         seeds: of the initial weights, the batches and the rounding.
-        methods: variants of `thinwire_tools.compare.train`; fp32 and training alone are always among them.
+        methods: variants of `thinwire_tools.compare.variants`; fp32 and training alone are always among them.
         json: write the figures to this file.
     """
     console = Console(highlight=False)
     if unknown := set(methods) - set(VARIANTS):
         raise ValueError(f"--methods {' '.join(sorted(unknown))}: it can be {', '.join(VARIANTS)}")
     lab.need_network()
-    task = Task(steps=steps)
+    task = replace(TASK, steps=steps)
     order = (CONTROLS[0], *(name for name in methods if name not in CONTROLS), CONTROLS[1])
     chosen = "" if order == METHODS else f" --rates {' '.join(rates)} --methods {' '.join(order[1:-1])}"
     results = Results(f"python -m experiments bench local{chosen}")
-    results.about = {"rates": list(rates), "task": asdict(task), "every": LOCAL_EVERY, "seeds": seeds}
-    others = [
-        Demo(console, replace(task, seed=seed), 2, _LOOPBACK, parse_rate(_LOOPBACK), _WHY, order=order).run()
-        for seed in range(1, seeds)
-    ]
-    links: dict[str, Report] = {}
+    results.about = {"rates": list(rates), "task": {**asdict(task), "seed": 0}, "every": LOCAL_EVERY, "seeds": seeds}
+    others = [_train(console, task, order, seed, None) for seed in range(1, seeds)]
+    links: dict[str, dict[str, Run]] = {}
     for rate in rates:
         over_link = order if not links else [name for name in order[1:] if VARIANTS[name].on_link]
-        links[rate] = Demo(console, task, 2, rate, parse_rate(rate), None, order=over_link).run()
-    learned = [links[rates[0]], *others]
-    for report in (*links.values(), *learned):
-        if report.failures:
-            console.print(f"{report.failures[0].name} did not finish: {report.failures[0].failure}")
-            return 1
-    add_losses(results, [report.runs for report in learned])
-    for rate, report in links.items():
-        add_speeds(results, rate, report)
+        links[rate] = _train(console, task, over_link, 0, rate)
+    add_losses(results, [links[rates[0]], *others])
+    for rate, runs in links.items():
+        add_speeds(results, rate, runs, steps)
         console.print(_table(results, rate, order))
     if json is not None:
         results.write(json)
     return 0
+
+
+def _train(console: Console, task: GPTTask, names: Sequence[str], seed: int, rate: str | None) -> dict[str, Run]:
+    """All methods in turns over a link of ``rate``, or loopback: the link does not change what is learned.
+
+    Raises:
+        RankFailed: one of them did not finish.
+    """
+    variants = {name: VARIANTS[name] for name in names}
+    with ExitStack() as stack:
+        network = None if rate is None else stack.enter_context(lab.Network(2, rate=rate))
+        watcher = stack.enter_context(Turns(console, task.steps))
+        runs, failures = train_in_turns(task, variants, seed=seed, num_ranks=2, network=network, watcher=watcher)
+    for failure in failures.values():
+        raise failure
+    return runs
 
 
 def add_losses(results: Results, learned: Sequence[Mapping[str, Run]]) -> None:
@@ -99,15 +111,14 @@ def steps_to(run: Run, loss: float) -> float | None:
     return replace(run, step_s=[1.0] * len(run.step_s)).seconds_to(loss)
 
 
-def add_speeds(results: Results, rate: str, report: Report) -> None:
+def add_speeds(results: Results, rate: str, trained: Mapping[str, Run], num_steps: int) -> None:
     """Add the time of a step, the bytes, and the time to fp32's loss over one link."""
-    runs = {name: run for name, run in report.runs.items() if report.timed(name)}
+    runs = {name: run for name, run in trained.items() if VARIANTS[name].on_link}
     for name, run in runs.items():
         results.add(f"{rate}/step_s/{name}", 1 / run.steps_per_s, "s", step_s=[round(s, 4) for s in run.step_s])
-        speed = report.speedup(name, "alone")
-        assert speed is not None
+        speed = run.speedup(runs["alone"])
         results.add(f"{rate}/speed_over_alone/{name}", speed.median, "x", lower=speed.lower, upper=speed.upper)
-        results.add(f"{rate}/sent_bytes/{name}", run.payload_bytes[-1] / report.task.steps, "B/step")
+        results.add(f"{rate}/sent_bytes/{name}", run.payload_bytes[-1] / num_steps, "B/step")
     steps = {name: _value(results, f"steps_to_same_loss/{name}") for name in runs}
     times = {name: (taken, 1 / runs[name].steps_per_s) for name, taken in steps.items()}
     times["free"] = (_value(results, "steps_to_same_loss/fp32"), 1 / runs["alone"].steps_per_s)

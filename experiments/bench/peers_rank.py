@@ -17,9 +17,8 @@ from torch import nn
 from thinwire.local import DiLoCo, Nesterov
 from thinwire_tools.bench.allreduce_rank import sent_on_interface
 from thinwire_tools.bench.rank import serve
-from thinwire_tools.compare.compare_rank import digest
 from thinwire_tools.compare.tasks import GPTTask
-from thinwire_tools.compare.train import learning_rate
+from thinwire_tools.compare.train import digest, learning_rate
 from thinwire_tools.lab.network import address
 
 _LIGHTHOUSE_PORT = 29510

@@ -12,10 +12,9 @@ import thinwire
 from thinwire.local import DiLoCo
 from thinwire.optim import CompressedAdamW, Muon, QuantizedAdam
 from thinwire_tools.bench.rank import serve
-from thinwire_tools.compare.compare_rank import digest
 from thinwire_tools.compare.gpt import GPTConfig
 from thinwire_tools.compare.tasks import GPTTask
-from thinwire_tools.compare.train import gradient_bytes, learning_rate, ring_factor
+from thinwire_tools.compare.train import digest, gradient_bytes, learning_rate, ring_factor
 
 _BETAS, _WEIGHT_DECAY = (0.9, 0.99), 0.1
 _WARM_UP = 0.15

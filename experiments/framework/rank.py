@@ -26,10 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from experiments.framework.methods import Method, TimedReduction
 from experiments.framework.replay import Clock, Compute, ReplayedTask, gradients_along, pin, record
 from experiments.tasks.resnet import ImageTask
-from thinwire_tools.compare.compare_rank import digest, probe_steps
 from thinwire_tools.compare.rank_program import Channel, join, run_rank
-from thinwire_tools.compare.tasks import GPTTask, ScoredTask, restore
-from thinwire_tools.compare.train import gradient_bytes, ring_factor
+from thinwire_tools.compare.tasks import GPTTask, ScoredTask, probe_steps, restore
+from thinwire_tools.compare.train import digest, gradient_bytes, ring_factor
 
 _BATCHES = 4
 _ONE_BUCKET_MB = 1e6

@@ -15,7 +15,7 @@ from experiments.framework.progress import Screen
 from experiments.framework.run_cache import RunCache
 from experiments.framework.training import Gradients, OnStep, Runs, Trained
 from experiments.tasks.resnet import ImageTask
-from thinwire_tools.compare.paired import Unwatched
+from thinwire_tools.compare.paired import Watcher
 from thinwire_tools.compare.tasks import ScoredTask
 from thinwire_tools.lab.units import format_rate, parse_rate, parse_rates
 
@@ -159,7 +159,7 @@ class Study(Generic[ScaleT]):
         return show
 
 
-class Progress(Unwatched):
+class Progress(Watcher):
     """Shows the runs of `thinwire_tools.compare.compare_training` as steps of a study's part."""
 
     def __init__(self, study: Study[Any]) -> None:

@@ -20,9 +20,8 @@ from experiments.framework.methods import Method
 from experiments.framework.run_cache import RunCache
 from thinwire.runtime import ParityError
 from thinwire_tools import lab
-from thinwire_tools.compare.compare_rank import probe_steps
 from thinwire_tools.compare.rank_processes import NoSetup, launch_ranks
-from thinwire_tools.compare.tasks import ScoredTask, describe
+from thinwire_tools.compare.tasks import ScoredTask, describe, probe_steps
 
 _TIMEOUT_S = 180.0
 _FIRST_STEPS = 5

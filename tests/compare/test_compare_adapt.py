@@ -61,7 +61,7 @@ def test_what_is_no_variant_is_reported_before_anything_runs(
     assert said in " ".join(capfd.readouterr().err.split())
 
 
-class _Counted(paired.Unwatched):
+class _Counted(paired.Watcher):
     """Counts runs."""
 
     made = 0

@@ -20,8 +20,10 @@ from thinwire_tools import lab
 from thinwire_tools.cli import main
 from thinwire_tools.compare import demo as demo_module
 from thinwire_tools.compare import rank_processes
+from thinwire_tools.compare.paired import Setup
 from thinwire_tools.compare.rank_processes import NoSetup, RankFailed, RankProcesses
-from thinwire_tools.compare.train import VARIANTS
+from thinwire_tools.compare.tasks import describe
+from thinwire_tools.compare.variants import VARIANTS, Variant
 from thinwire_tools.lab import Loopback
 
 SMOKE = demo_module.SMOKE
@@ -87,8 +89,7 @@ def test_bytes_are_those_of_the_formulas(on_a_slow_link: Smoke) -> None:
 @pytest.mark.network
 def test_what_can_be_judged_in_a_small_demo_holds(on_a_slow_link: Smoke) -> None:
     checks = {check["text"]: check["outcome"] for check in on_a_slow_link.record["about"]["checks"]}
-    judged = [outcome for outcome in checks.values() if outcome != "not judged"]
-    assert judged == ["shown", "shown"]
+    assert list(checks.values()) == ["shown", "shown"]
     assert checks["ranks end with the same parameters, bit for bit"] == "shown"
 
 
@@ -109,12 +110,13 @@ def test_results_show_before_the_last_variant_has_begun(on_a_slow_link: Smoke) -
 @pytest.mark.network
 def test_the_table_is_sorted_by_time_to_the_same_loss_and_fits(on_a_slow_link: Smoke) -> None:
     figures, text = on_a_slow_link.figures, on_a_slow_link.text
-    rows = {name: text.rindex(f"\n{VARIANTS[name].title} ") for name in demo_module.ORDER}
-    reached = [name for name in demo_module.ORDER if f"seconds_to_same_loss/{name}" in figures]
-    assert "fp32" in reached
+    table = text[text.index("variant  ") : text.index("Held-out loss:")]
+    rows = {name: table.index(f"\n{VARIANTS[name].title} ") for name in demo_module.ORDER}
+    varied = [name for name in demo_module.ORDER if name not in ("fp32", "control")]
+    assert rows["fp32"] < min(rows[name] for name in varied)
+    reached = [name for name in varied if f"seconds_to_same_loss/{name}" in figures]
     by_time = sorted(reached, key=lambda name: figures[f"seconds_to_same_loss/{name}"])
     assert by_time == sorted(reached, key=lambda name: rows[name])
-    table = text[text.index("gradients  ") : text.index("The same loss:")]
     assert all(len(line) <= 80 for line in table.splitlines())
     assert "…" not in table
 
@@ -124,28 +126,31 @@ def test_the_picture_has_a_curve_for_each_variant(on_a_slow_link: Smoke) -> None
     pytest.importorskip("matplotlib")
     picture = (on_a_slow_link.out / "loss.svg").read_text()
     assert picture.startswith("<?xml")
-    # A marker at the end of each curve.
-    assert picture.count("<use ") >= sum(VARIANTS[name].on_link for name in demo_module.ORDER)
+    for name in demo_module.ORDER:
+        assert (f"<!-- {VARIANTS[name].title} -->" in picture) == VARIANTS[name].on_link
 
 
 def _ignore(*_: Any) -> None:
     pass
 
 
-def _run(ranks: RankProcesses, name: str, on_event: Callable[..., None] = _ignore) -> list[dict[str, Any]]:
-    ranks.run({"do": "begin", "name": name}, _ignore, _ignore)
-    ranks.run({"do": "train", "until": SMOKE.steps}, on_event, _ignore)
-    return ranks.run({"do": "finish"}, _ignore, _ignore)
+def _run(ranks: RankProcesses, variant: Variant, on_event: Callable[..., None] = _ignore) -> list[dict[str, Any]]:
+    asked = {"variant": dataclasses.asdict(variant), "seed": 0, "highest": 1e-3, "measure": 0}
+    ranks.run({"do": "begin", **asked})
+    ranks.run({"do": "train", "until": SMOKE.steps}, on_event)
+    return ranks.run({"do": "finish"})
 
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[RankProcesses]:
-    with RankProcesses(Loopback(2), SMOKE, 2, folder=tmp_path, name="ranks", timeout_s=40) as ranks:
+    setup = Setup(**describe(SMOKE))
+    with RankProcesses(Loopback(2), setup, 2, folder=tmp_path, name="ranks", timeout_s=40) as ranks:
         yield ranks
 
 
 def test_runs_are_the_same_to_the_bit_until_a_rank_is_killed(ranks: RankProcesses) -> None:
-    digests = [[answer["digest"] for answer in _run(ranks, name)] for name in ("thinwire", "thinwire", "fp32", "alone")]
+    names = ("thinwire", "thinwire", "fp32", "alone")
+    digests = [[answer["digest"] for answer in _run(ranks, VARIANTS[name])] for name in names]
     assert digests[0] == digests[1] != digests[2]
     assert len(set(digests[0])) == len(set(digests[2])) == 1
     assert len(set(digests[3])) == 2
@@ -156,15 +161,15 @@ def test_runs_are_the_same_to_the_bit_until_a_rank_is_killed(ranks: RankProcesse
 
     started = time.monotonic()
     with pytest.raises(RankFailed, match="rank 1: ended by signal 9") as failed:
-        _run(ranks, "thinwire", kill)
+        _run(ranks, VARIANTS["thinwire"], kill)
     assert failed.value.rank == 1
     assert time.monotonic() - started < 35
 
 
 def test_a_rank_that_raises_is_reported_with_its_words_and_its_log(ranks: RankProcesses) -> None:
-    with pytest.raises(RankFailed, match="KeyError: 'nosuch'") as failed:
-        _run(ranks, "nosuch")
-    assert "demo_rank.py" in failed.value.log
+    with pytest.raises(RankFailed, match="no compressor is called 'nosuch'") as failed:
+        _run(ranks, Variant("nosuch"))
+    assert "ddp.py" in failed.value.log
 
 
 def test_what_others_tell_after_a_rank_has_ended_is_heard(tmp_path: Path) -> None:
@@ -172,7 +177,7 @@ def test_what_others_tell_after_a_rank_has_ended_is_heard(tmp_path: Path) -> Non
     options: dict[str, Any] = {"folder": tmp_path, "name": "ranks", "timeout_s": 40, "module": "early_exit_rank"}
     ended = pytest.raises(RankFailed, match="rank 0: it ended")
     with RankProcesses(Loopback(3), NoSetup(), 3, **options) as ranks, ended:
-        ranks.run({"do": "go on"}, lambda rank, event: told.append((rank, event["step"])), _ignore)
+        ranks.run({"do": "go on"}, lambda rank, event: told.append((rank, event["step"])))
     assert sorted(told) == [(1, 1), (2, 2)]
 
 
@@ -183,7 +188,7 @@ def test_a_silent_rank_is_an_error(ranks: RankProcesses, monkeypatch: pytest.Mon
         ranks.process(1).send_signal(signal.SIGSTOP)
 
     with pytest.raises(RankFailed, match=r"rank [01]: sent nothing for 1 s"):
-        _run(ranks, "bf16", stop)
+        _run(ranks, VARIANTS["bf16"], stop)
 
 
 def test_over_loopback_time_is_not_compared_and_the_demo_goes_on_after_crashes(
@@ -193,7 +198,7 @@ def test_over_loopback_time_is_not_compared_and_the_demo_goes_on_after_crashes(
     run = RankProcesses.run
 
     def run_and_kill(ranks: RankProcesses, command: dict[str, Any], *args: Any) -> list[dict[str, Any]]:
-        if command.get("name") in ("powersgd", "bf16"):
+        if command.get("variant", {}).get("spec") in ("torch-powersgd", "bf16"):
             ranks.process(0).kill()
         return run(ranks, command, *args)
 
@@ -210,7 +215,7 @@ def test_over_loopback_time_is_not_compared_and_the_demo_goes_on_after_crashes(
     text = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
     assert "no [right] to make namespaces" in text
     assert "about bytes and loss only" in text
-    assert re.search(r"torch PowerSGD +failed", text)
+    assert "torch PowerSGD: failed: rank 0" in text
     assert "rank 0: ended by signal 9" in text
     assert "not the result that it should be" in text
 

@@ -11,9 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness import run_ranks
 from thinwire_tools.compare.gpt import GPTConfig, next_token_loss
-from thinwire_tools.compare.train import POWERSGD_RANK, VARIANTS, Replica, Task, distributed
+from thinwire_tools.compare.tasks import GPTTask
+from thinwire_tools.compare.variants import POWERSGD_RANK, VARIANTS, Attached
 
-TASK = Task(model=GPTConfig(context=16, width=32, layers=2, heads=2), bucket_cap_mb=0.05)
+TASK = GPTTask(model=GPTConfig(context=16, width=32, layers=2, heads=2), bucket_cap_mb=0.05)
 STEPS = 4
 
 
@@ -31,14 +32,18 @@ def _send_all(rank: int) -> dict[str, Sent]:
     return {name: _send(rank, name) for name in VARIANTS}
 
 
+def _attached(name: str) -> tuple[DistributedDataParallel, torch.optim.Optimizer, Attached]:
+    model = TASK.build(0)
+    ddp, optimizer = VARIANTS[name].prepare(TASK, model)
+    return ddp, optimizer, VARIANTS[name].attach(ddp, optimizer, 0)
+
+
 def _send(rank: int, name: str) -> Sent:
-    replica = Replica(TASK, VARIANTS[name].optimizer)
-    ddp = distributed(replica, VARIANTS[name])
-    attached = VARIANTS[name].attach(ddp, replica)
+    ddp, _, attached = _attached(name)
     _backward(ddp, rank, STEPS)
-    gradients = [parameter.grad.clone() for parameter in replica.parameters if parameter.grad is not None]
-    sent = Sent(gradients, attached.payload_bytes(STEPS), attached.formula_bytes())
-    attached.detach()
+    gradients = [parameter.grad.clone() for parameter in ddp.parameters() if parameter.grad is not None]
+    sent = Sent(gradients, attached.sent(STEPS), attached.formula())
+    attached.close()
     return sent
 
 
@@ -84,7 +89,7 @@ def test_fp32_is_the_mean_and_without_communication_every_rank_keeps_its_own(sen
 
 def test_bytes_of_dense_methods_are_those_of_a_ring(sent: list[dict[str, Sent]]) -> None:
     # Two ranks: a ring all-reduce sends each byte once.
-    dense = 4 * STEPS * sum(parameter.numel() for parameter in Replica(TASK).parameters)
+    dense = 4 * STEPS * sum(parameter.numel() for parameter in TASK.build(0).parameters())
     assert sent[0]["fp32"].payload_bytes == dense
     assert sent[0]["bf16"].payload_bytes == dense / 2
     assert sent[0]["alone"].payload_bytes == 0
@@ -92,7 +97,7 @@ def test_bytes_of_dense_methods_are_those_of_a_ring(sent: list[dict[str, Sent]])
 
 def test_powersgd_bytes_are_two_dense_steps_and_then_the_factors(sent: list[dict[str, Sent]]) -> None:
     dense = factors = 0
-    for parameter in Replica(TASK).parameters:
+    for parameter in TASK.build(0).parameters():
         numel, rows = parameter.numel(), parameter.shape[0]
         dense += numel
         low = (rows + numel // rows) * POWERSGD_RANK
@@ -115,17 +120,14 @@ def test_local_updates_send_nothing_with_gradients(sent: list[dict[str, Sent]]) 
 
 def _trained_locally(rank: int, name: str) -> tuple[float, list[Tensor]]:
     """A round of steps and two more, and the end of the training."""
-    variant = VARIANTS[name]
-    replica = Replica(TASK, variant.optimizer)
-    ddp = distributed(replica, variant)
-    attached = variant.attach(ddp, replica)
-    for _ in range(variant.every + 2):
+    ddp, optimizer, attached = _attached(name)
+    for _ in range(VARIANTS[name].every + 2):
         _backward(ddp, rank, 1)
-        replica.optimizer.step()
-    sent = attached.payload_bytes(0)
+        optimizer.step()
+    sent = attached.sent(0)
     attached.finish()
-    attached.detach()
-    return sent, [parameter.detach() for parameter in replica.parameters]
+    attached.close()
+    return sent, [parameter.detach() for parameter in ddp.parameters()]
 
 
 @pytest.mark.parametrize("name", ["local", "muloco"])
@@ -143,7 +145,7 @@ def _count_buckets(rank: int) -> dict[str, int]:
     counts = {}
     for name in ("powersgd", "fp32"):
         seen: set[int] = set()
-        ddp = distributed(Replica(TASK), VARIANTS[name])
+        ddp, _ = VARIANTS[name].prepare(TASK, TASK.build(0))
         ddp.register_comm_hook(seen, _note)
         _backward(ddp, rank, 3)
         counts[name] = len(seen)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from thinwire_tools.cli import main
+from thinwire_tools.compare.comparison import Run, Side
 from thinwire_tools.compare.losses import PATTERN, NoLosses, compiled, final, loss_in, read_log
-from thinwire_tools.compare.script import ScriptComparison, ScriptRun
+from thinwire_tools.compare.script import ScriptComparison
 
 TRAINING = """
 import sys, torch, torch.distributed as dist
@@ -89,30 +92,37 @@ def test_the_end_is_the_last_tenth() -> None:
 
 
 def made_up(same: float, control: float) -> ScriptComparison:
-    comparison = ScriptComparison(["minmax(bits=4, bucket=128)"], "onebit(bucket=512)", 0.01)
-    for name, factor in zip(comparison.names, (1.0, same, control), strict=True):
-        for loss in (1.0, 1.1, 1.2):
-            comparison.runs.setdefault(name, []).append(ScriptRun((3.0, loss * factor), 2.0, 100.0, 700.0))
-    return comparison
+    sides = []
+    for name, factor in (("fp32", 1.0), ("minmax(bits=4, bucket=128)", same), ("onebit(bucket=512)", control)):
+        runs = [
+            Run(
+                name, [2.0], losses=[3.0, loss * factor], probe_steps=[1], payload_bytes=[100.0], val_loss=loss * factor
+            )
+            for loss in (1.0, 1.1, 1.2)
+        ]
+        sides.append(Side(name, math.nan, tuple(runs)))
+    return ScriptComparison((0, 1, 2), 0.01, False, sides[0], (sides[1],), sides[2], {})
 
 
 def test_a_verdict_needs_a_control_that_fails() -> None:
     good, blunt = made_up(1.001, 1.5), made_up(1.001, 1.001)
-    estimate, verdict = good.judged("minmax(bits=4, bucket=128)")
-    assert estimate.mean == pytest.approx(0.001)
-    assert verdict == "yes"
+    judged = good.judge(good.variants[0])
+    assert judged.estimate.mean == pytest.approx(0.001)
+    assert judged.verdict == "yes"
     assert good.sensitive
     assert not blunt.sensitive
-    assert "too short to show damage" in blunt.remarks()[-1]
-    assert made_up(1.1, 1.5).judged("minmax(bits=4, bucket=128)")[1] == "no"
+    assert "Insensitive" in list(blunt.remarks())[-1]
+    assert not any("same loss" in remark for remark in good.remarks())
+    worse = made_up(1.1, 1.5)
+    assert worse.judge(worse.variants[0]).verdict == "no"
 
 
 def test_equal_seeds_are_no_seeds() -> None:
     comparison = made_up(1.0, 1.5)
     comparison.check_seeds()
-    comparison.runs["fp32"] = comparison.runs["fp32"][:1] * 3
+    alike = replace(comparison.baseline, runs=comparison.baseline.runs[:1] * 3)
     with pytest.raises(ValueError, match=r"train.py --seed \{seed\}"):
-        comparison.check_seeds()
+        replace(comparison, baseline=alike).check_seeds()
 
 
 @pytest.mark.parametrize(

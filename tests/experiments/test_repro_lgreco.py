@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from thinwire.policies.bucket_times import seconds_per_byte
+from thinwire_tools.compare.report import Run
 
 import thinwire
 from experiments.__main__ import main as experiments_main
@@ -22,8 +24,7 @@ from experiments.papers.lgreco.study import NAMES, SMOKE, LGrecoScale, LGrecoStu
 from small_versions import Small, small_version
 from thinwire.policies import LGreco, Sync, parse_policy
 from thinwire.policies.lgreco import seconds_per_byte
-from thinwire_tools.compare.comparison import Side
-from thinwire_tools.compare.report import Run
+from thinwire_tools.compare.comparison import Run, Side
 from thinwire_tools.compare.variants import Variant
 
 PICTURES = ("4.2-4.3", "B.2", "3.7", "3.8", "4.5a", "4.3-4.4", "B.3", "4.2", "4.5b-B.1-B.6b", "B.6a", "equal-bytes")

@@ -25,7 +25,7 @@ from thinwire_tools.compare.data import standard_library
 from thinwire_tools.compare.paired import CONTROL, compare_training
 from thinwire_tools.compare.statistics import estimate
 from thinwire_tools.compare.tasks import GPTTask
-from thinwire_tools.compare.train import CONTROL_RULES
+from thinwire_tools.compare.variants import CONTROL_RULES
 
 FP32_SHARE: dict[Place, dict[str, float]] = {"links": {"gpt": 0.54, "cnn": 0.59}, "nodes": {"gpt": 0.05, "cnn": 0.09}}
 """Share of linear scaling that fp32 reaches in the thesis, of Transformer-XL and ResNet-50: links are as slow as it

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire_tools.compare.train import POWERSGD_RANK, send_bf16
+from thinwire_tools.compare.variants import POWERSGD_RANK, send_bf16
 
 _POWERSGD_START = 2
 """The least that PyTorch takes with error feedback."""

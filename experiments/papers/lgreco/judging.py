@@ -9,8 +9,7 @@ from typing import Any
 
 from experiments.framework.findings import points, share
 from experiments.framework.verdicts import Judgement, matches
-from thinwire_tools.compare.comparison import Comparison, Side
-from thinwire_tools.compare.report import Run
+from thinwire_tools.compare.comparison import Comparison, Run, Side
 from thinwire_tools.compare.statistics import Estimate, estimate, relative_differences
 
 

@@ -17,7 +17,7 @@ from experiments.papers.lgreco.tasks import Name
 from experiments.policies.baselines import Bayes, Linear
 from thinwire.policies import parse_policy
 from thinwire_tools import plots
-from thinwire_tools.compare.report import Run
+from thinwire_tools.compare.comparison import Run
 
 UNIFORM = "uniform"
 FP32 = "fp32"

@@ -13,8 +13,7 @@ from experiments.papers.lgreco.study import NAMES, TITLES, LGrecoScale, LGrecoSt
 from experiments.papers.lgreco.tasks import Name
 from thinwire.policies import LGreco, parse_policy
 from thinwire_tools import plots
-from thinwire_tools.compare.comparison import Comparison, Side
-from thinwire_tools.compare.report import Run
+from thinwire_tools.compare.comparison import Comparison, Run, Side
 from thinwire_tools.compare.variants import Variant
 
 TABLES: dict[Name, str] = {"gpt": "table 4.3", "cnn": "table 4.2"}

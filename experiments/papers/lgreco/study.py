@@ -19,12 +19,10 @@ from experiments.policies.recording import Recording
 from experiments.tasks.models import Model
 from experiments.tasks.resnet import ImageTask
 from experiments.tasks.words import WORDS, WORDS_SMOKE, WordsTask
-from thinwire_tools.compare.comparison import Comparison
+from thinwire_tools.compare.comparison import Comparison, Run
 from thinwire_tools.compare.data import standard_library
 from thinwire_tools.compare.paired import Runs, compare_runs
-from thinwire_tools.compare.report import Run
-from thinwire_tools.compare.train import CONTROL_RULES
-from thinwire_tools.compare.variants import Variant
+from thinwire_tools.compare.variants import CONTROL_RULES, Variant
 
 NUM_RANKS = 2
 """Of trainings, each with a core of its own."""

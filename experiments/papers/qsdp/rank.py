@@ -18,10 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from experiments.papers.qsdp.methods import Method
 from experiments.papers.qsdp.sharding import Batch, backward, shard
-from thinwire_tools.compare.compare_rank import probe_steps
 from thinwire_tools.compare.gpt import GPT
 from thinwire_tools.compare.rank_program import Channel, join, run_rank
-from thinwire_tools.compare.tasks import GPTTask, restore
+from thinwire_tools.compare.tasks import GPTTask, probe_steps, restore
 from thinwire_tools.compare.train import learning_rate
 
 _BATCHES, _WARM_UP_STEPS = 4, 3

@@ -15,9 +15,8 @@ from experiments.framework.run_cache import RunCache
 from experiments.papers.qsdp import rank as rank_module
 from experiments.papers.qsdp.methods import Method
 from thinwire_tools import lab
-from thinwire_tools.compare.compare_rank import probe_steps
 from thinwire_tools.compare.rank_processes import NoSetup, launch_ranks
-from thinwire_tools.compare.tasks import GPTTask, describe
+from thinwire_tools.compare.tasks import GPTTask, describe, probe_steps
 
 _TIMEOUT_S = 180.0
 

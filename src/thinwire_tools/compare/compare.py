@@ -7,8 +7,9 @@ seen.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import tyro
 from rich.console import Console
@@ -16,10 +17,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from thinwire.runtime import ParityError
-from thinwire_tools.compare.comparison import Comparison
+from thinwire_tools.compare.comparison import Comparison, Run
 from thinwire_tools.compare.data import standard_library
-from thinwire_tools.compare.paired import CONTROL, Tune, compare_training
-from thinwire_tools.compare.report import Run
+from thinwire_tools.compare.paired import CONTROL, Tune, Watcher, compare_training
+from thinwire_tools.compare.rank_processes import RankFailed
 from thinwire_tools.compare.tasks import SIZES, GPTTask
 from thinwire_tools.exits import FAILED, ends_command
 from thinwire_tools.results import OutputFile, Results
@@ -61,7 +62,7 @@ def compare(
         seeds: number of seeds, each one paired run of every variant; a verdict takes at least 2.
         within: how much higher a loss may be and still be the same: 1% or 0.01.
         control: a spec that must fail; None for none, which leaves open whether this training shows damage at all.
-        size: of the GPT: small (0.8 M parameters) or demo (4.8 M, that of `thinwire demo`).
+        size: of the GPT: small (0.8 M parameters) or demo (4.8 M).
         steps: training steps of each run.
         ranks: number of ranks.
         rate: of each rank's link (100mbit, 1gbit ...), emulated; without it loopback, where time means nothing.
@@ -73,29 +74,51 @@ def compare(
         strict: exit with 1 unless every variant is within the margin.
         json: write the figures to this file.
     """
-    console = Console(highlight=False)
     tuning: Tune = "each" if tune_each else "baseline" if tune else "no"
-    with ends_command(ValueError, ImportError), ends_command(ParityError, code=FAILED):
+    with ends_command(ValueError):
         if script := next((text for text in variants if text.endswith(".py")), None):
             before = "".join(f'"{text}" ' for text in variants[: variants.index(script)])
             raise ValueError(f"a script comes after two dashes: thinwire compare {before}-- {script}")
         task = _task("smoke" if smoke else size, steps, learning_rate)
-        with Bar(console, task.steps) as bar:
-            comparison = compare_training(
-                task,
-                variants,
-                seeds=range(seeds),
-                margin=share_of(within),
-                control=control,
-                num_ranks=ranks,
-                rate=rate,
-                tune=tuning,
-                measure=measure,
-                watcher=bar,
-            )
-        _show(console, comparison)
-    write_figures(console, "thinwire compare", comparison, facts_of(comparison), json)
+    options = {"control": control, "num_ranks": ranks, "rate": rate, "tune": tuning, "measure": measure}
+    comparison = conduct("thinwire compare", task, variants, seeds=seeds, within=within, json=json, **options)
     return 0 if comparison.sensitive and (comparison.all_within or not strict) else 1
+
+
+def conduct(
+    command: str, task: GPTTask, variants: Sequence[str], *, seeds: int, within: str, json: OutputFile, **options: Any
+) -> Comparison:
+    """Compare as `compare_training` does, with ``options`` of its own; show the progress and what was found."""
+    console = Console(highlight=False)
+    with ends_command(ValueError, ImportError), ends_command(ParityError, code=FAILED):
+        margin = share_of(within)
+        with Bar(console, task.steps) as bar:
+            comparison = compare_training(task, variants, seeds=range(seeds), margin=margin, watcher=bar, **options)
+        for found, what in ((comparison, "of fp32 for all"), (comparison.each_tuned, "of each variant tuned")):
+            if found is not None:
+                rates = {f"{side.learning_rate:g}" for side in found.sides()}
+                show(console, found, f"Learning rate {what}: {', '.join(sorted(rates, key=float))}")
+    write_figures(console, command, comparison, facts_of(comparison), json)
+    return comparison
+
+
+def show(console: Console, comparison: Comparison, title: str | None = None) -> None:
+    """Print a comparison's table, and how to read it."""
+    console.print()
+    console.print(comparison.table(title))
+    for line in comparison.remarks():
+        console.print(line, soft_wrap=True)
+
+
+def write_figures(
+    console: Console, command: str, comparison: Comparison, about: dict[str, Any], path: OutputFile
+) -> None:
+    """Write a comparison's figures to ``path``, if there is one."""
+    if path:
+        results = Results(command, about=about)
+        comparison.record(results)
+        results.write(path)
+        console.print(f"Figures: {path}", soft_wrap=True, markup=False)
 
 
 def _task(size: str, steps: int | None, learning_rate: float | None) -> GPTTask:
@@ -111,17 +134,6 @@ def _task(size: str, steps: int | None, learning_rate: float | None) -> GPTTask:
     return task
 
 
-def write_figures(
-    console: Console, command: str, comparison: Comparison, about: dict[str, object], path: OutputFile
-) -> None:
-    """Write a comparison's figures to ``path``, if there is one."""
-    if path:
-        results = Results(command, about=about)
-        comparison.record(results)
-        results.write(path)
-        console.print(f"Figures: {path}", soft_wrap=True, markup=False)
-
-
 def share_of(text: str) -> float:
     """0.01 of ``"1%"`` or ``"0.01"``."""
     number = text.strip()
@@ -131,19 +143,7 @@ def share_of(text: str) -> float:
         raise ValueError(f"--within {text!r} is not a share: write 1% or 0.01") from None
 
 
-def _show(console: Console, comparison: Comparison) -> None:
-    tables = [(comparison, "Learning rate of fp32 for all")]
-    if comparison.each_tuned:
-        tables.append((comparison.each_tuned, "Learning rate of each variant tuned"))
-    for comparison, title in tables:
-        rates = {f"{side.learning_rate:g}" for side in comparison.sides()}
-        console.print()
-        console.print(comparison.table(f"{title}: {', '.join(sorted(rates, key=float))}"))
-        for line in comparison.remarks():
-            console.print(line, soft_wrap=True)
-
-
-def facts_of(comparison: Comparison) -> dict[str, object]:
+def facts_of(comparison: Comparison) -> dict[str, Any]:
     """What a record of the comparison holds besides its figures."""
     text = standard_library()
     return {
@@ -156,11 +156,11 @@ def facts_of(comparison: Comparison) -> dict[str, object]:
     }
 
 
-class Bar:
+class Bar(Watcher):
     """Progress over all runs, with the time left; a line for each run where there is no terminal."""
 
     def __init__(self, console: Console, steps: int) -> None:
-        self._console, self._steps = console, steps
+        self.steps = steps
         self._progress = Progress(
             BarColumn(bar_width=20),
             MofNCompleteColumn(),
@@ -173,7 +173,7 @@ class Bar:
             speed_estimate_period=120,
         )
         self._task = self._progress.add_task("starting", total=0)
-        self._title, self._before = "", 0
+        self.title = ""
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -184,16 +184,22 @@ class Bar:
 
     def plan(self, num_runs: int) -> None:
         total = self._progress.tasks[0].total or 0
-        self._progress.update(self._task, total=total + num_runs * self._steps)
+        self._progress.update(self._task, total=total + num_runs * self.steps)
 
     def begin(self, title: str) -> None:
-        self._title = title
+        self.title = title
         self._progress.update(self._task, description=escape(title))
 
     def step(self, step: int, loss: float) -> None:
-        description = f"{escape(self._title)}: loss {loss:.2f}"
-        self._progress.update(self._task, completed=self._before + step, description=description)
+        self._progress.update(self._task, advance=1, description=f"{escape(self.title)}: loss {loss:.2f}")
 
     def end(self, run: Run) -> None:
-        self._before += self._steps
-        self._progress.console.print(f"{self._title}: held-out loss {run.val_loss:.4f}", style="dim", markup=False)
+        self.say(f"{self.title}: held-out loss {run.val_loss:.4f}")
+
+    def fail(self, failure: RankFailed) -> None:
+        self.say(f"{self.title}: failed: {failure}", style="bold red")
+        self.say(failure.log)
+
+    def say(self, text: str, style: str = "dim") -> None:
+        """Print a line above the bar."""
+        self._progress.console.print(text, style=style, markup=False, soft_wrap=True)

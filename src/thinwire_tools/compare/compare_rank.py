@@ -1,128 +1,121 @@
 """One rank of a comparison: reads commands as JSON lines on standard input, answers with JSON lines on standard output.
 
-Commands: ``setup`` (first) and ``run`` (train one variant from one seed). The conversation is that of the demo's ranks:
-whenever a rank answers ``hold`` it waits for a ``go``, and when standard input ends, so does the rank.
+Commands: ``setup`` (first), and for each run ``begin`` (build the model and evaluate it), ``train`` (until a step, and
+evaluate) and ``finish`` (evaluate on all held-out data). Before and after the steps of ``train`` it holds until the
+parent releases all ranks together, so that the parent can read the link's counters while nothing is sent; when standard
+input ends, so does the rank.
 """
 
-# No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
+from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+import time
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.local import send_nothing
 from thinwire.plan import Plan, sent_bytes
-from thinwire.policies import parse_policy
 from thinwire_tools.compare.rank_program import Channel, join, run_rank
-from thinwire_tools.compare.tasks import probe_steps, restore
-from thinwire_tools.compare.train import digest, gradient_bytes, learning_rate, ring_factor, train
-from thinwire_tools.compare.variants import ALONE, Variant
+from thinwire_tools.compare.tasks import restore
+from thinwire_tools.compare.train import digest, learning_rate, train
+from thinwire_tools.compare.variants import Variant
 
 
 class Rank:
-    """What stays alive over all runs: the process group and the task."""
+    """The process group, the task, and the run that is under way."""
 
     def __init__(self, setup: dict[str, Any], channel: Channel) -> None:
         self.channel = channel
         self.task = restore(setup["task"])
         self.rank, self.num_ranks = join(setup)
 
-    def run(self, rules: str | None, seed: int, highest: float, measure: int = 0) -> dict[str, Any]:
-        """Train from ``seed`` with gradients compressed by ``rules``, a `Variant`'s text (None: plain DDP).
-
-        Ranks that train alone each evaluate their share of the held-out set with weights of their own.
-
-        ``step_s`` has the seconds of every step, without the evaluations between them; ``payload_bytes`` those sent
-        until each probe, without those of ``measure``, which takes the exact mean every so many steps; ``probes`` and
-        ``held_out`` are this rank's sums of the loss with their numbers of terms, ``right`` the number of right answers
-        of a task that counts them.
-        """
-        model = self.task.build(seed)
-        ddp = self.task.distribute(model)
-        optimizer = self.task.optimizer(ddp.module)
-        if rules == ALONE:
-            send_nothing(ddp)
-        wire = _compress(ddp, rules, optimizer, seed, measure) if rules not in (None, ALONE) else None
-        asked = wire.plan if wire else None
-        if wire and wire.plan.all_raw:
-            measure = 0
-        dense_bytes = gradient_bytes(model) * ring_factor(self.num_ranks) if rules != ALONE else 0.0
+    def begin(self, variant: dict[str, Any], seed: int, highest: float, measure: int) -> dict[str, Any]:
+        """Start a run of the `Variant` from ``seed`` at the task's ``highest`` learning rate."""
+        chosen, task = Variant(**variant), self.task
+        self.every, self.steps_done = chosen.every, 0
+        self.model = task.build(seed)
+        ddp, optimizer = chosen.prepare(task, self.model)
+        self.attached = chosen.attach(ddp, optimizer, seed, measure)
+        self.asked = self.attached.wire.plan if self.attached.wire else None
         # What a model draws while it trains (dropout) is the same for every variant, too.
         torch.manual_seed(seed * self.num_ranks + self.rank)
-        steps = self._train(ddp, optimizer, seed, highest)
-        probes, payload_bytes, step_s = [self._evaluate(model, probe=True)], [0.0], []
-        for until in probe_steps(self.task):
-            self.channel.hold("train")
-            step_s += list(islice(steps, until - len(step_s)))
-            self.channel.hold("trained")
-            exact_bytes = dense_bytes * math.ceil(until / measure) if measure else 0.0
-            payload_bytes.append(wire.stats.payload_sent_bytes - exact_bytes if wire else dense_bytes * until)
-            probes.append(self._evaluate(model, probe=True))
-        held_out, right = self._held_out(model)
+        rate = highest * chosen.rate_factor
+        self.steps = train(
+            task,
+            ddp,
+            optimizer,
+            task.batches(seed, self.rank, self.num_ranks),
+            lambda step: learning_rate(rate, step, task.steps),
+        )
+        return {"probe": self._evaluate(probe=True)}
+
+    def train(self, until: int) -> dict[str, Any]:
+        """Train until step ``until``: the seconds of each step, the bytes sent so far, this rank's sum of the loss and
+        its number of terms."""
+        step_s = []
+        self.channel.hold("train")
+        for step in range(self.steps_done + 1, until + 1):
+            loss, seconds = next(self.steps)
+            step_s.append(seconds)
+            self.channel.send("step", step=step, loss=loss)
+        if until == self.task.steps:
+            started = time.perf_counter()
+            self.attached.finish()
+            step_s[-1] += time.perf_counter() - started
+        self.channel.hold("trained")
+        self.steps_done = until
+        # An exchange is paid for by all steps of its round.
+        rounds = [step_s[first : first + self.every] for first in range(0, len(step_s), self.every)]
+        return {
+            "step_s": [fmean(steps) for steps in rounds for _ in steps],
+            "payload_bytes": self.attached.sent(until),
+            "probe": self._evaluate(probe=True),
+        }
+
+    def finish(self) -> dict[str, Any]:
+        """End the run: evaluate on all held-out data, hash the parameters, and say what a policy decided.
+
+        Ranks that train alone each evaluate their share with weights of their own. ``right`` is the number of right
+        answers of a task that counts them.
+        """
+        wire = self.attached.wire
+        held_out, right = self._held_out()
         result = {
             "alpha": wire.stats.alpha if wire else [],
-            "plans": decided(wire, asked, ddp.module, self.num_ranks) if wire and asked else [],
+            "plans": decided(wire, self.asked, self.model, self.num_ranks) if wire and self.asked else [],
             "adapt_s": wire.stats.adapt_s if wire else 0.0,
-            "step_s": step_s,
-            "probes": probes,
-            "payload_bytes": payload_bytes,
-            "formula_bytes": wire.wire_bytes_per_step() if wire and not wire.plan.all_raw else dense_bytes,
+            "formula_bytes": self.attached.formula(),
             "held_out": held_out,
             "right": right,
-            "digest": digest(model),
+            "digest": digest(self.model),
         }
-        if wire:
-            wire.detach()
-        del ddp, wire, steps
+        self.attached.close()
+        del self.model, self.steps, self.attached, wire
         gc.collect()
         return result
 
-    def _train(
-        self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int, highest: float
-    ) -> Iterator[float]:
-        """Train step by step; yields the seconds of each."""
-        batches = self.task.batches(seed, self.rank, self.num_ranks)
-        steps = train(self.task, ddp, optimizer, batches, lambda step: learning_rate(highest, step, self.task.steps))
-        for step, (loss, seconds) in enumerate(steps, 1):
-            self.channel.send("step", step=step, loss=loss, seconds=seconds)
-            yield seconds
-
     @torch.no_grad()
-    def _evaluate(self, model: nn.Module, *, probe: bool) -> tuple[float, int]:
-        model.eval()
-        loss = self.task.evaluate(model, self.rank, self.num_ranks, probe=probe)
-        model.train()
+    def _evaluate(self, *, probe: bool) -> tuple[float, int]:
+        self.model.eval()
+        loss = self.task.evaluate(self.model, self.rank, self.num_ranks, probe=probe)
+        self.model.train()
         return loss
 
     @torch.no_grad()
-    def _held_out(self, model: nn.Module) -> tuple[tuple[float, int], int | None]:
+    def _held_out(self) -> tuple[tuple[float, int], int | None]:
         """The loss over the whole held-out set as `_evaluate`, and how many answers are right, where that counts."""
         score = getattr(self.task, "score", None)
         if score is None:
-            return self._evaluate(model, probe=False), None
-        model.eval()
-        total, right, count = score(model, self.rank, self.num_ranks, probe=False)
-        model.train()
+            return self._evaluate(probe=False), None
+        self.model.eval()
+        total, right, count = score(self.model, self.rank, self.num_ranks, probe=False)
+        self.model.train()
         return (total, count), right
-
-
-def _compress(
-    ddp: DistributedDataParallel, rules: str, optimizer: torch.optim.Optimizer, seed: int, measure: int
-) -> thinwire.Wire:
-    variant = Variant.parse(rules)
-    adapted: dict[str, Any] = {}
-    if variant.policy is not None:
-        # With the optimizer, whose learning rate Accordion looks at.
-        adapted = {"adapt": parse_policy(variant.policy), "optimizer": optimizer}
-    checks = thinwire.Checks(measure_every=measure)
-    return thinwire.compress(ddp, variant.spec, seed=seed, skip_if_slower=False, checks=checks, **adapted)
 
 
 def plan_bytes(plan: Plan, shapes: Mapping[str, Sequence[int]], num_ranks: int) -> float:
@@ -159,11 +152,12 @@ def _norms(squared: Mapping[str, float]) -> float | None:
 
 def _serve(channel: Channel) -> None:
     rank = Rank(channel.receive(), channel)
-    channel.send("done")
+    commands = {"begin": rank.begin, "train": rank.train, "finish": rank.finish}
+    answer: dict[str, Any] = {}
     while True:
+        channel.send("done", **answer)
         command = channel.receive()
-        asked = command["rules"], int(command["seed"]), float(command["learning_rate"]), int(command["measure"])
-        channel.send("done", **rank.run(*asked))
+        answer = commands[command.pop("do")](**command)
 
 
 def main() -> None:

@@ -4,25 +4,94 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from thinwire_tools import plots
 from thinwire_tools.compare import statistics
-from thinwire_tools.compare.report import Run
 from thinwire_tools.compare.statistics import CONFIDENCE, Estimate, Verdict
 from thinwire_tools.compare.variants import ALONE
 from thinwire_tools.results import Results
 
-BASELINE = "fp32"
-"""What variants are compared to: DDP with uncompressed gradients."""
-
+_FIRST_STEPS = 5
 _COLOURS = {Verdict.WITHIN: "green", Verdict.BEYOND: "red", Verdict.UNDECIDED: "yellow"}
 _VERDICT_WIDTH = 12
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A speed in multiples of another: the median of the turns' ratios and its 95 % interval."""
+
+    median: float
+    lower: float
+    upper: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f}x ({self.lower:.2f} to {self.upper:.2f})"
+
+
+@dataclass
+class Run:
+    """One training of one variant, and its figures."""
+
+    name: str
+    step_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    """Held-out loss on the probe at the start and after each of ``probe_steps``."""
+    probe_steps: list[int] = field(default_factory=list)
+    payload_bytes: list[float] = field(default_factory=list)
+    """Sent by rank 0 until each probe, as the losses."""
+    formula_bytes: float | None = None
+    wire_bytes: int | None = None
+    """Sent by rank 0 over its interface in all steps, headers included."""
+    val_loss: float = 0.0
+    replicas_identical: bool = False
+    alpha: list[tuple[int, float]] = field(default_factory=list)
+    """(step, relative error of the mean that arrived), where that was measured (`thinwire.Stats.alpha`)."""
+    accuracy: float | None = None
+    """Share of right answers on the held-out set, of tasks that count them."""
+    plans: list[dict[str, Any]] = field(default_factory=list)
+    """What a policy decided, in the order of steps; see `thinwire_tools.compare.compare_rank.decided`."""
+    adapt_s: float = 0.0
+    """Seconds of the training thread that the policy took: summing gradients and changing plans."""
+
+    @property
+    def steps_per_s(self) -> float:
+        """Of the median step, without the first ones, in which DDP arranges its buckets."""
+        return 1 / median(self.step_s[min(_FIRST_STEPS, len(self.step_s) // 2) :])
+
+    @property
+    def turns_s(self) -> list[float]:
+        """Seconds of the median step between each probe and the next."""
+        return [median(self.step_s[start:end]) for start, end in pairwise([0, *self.probe_steps])]
+
+    @property
+    def probe_s(self) -> list[float]:
+        """Seconds of training until each probe, first steps included."""
+        return [sum(self.step_s[:step]) for step in [0, *self.probe_steps]]
+
+    def seconds_to(self, loss: float) -> float | None:
+        """Seconds of training until the probe's loss first reaches ``loss``, between probes by a straight line."""
+        if self.losses[0] <= loss:
+            return 0.0
+        points = list(zip(self.probe_s, self.losses, strict=True))
+        for (before_s, before), (after_s, after) in pairwise(points):
+            if after <= loss:
+                return before_s + (before - loss) / (before - after) * (after_s - before_s)
+        return None
+
+    def speedup(self, over: Run) -> Ratio:
+        """How many times as fast this is as ``over``, from the ratios of each turn's median steps."""
+        ratios = [theirs / ours for ours, theirs in zip(self.turns_s, over.turns_s, strict=True)]
+        return Ratio(median(ratios), *statistics.median_interval(ratios))
 
 
 @dataclass(frozen=True)
@@ -32,6 +101,10 @@ class Side:
     name: str
     learning_rate: float
     runs: tuple[Run, ...]
+    title: str = ""
+    """What the table calls it, where that is not its name."""
+    on_link: bool = True
+    """Whether it ran over the shaped link, where there is one; what is there for its loss alone does not."""
 
     @property
     def losses(self) -> list[float]:
@@ -157,53 +230,57 @@ class Comparison:
             yield self.control
 
     def table(self, title: str | None = None) -> Table:
+        """A row for each variant; a column of verdicts, unless there is one seed, which decides nothing."""
         table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0), show_edge=False)
         table.add_column("variant", overflow="fold", min_width=17)
-        numbers = [
-            "held-out\nloss",
-            "difference\n%",
-            "kB a\nstep",
-            # Over loopback speed means little: alpha takes its place.
-            *(["alpha"] if self._measured else []),
-            *(["steps\na s"] if self.shaped or not self._measured else []),
-            f"{'time' if self.shaped else 'steps'} to\nsame loss",
-        ]
-        for number in numbers:
-            table.add_column(number, justify="right", no_wrap=True)
-        table.add_column(f"within\n{self.margin * 100:g} %?", no_wrap=True)
+        columns = list(self.columns())
+        if len(self.seeds) > 1:
+            margin = f"{self.margin:.3g}" if self.margin < 1e-3 else f"{self.margin * 100:g} %"
+            columns.append((f"within\n{margin}?", self._verdict))
+        for heading, _ in columns:
+            table.add_column(heading, justify="left" if heading.startswith("within") else "right", no_wrap=True)
         for side in self.sides():
-            table.add_row(*self._row(side))
+            name = escape(side.title or side.name) + (" (control)" if side is self.control and not side.title else "")
+            table.add_row(name, *(cell(side) for _, cell in columns))
         return table
 
-    def _row(self, side: Side) -> list[str]:
-        difference, verdict = "–", "–"
-        if side is not self.baseline:
-            judged = self.judge(side)
-            estimate = judged.estimate
-            difference = f"{estimate.mean * 100:+.2f}\n{estimate.lower * 100:+.2f}…{estimate.upper * 100:+.2f}"
-            verdict = f"[{_COLOURS[judged.verdict]}]{textwrap.fill(str(judged), _VERDICT_WIDTH)}[/]"
-        speed = f"{side.steps_per_s:.2f}" if self._timed(side) else "–"
-        return [
-            escape(side.name) + (" (control)" if side is self.control else ""),
-            f"{side.held_out_loss:.4f}",
-            escape(difference),
-            f"{side.bytes_per_step / 1e3:.1f}",
-            *(["–" if side.alpha is None else f"{side.alpha:.3f}"] if self._measured else []),
-            *([speed] if self.shaped or not self._measured else []),
-            self._reached(side),
-            verdict,
-        ]
+    def columns(self) -> Iterator[tuple[str, Callable[[Side], str]]]:
+        """The headings of the table, and what each side has there."""
+        yield "held-out\nloss", lambda side: f"{side.held_out_loss:.4f}"
+        yield "difference\n%", self._difference
+        yield "kB a\nstep", lambda side: f"{side.bytes_per_step / 1e3:.1f}"
+        measured = any(side.alpha is not None for side in self.sides())
+        # Over loopback speed means little: alpha takes its place.
+        if measured:
+            yield "alpha", lambda side: "–" if side.alpha is None else f"{side.alpha:.3f}"
+        if self.shaped or not measured:
+            yield "steps\na s", lambda side: f"{side.steps_per_s:.2f}" if self.timed(side) else "–"
+        if self.shaped and len(self.seeds) == 1:
+            yield "speed\n-up", self._speedup
+        yield f"{'time' if self.shaped else 'steps'} to\nsame loss", self._reached
 
-    @property
-    def _measured(self) -> bool:
-        return any(side.alpha is not None for side in self.sides())
+    def _difference(self, side: Side) -> str:
+        if side is self.baseline:
+            return "–"
+        estimate = self.judge(side).estimate
+        bounds = f"\n{estimate.lower * 100:+.2f}…{estimate.upper * 100:+.2f}" if len(self.seeds) > 1 else ""
+        return f"{estimate.mean * 100:+.2f}{bounds}"
 
-    def _timed(self, side: Side) -> bool:
-        # The control runs on an unshaped link: it is there for its loss.
-        return not (self.shaped and side is self.control)
+    def _verdict(self, side: Side) -> str:
+        if side is self.baseline:
+            return "–"
+        judged = self.judge(side)
+        return f"[{_COLOURS[judged.verdict]}]{textwrap.fill(str(judged), _VERDICT_WIDTH)}[/]"
+
+    def _speedup(self, side: Side) -> str:
+        return f"{side.runs[0].speedup(self.baseline.runs[0]).median:.1f}x" if self.timed(side) else "–"
+
+    def timed(self, side: Side) -> bool:
+        """Whether times of ``side`` can be compared to the others'."""
+        return side.on_link or not self.shaped
 
     def _reached(self, side: Side) -> str:
-        if side is self.control:
+        if side is self.control or not self.timed(side):
             return "–"
         times = self.to_same_loss(side)
         reached = [time for time in times if time is not None]
@@ -213,17 +290,36 @@ class Comparison:
         text = f"{mean:.1f} s" if self.shaped else f"{mean:.0f}"
         return text if len(reached) == len(times) else f"{text}\n{len(reached)} of {len(times)} seeds"
 
+    def picture(self, path: Path, title: str, x: str = "seconds of training", y: str = "held-out loss") -> None:
+        """Losses along the way, as SVG: a colour for each variant, a line for each seed. Raises ``ImportError`` without
+        matplotlib."""
+        figure, (axes,) = plots.canvas(1, titles=[title], x=x, y=y)
+        for at, side in enumerate(side for side in self.sides() if self.timed(side)):
+            for seed, run in enumerate(side.runs):
+                style = "--" if side is self.control else "-"
+                label = (side.title or side.name) if seed == 0 else None
+                axes.plot(*self.curve(run), f"C{at}", linestyle=style, linewidth=1.5, label=label)
+        plots.save(figure, path)
+
+    def curve(self, run: Run) -> tuple[Sequence[float], Sequence[float]]:
+        """Where ``run`` is in the picture, across and upwards."""
+        # The fall of the first turn would leave no room for the differences.
+        return run.probe_s[1:], run.losses[1:]
+
     def remarks(self) -> Iterator[str]:
         """How to read the table, and whether it means anything."""
-        yield (
-            f"Difference of held-out loss to the same seed's {BASELINE}: mean over {len(self.seeds)} seeds, "
-            f"and bounds, each of which the true one keeps with {CONFIDENCE:.0%} (paired t-test)."
-        )
-        yield (
-            f"Within {self.margin:.2%}: yes where the upper bound is, no where even the lower bound is not. "
-            f"The same loss: at most {self.margin:.2%} above that which {BASELINE} ends with."
-        )
-        if self._measured:
+        baseline = self.baseline.title or self.baseline.name
+        if len(self.seeds) == 1:
+            yield f"Difference: of the last loss to that of {baseline}. One seed decides nothing: --seeds 3 or more."
+        else:
+            yield (
+                f"Difference: of the last loss to the same seed's {baseline}, mean over {len(self.seeds)} seeds, and "
+                f"bounds, each of which the true one keeps with {CONFIDENCE:.0%} (paired t-test). Within "
+                f"{self.margin:.2%}: yes where the upper bound is, no where even the lower bound is not."
+            )
+        if any("same loss" in heading for heading, _ in self.columns()):
+            yield f"The same loss: at most {self.margin:.2%} above that which {baseline} ends with."
+        if any(side.alpha is not None for side in self.sides()):
             yield "Alpha: error of the mean that arrived, as a share of the exact mean, averaged over measured steps."
         if self.control is None:
             yield "[yellow]No control was run: whether this training shows damage at all is not known.[/]"
@@ -233,7 +329,7 @@ class Comparison:
         if judged.verdict is Verdict.WITHIN:
             yield (
                 f"[bold red]Insensitive: the control, {name}, must fail and is within the margin ({mean}).[/] No "
-                "verdict above means anything: train for longer, at another size, or give a more damaging control."
+                "verdict above means anything: train for longer, or give a more damaging control."
             )
         elif judged.verdict is Verdict.UNDECIDED:
             yield (
@@ -247,7 +343,7 @@ class Comparison:
         """Add all figures to ``results``; a figure that does not exist (a run diverged) is left out."""
         for side in self.sides():
             name = prefix + ("control/" if side is self.control else "") + side.name
-            add = _Adder(results, name)
+            add = Adder(results, name)
             add("held_out_loss", side.held_out_loss, "", by_seed=_known(side.losses))
             add("learning_rate", side.learning_rate, "")
             add("bytes_per_step", side.bytes_per_step, "B", formula=side.runs[0].formula_bytes)
@@ -257,7 +353,7 @@ class Comparison:
             add("accuracy", math.fsum(accuracies) / len(accuracies) if accuracies else None, "", by_seed=accuracies)
             adapted = {"plans": [run.plans for run in side.runs], "adapt_s": [run.adapt_s for run in side.runs]}
             add("plan_gain", side.plan_gain, "x", **adapted)
-            if self._timed(side):
+            if self.timed(side):
                 add("steps_per_s", side.steps_per_s, "1/s", by_seed=[run.steps_per_s for run in side.runs])
             if side is not self.control:
                 times = self.to_same_loss(side)
@@ -272,7 +368,7 @@ class Comparison:
         if self.each_tuned:
             self.each_tuned.record(results, f"each_tuned/{prefix}")
 
-    def _record_judgement(self, side: Side, add: _Adder) -> None:
+    def _record_judgement(self, side: Side, add: Adder) -> None:
         judged = self.judge(side)
         estimate = judged.estimate
         facts = {
@@ -286,7 +382,7 @@ class Comparison:
         add("within", float(judged.verdict is Verdict.WITHIN), "", **facts)
 
 
-class _Adder:
+class Adder:
     """Adds figures of one variant, where they exist, under its name."""
 
     def __init__(self, results: Results, name: str) -> None:

@@ -1,40 +1,47 @@
-"""``thinwire demo``: the same training over a slow link, with gradients exchanged by several methods.
+"""``thinwire demo``: a comparison of methods over a slow link, from one seed, and what it must show.
 
-Two ranks train a byte-level GPT on the standard library's own source. All runs are paired: they start from the same
-weights and see the same batches at the same learning rates. The variants take turns of some steps each, forwards and
-backwards, so that whatever else this machine does slows all of them alike; a paired ratio compares two variants within
-one turn.
+Two ranks train a byte-level GPT on the standard library's own source. The methods take turns of some steps each,
+forwards and backwards, so that whatever else this machine does slows all of them alike.
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.markup import escape
-from rich.panel import Panel
 
 from thinwire_tools import lab
-from thinwire_tools.compare.conclude import conclude
-from thinwire_tools.compare.data import standard_library
+from thinwire_tools.compare.compare import Bar, show, write_figures
+from thinwire_tools.compare.comparison import Adder, Comparison, Ratio, Run, Side
 from thinwire_tools.compare.gpt import GPTConfig
-from thinwire_tools.compare.rank_processes import RankFailed, RankProcesses
-from thinwire_tools.compare.report import Report, Run
-from thinwire_tools.compare.scoreboard import Scoreboard
-from thinwire_tools.compare.train import CONTROL_RULES, VARIANTS, Task
+from thinwire_tools.compare.paired import train_in_turns
+from thinwire_tools.compare.tasks import GPTTask, library_text
+from thinwire_tools.compare.variants import ALONE, BASELINE, CONTROL_RULES, LOCAL_EVERY, VARIANTS
 from thinwire_tools.exits import ends_command
-from thinwire_tools.lab.units import format_rate, parse_rates
-from thinwire_tools.results import OutputFile
+from thinwire_tools.lab.units import format_rate, parse_rate, parse_rates
+from thinwire_tools.results import OutputFile, Results
 
 # The first two turns show the most: what users have, and what they would have.
 ORDER = ("fp32", "thinwire", "bf16", "powersgd", "low-rank", "local", "muloco", "muon", "alone", "control")
-SMOKE = Task(
+TASK = GPTTask(
+    model=GPTConfig(width=128),
+    steps=96,
+    batch=4,
+    learning_rate=3e-3,
+    held_out_windows=512,
+    probe_windows=64,
+    probe_every=8,
+)
+SMOKE = replace(
+    TASK,
     model=GPTConfig(context=32, width=64, layers=2, heads=2),
     steps=8,
     batch=2,
@@ -43,20 +50,30 @@ SMOKE = Task(
     probe_windows=16,
     probe_every=4,
 )
+MARGIN = 0.01
 _JUDGED_RATE, _JUDGED_RANKS = "100mbit", 2
-# Rough, for the predicted duration: on two cores of a 2020s server.
-_STEP_S, _START_S, _EVALUATION_S = 0.035, 1.5, 0.7
-_RATE_REACHED = 0.93
-_SENT_SHARE = {
-    "fp32": 1.0,
-    "bf16": 0.5,
-    "powersgd": 0.12,
-    "low-rank": 0.12,
-    "thinwire": 0.15,
-    "local": 0.01,
-    "muloco": 0.01,
-    "control": 0.04,
-}
+
+# What is to be shown: a method's excess of held-out loss over another's, and how large it may be or must be.
+_LOSSES = (
+    ("thinwire's held-out loss is at most 1 % above fp32's", "thinwire", BASELINE, 0.01, False),
+    ("... and below that of training alone", "thinwire", ALONE, 0.0, False),
+    (
+        "a control that must fail, 1 bit without error feedback, ends at least 3 % above fp32",
+        "control",
+        BASELINE,
+        0.03,
+        True,
+    ),
+    ("... and so does training alone, at least 0.5 % above", ALONE, BASELINE, 0.005, True),
+    ("thinwire's PowerSGD ends at most 1 % above PyTorch's", "low-rank", "powersgd", 0.01, False),
+    ("local updates end at most 1 % above fp32", "local", BASELINE, 0.01, False),
+    ("... and with Muon, at most 4 % above Muon's own fp32", "muloco", "muon", 0.04, False),
+)
+_SPEEDS = (
+    ("thinwire makes at least 3x the steps/s of DDP with fp32 gradients", "thinwire", BASELINE, 3.0),
+    ("... and at least 1.5x those with bf16 gradients", "thinwire", "bf16", 1.5),
+    ("thinwire's PowerSGD makes 0.8x the steps/s of PyTorch's or more", "low-rank", "powersgd", 0.8),
+)
 
 
 def demo(
@@ -93,18 +110,49 @@ def demo(
     console = Console(highlight=False)
     with ends_command(ValueError, RuntimeError):
         task = _task(smoke, steps, seed)
-        rates_bps = parse_rates(rate, ranks)
+        parse_rates(rate, ranks)
         if ranks < 2:
             raise ValueError("a demo needs at least 2 ranks: with one, nothing is sent")
-        standard_library()
+        text = library_text()
     out.mkdir(parents=True, exist_ok=True)
-    performance = Demo(console, task, ranks, rate, min(rates_bps), lab.unavailable())
-    report = performance.run()
-    return conclude(console, report, performance.about, out=out, json=json)
+    about: dict[str, Any] = {
+        "rate": rate,
+        "ranks": ranks,
+        "task": {**asdict(task), "seed": seed},
+        "text": {"digest": text.digest, "num_files": text.num_files},
+        "parameters": sum(parameter.numel() for parameter in task.build(seed).parameters()),
+        "control": CONTROL_RULES,
+    }
+    variants = {name: VARIANTS[name] for name in ORDER}
+    with ExitStack() as stack:
+        if missing := lab.unavailable():
+            network, about["link"] = None, f"loopback: {missing}"
+            where = (
+                f"[yellow]No slow network can be made here: {escape(missing)}\nThe ranks talk over loopback, so the "
+                "comparison is about bytes and loss only, not about time.[/]"
+            )
+        else:
+            network = stack.enter_context(lab.Network(ranks, rate=rate))
+            about["link"] = network.describe()
+            where = f"Link: {escape(lab.link_text(about['link']))}"
+        console.print(
+            f"[bold]thinwire demo[/]: {ranks} ranks train a byte-level GPT on Python's standard library by "
+            f"{len(ORDER)} methods: same start, same batches, {task.steps} steps. Ctrl-C leaves nothing behind.\n"
+            f"{where}"
+        )
+        watcher = stack.enter_context(Turns(console, task.steps))
+        runs, failures = train_in_turns(task, variants, seed=seed, num_ranks=ranks, network=network, watcher=watcher)
+    if BASELINE in failures:
+        raise failures[BASELINE]
+    if failures:
+        about["failures"] = {name: str(failure) for name, failure in failures.items()}
+    judged = (rate, ranks, task) == (_JUDGED_RATE, _JUDGED_RANKS, TASK)
+    shown = Demonstration.of(runs, about, judged=judged, shaped=network is not None)
+    return conclude(console, shown, out, json or out / "demo.json")
 
 
-def _task(smoke: bool, steps: int | None, seed: int) -> Task:
-    task = replace(SMOKE if smoke else Task(), seed=seed)
+def _task(smoke: bool, steps: int | None, seed: int) -> GPTTask:
+    task = SMOKE if smoke else TASK
     if steps is not None:
         if steps < 2:
             raise ValueError(f"--steps {steps}: at least 2")
@@ -114,146 +162,210 @@ def _task(smoke: bool, steps: int | None, seed: int) -> Task:
     return task
 
 
-@dataclass
-class Demo:
-    """The link, the rank processes of each variant, and the runs so far."""
+class Turns(Bar):
+    """Progress of methods that take turns: a line for each after its first turn and its last."""
 
-    console: Console
-    task: Task
-    ranks: int
-    rate: str
-    rate_bps: int
-    missing: str | None
-    """Why no network can be emulated here; None if it can."""
-    order: Sequence[str] = ORDER
-    """The variants, in the order of the first turn."""
-    runs: dict[str, Run] = field(default_factory=dict)
-    about: dict[str, Any] = field(default_factory=dict)
+    def turn(self, run: Run) -> None:
+        steps = run.probe_steps[-1]
+        if len(run.probe_steps) == 1 or steps == self.steps:
+            ms, loss = 1e3 * median(run.step_s), run.losses[-1]
+            self.say(f"{self.title}: {steps} steps, {ms:.0f} ms a step, held-out loss {loss:.3f}")
 
-    def run(self) -> Report:
-        """Train all variants, turn by turn."""
-        with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="thinwire-demo-")))
-            self.network = None if self.missing else stack.enter_context(lab.Network(self.ranks, rate=self.rate))
-            self._announce()
-            titles = {name: VARIANTS[name].title for name in self.order}
-            with Scoreboard(self.console, titles, self.task.steps, self._predicted_s()) as self.scoreboard:
-                self._train_all(stack, folder)
-        judged = (self.rate, self.ranks, self.task) == (_JUDGED_RATE, _JUDGED_RANKS, Task(seed=self.task.seed))
-        return Report(list(self.runs.values()), self.task, judged=judged, on_interface=self.network is not None)
+    def end(self, run: Run) -> None:
+        """Its last turn has said so."""
 
-    def _train_all(self, stack: ExitStack, folder: Path) -> None:
-        # A process each: a variant that brings its processes down leaves the others alone.
-        processes: dict[str, RankProcesses] = {}
-        for turn, until in enumerate(self.task.probe_steps):
-            for name in self.order if turn % 2 == 0 else reversed(self.order):
-                if name in self.runs and self.runs[name].failure:
-                    continue
-                self.scoreboard.begin(name)
-                try:
-                    if name not in processes:
-                        processes[name] = stack.enter_context(self._launch(folder, name))
-                        self._begin(processes[name], name)
-                    self._turn(processes[name], name, until)
-                    if until == self.task.steps:
-                        self._finish(processes[name], name)
-                except RankFailed as failure:
-                    self._fail(name, failure)
 
-    def _launch(self, folder: Path, name: str) -> RankProcesses:
-        link: lab.Link = self.network if self.network and VARIANTS[name].on_link else lab.Loopback(self.ranks)
-        return RankProcesses(
-            link, self.task, self.ranks, folder=folder, name=name, timeout_s=60 + 10 * self._predicted_step_s("fp32")
+class Outcome(StrEnum):
+    """The verdict of a check."""
+
+    SHOWN = "shown"
+    NOT_SHOWN = "not shown"
+    """A speed or an interface's counter did not reach its limit: other work on the machine may be why."""
+    WRONG = "wrong"
+    """A result that no other work on the machine can explain."""
+
+
+_YES = {True: "yes", False: "no"}
+_STYLES = {Outcome.SHOWN: "green", Outcome.NOT_SHOWN: "yellow", Outcome.WRONG: "bold red"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that the demo shows, or not; ``otherwise`` is the outcome where it does not."""
+
+    text: str
+    value: str
+    outcome: Outcome
+
+    @classmethod
+    def of(cls, text: str, value: str, right: bool, otherwise: Outcome = Outcome.WRONG) -> Self:
+        return cls(text, value, Outcome.SHOWN if right else otherwise)
+
+
+@dataclass(frozen=True)
+class Demonstration(Comparison):
+    """What a demo's runs show. ``judged``: the link and the task are those that the limits are meant for."""
+
+    judged: bool = False
+
+    @classmethod
+    def of(cls, runs: Mapping[str, Run], about: dict[str, Any], *, judged: bool, shaped: bool) -> Self:
+        """The runs beside fp32's, soonest at the same loss first."""
+        sides = {
+            name: Side(name, TASK.learning_rate, (run,), VARIANTS[name].title, VARIANTS[name].on_link)
+            for name, run in runs.items()
+        }
+        baseline, control, seeds = sides.pop(BASELINE), sides.pop("control", None), (about["task"]["seed"],)
+        found = cls(seeds, MARGIN, shaped, baseline, tuple(sides.values()), control, about, judged=judged)
+
+        def place(side: Side) -> tuple[bool, float]:
+            (taken,) = found.to_same_loss(side) if found.timed(side) else [None]
+            return taken is None, side.held_out_loss if taken is None else taken
+
+        return replace(found, variants=tuple(sorted(found.variants, key=place)))
+
+    @cached_property
+    def runs(self) -> dict[str, Run]:
+        return {side.name: side.runs[0] for side in self.sides()}
+
+    def excess(self, name: str, over: str = BASELINE) -> float | None:
+        """Held-out loss above that of ``over``, as a share of it; negative where it is below."""
+        if name not in self.runs or over not in self.runs:
+            return None
+        return self.runs[name].val_loss / self.runs[over].val_loss - 1
+
+    def speedup(self, name: str, over: str = BASELINE) -> Ratio | None:
+        """Speed of ``name`` over that of ``over``, where both crossed the slow link."""
+        both = (name, over)
+        if not (self.shaped and all(each in self.runs and VARIANTS[each].on_link for each in both)):
+            return None
+        return self.runs[name].speedup(self.runs[over])
+
+    def ratios(self) -> dict[str, float]:
+        """What thinwire sends over what fp32 sends: by the formats' formulas, and as counted on the interface."""
+        ours, dense = self.runs.get("thinwire"), self.runs[BASELINE]
+        if ours is None or not ours.formula_bytes:
+            return {}
+        ratios = {"formula_ratio": ours.formula_bytes * ours.probe_steps[-1] / dense.payload_bytes[-1]}
+        if ours.wire_bytes and dense.wire_bytes:
+            ratios["interface_ratio"] = ours.wire_bytes / dense.wire_bytes
+        return ratios
+
+    def checks(self) -> Iterator[Check]:
+        """What the demo shows. Only bytes, replicas and losses can be wrong; limits hold for the task they are for."""
+        for text, name, over, limit, above in _LOSSES:
+            excess = self.excess(name, over)
+            if self.judged and excess is not None:
+                yield Check.of(text, f"{excess:+.2%}", excess >= limit if above else excess <= limit)
+        if ours := self.runs.get("thinwire"):
+            held = _sent_by_formula(ours)
+            yield Check.of("every message of thinwire has the size of its format's formula", _YES[held], held)
+        alike = all(run.replicas_identical for name, run in self.runs.items() if VARIANTS[name].synchronised)
+        yield Check.of("ranks end with the same parameters, bit for bit", _YES[alike], alike)
+        ratios = self.ratios()
+        if self.judged and "interface_ratio" in ratios:
+            formula, counted = ratios.values()
+            text = "bytes on the interface, over fp32's, are within 3 % of the formula"
+            value = f"1/{1 / counted:.2f}, formula 1/{1 / formula:.2f}"
+            yield Check.of(text, value, abs(counted / formula - 1) <= 0.03, Outcome.NOT_SHOWN)
+        for text, name, over, limit in _SPEEDS:
+            ratio = self.speedup(name, over)
+            if self.judged and ratio is not None:
+                yield Check.of(text, str(ratio), ratio.lower >= limit, Outcome.NOT_SHOWN)
+
+    def record(self, results: Results, prefix: str = "") -> None:
+        for side in self.sides():
+            run, add = side.runs[0], Adder(results, prefix + side.name)
+            if self.shaped and self.timed(side):
+                step_s = [round(seconds, 4) for seconds in run.step_s]
+                add("steps_per_s", run.steps_per_s, "1/s", of="median step", step_s=step_s)
+                add("seconds_to_same_loss", self.to_same_loss(side)[0], "s")
+            probes = {"steps": [0, *run.probe_steps], "seconds": run.probe_s, "losses": run.losses}
+            add("val_loss", run.val_loss, "nats/byte", probes=probes)
+            add("wire_bytes", run.wire_bytes, "B")
+            add("payload_bytes", run.payload_bytes[-1], "B")
+            add("val_loss_above_fp32", self.excess(side.name), "")
+            for over in (BASELINE, "bf16", ALONE):
+                if ratio := self.speedup(side.name, over):
+                    add(f"speedup_over_{over}", ratio.median, "x", lower=ratio.lower, upper=ratio.upper)
+        for label, ratio in self.ratios().items():
+            results.add(label, ratio, "")
+
+    def remarks(self) -> Iterator[str]:
+        for name, why in self.about.get("failures", {}).items():
+            yield f"[red]{VARIANTS[name].title}: failed: {escape(why)}[/]"
+        yield (
+            "Held-out loss: nats/byte at the end, on modules that no training step saw; the difference is to fp32's. "
+            f"The same loss: at most {self.margin:.0%} above that which fp32 ends with. Speed-up: of a step, in the "
+            "median over all turns. Training alone: nothing is sent, which bounds the speed from above, and a method "
+            "that ends at a higher loss is worse than that."
         )
-
-    def _begin(self, processes: RankProcesses, name: str) -> None:
-        if not self.about:
-            described = processes.about
-            self.about |= {
-                "rate": self.rate,
-                "ranks": self.ranks,
-                "link": self.network.describe() if self.network else f"loopback: {self.missing}",
-                "task": asdict(self.task),
-                "text": {key: described[key] for key in ("train_bytes", "held_out_bytes", "num_files", "text_digest")},
-                "parameters": described["parameters"],
-                "control": CONTROL_RULES,
-            }
-        answers = processes.run({"do": "begin", "name": name}, _ignore, _ignore)
-        probe = self._mean_loss([answer["probe"] for answer in answers], self.task.probe_windows)
-        self.runs[name] = Run(name, losses=[probe], payload_bytes=[0.0])
-
-    def _turn(self, processes: RankProcesses, name: str, until: int) -> None:
-        run, counters = self.runs[name], []
-
-        def count(at: str) -> None:
-            if self.network is not None and VARIANTS[name].on_link:
-                counters.append(self.network.interface_bytes(0)[0])
-
-        def show(rank: int, event: dict[str, Any]) -> None:
-            if rank == 0 and event["event"] == "step":
-                self.scoreboard.advance(name, event["step"])
-
-        answers = processes.run({"do": "train", "until": until}, show, count)
-        run.step_s += answers[0]["step_s"]
-        run.probe_steps.append(until)
-        run.payload_bytes.append(answers[0]["payload_bytes"])
-        run.losses.append(self._mean_loss([answer["probe"] for answer in answers], self.task.probe_windows))
-        if counters:
-            run.wire_bytes = (run.wire_bytes or 0) + counters[1] - counters[0]
-        self.scoreboard.record(name, median(answers[0]["step_s"]), run.losses[-1])
-
-    def _finish(self, processes: RankProcesses, name: str) -> None:
-        answers = processes.run({"do": "finish"}, _ignore, _ignore)
-        run = self.runs[name]
-        run.val_loss = self._mean_loss([answer["held_out"] for answer in answers], self.task.held_out_windows)
-        run.formula_bytes = answers[0]["formula_bytes"]
-        run.replicas_identical = len({answer["digest"] for answer in answers}) == 1
-
-    def _fail(self, name: str, failure: RankFailed) -> None:
-        self.runs[name] = Run(name, failure=str(failure))
-        self.scoreboard.fail(name, str(failure))
-        if failure.log:
-            self.console.print(failure.log, style="dim", markup=False)
-
-    def _mean_loss(self, sums: list[float], windows: int) -> float:
-        """Mean loss of a token, from each rank's sum over its share of ``windows``."""
-        return sum(sums) / (windows * self.task.model.context)
-
-    def _predicted_step_s(self, name: str) -> float:
-        """Seconds of a step: compute, and the transfer of its bytes, of which compute hides half at best."""
-        width, layers = self.task.model.width, self.task.model.layers
-        num_bytes = 4 * (12 * width**2 * layers + self.task.model.vocabulary * width)
-        ring = 2 * (self.ranks - 1) / self.ranks
-        sent_s = 8 * num_bytes * ring * _SENT_SHARE.get(name, 0.0) / (_RATE_REACHED * self.rate_bps)
-        compute_s = _STEP_S * num_bytes / 4.85e6
-        return compute_s + max(0.0, sent_s - compute_s / 2)
-
-    def _predicted_s(self) -> float:
-        """Seconds of the whole demo."""
-        scale = self.task.held_out_windows / Task().held_out_windows
-        evaluations = 1 + len(self.task.probe_steps) * self.task.probe_windows / self.task.held_out_windows
-        steps_s = self.task.steps * sum(self._predicted_step_s(name) for name in self.order)
-        return steps_s + len(self.order) * (_START_S + scale * evaluations * _EVALUATION_S)
-
-    def _announce(self) -> None:
-        minutes = self._predicted_s() / 60
-        duration = f"about {minutes:.0f} minutes" if minutes >= 1.5 else "about a minute"
-        if self.network is None:
-            where = f"[yellow]No slow network can be made here: {escape(self.missing or '')}\n"
-            where += "The ranks talk over loopback, so the comparison is about bytes and loss only, not about time.[/]"
-        else:
-            where = "Link: " + escape(lab.link_text(self.network.describe()))
-        slow = "" if self.network is None else f" over {format_rate(self.rate_bps)}"
-        self.console.print(
-            Panel(
-                f"{self.ranks} ranks train a byte-level GPT on Python's standard library{slow}.\n"
-                f"It compares {len(self.order)} methods: same start, same batches, {self.task.steps} steps.\n"
-                f"This takes {duration} on an idle machine. Ctrl-C leaves nothing behind.\n{where}",
-                title="[bold]thinwire demo[/]",
-                expand=False,
+        yield (
+            f"Local, every {LOCAL_EVERY}: ranks train alone for {LOCAL_EVERY} steps, then average what they have "
+            "learned, sent in 2 bits (thinwire.local.DiLoCo). With Muon: thinwire.optim.Muon in place of AdamW, at "
+            "four times its learning rate; DDP fp32, Muon is its control, which is there for its loss: its link is not "
+            "slow."
+        )
+        yield f"1-bit control: {CONTROL_RULES}, no error feedback. It must be worse, or equal losses mean nothing."
+        worse = [side for side in self.variants if (self.excess(side.name, ALONE) or 0.0) > 0]
+        if worse:
+            yield f"[bold]Worse than sending nothing here: {', '.join(side.title for side in worse)}.[/]"
+        over = self.speedup("powersgd", "thinwire")
+        if over and over.median > 1:
+            yield (
+                f"[bold]PowerSGD is faster here[/], {over.median:.2f}x the steps/s of thinwire; its held-out loss is "
+                f"{self.excess('powersgd'):+.2%} against fp32's, thinwire's {self.excess('thinwire'):+.2%}."
             )
+
+
+def _sent_by_formula(run: Run) -> bool:
+    """Whether every step after the first turn, in which DDP's buckets change and messages' headers with them, sent as
+    many bytes as the formula gives."""
+    steps, settled = run.probe_steps[-1] - run.probe_steps[0], run.payload_bytes[-1] - run.payload_bytes[1]
+    return settled == steps * (run.formula_bytes or 0.0)
+
+
+def conclude(console: Console, shown: Demonstration, out: Path, json: Path) -> int:
+    """Print the table and the checks, and write the files. Returns the exit code."""
+    checks, about = list(shown.checks()), shown.about
+    about["checks"] = [asdict(check) for check in checks]
+    rates = ", ".join(format_rate(parse_rate(rate)) for rate in about["rate"].split(","))
+    show(console, shown)
+    console.print()
+    for check in checks:
+        mark = f"[{_STYLES[check.outcome]}]{check.outcome.value:10}[/]"
+        console.print(f"{mark} {check.text}: [bold]{check.value}[/]", soft_wrap=True)
+    if not shown.judged:
+        console.print("[dim]Losses and speeds are judged where `thinwire demo` has no options.[/]")
+    if any(check.outcome is Outcome.NOT_SHOWN for check in checks):
+        console.print("[dim]Not shown on this machine now: other work on it makes steps slower. No error.[/]")
+    console.print()
+    write_figures(console, "thinwire demo", shown, about, json)
+    if shown.shaped:
+        picture, millions = out / "loss.svg", about["parameters"] / 1e6
+        try:
+            shown.picture(picture, f"{about['ranks']} ranks, {rates}, {millions:.1f} M parameters")
+            console.print(f"Picture: {picture}", soft_wrap=True, markup=False)
+        except ImportError as error:
+            console.print(f"No picture: {error}", markup=False)
+    console.print()
+    wrong, failed = sum(check.outcome is Outcome.WRONG for check in checks), len(about.get("failures", {}))
+    if wrong or failed:
+        line = (
+            f"[bold red]This is not the result that it should be[/]: wrong results: {wrong}; variants that did not "
+            f"finish: {failed}."
         )
-
-
-def _ignore(*_: Any) -> None:
-    """For events and holds that need no action."""
+    elif shown.judged and (speedup := shown.speedup("thinwire")):
+        line = (
+            f"[bold]What this shows:[/] over {rates}, thinwire trains {speedup.median:.1f}x as fast as DDP with fp32 "
+            f"gradients and ends at the same loss ({shown.excess('thinwire'):+.2%}), with one line added."
+        )
+    else:
+        line = "[bold]What this shows:[/] the whole path works here."
+    console.print(line, soft_wrap=True)
+    console.print(
+        "[bold]Next:[/] would it help your training? `torchrun --nproc-per-node 2 -m thinwire doctor -- train.py`; in "
+        "your own script, after DDP(model): `wire = thinwire.compress(model)` (README).",
+        soft_wrap=True,
+    )
+    return 1 if wrong or failed else 0

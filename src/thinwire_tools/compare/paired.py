@@ -9,17 +9,15 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 from thinwire.runtime import ParityError
 from thinwire_tools import lab
 from thinwire_tools.compare import compare_rank, statistics
-from thinwire_tools.compare.compare_rank import probe_steps
-from thinwire_tools.compare.comparison import BASELINE, Comparison, Side
-from thinwire_tools.compare.rank_processes import launch_ranks
-from thinwire_tools.compare.report import Run
-from thinwire_tools.compare.tasks import Task, describe
-from thinwire_tools.compare.variants import ALONE, Variant
+from thinwire_tools.compare.comparison import Comparison, Run, Side
+from thinwire_tools.compare.rank_processes import RankFailed, RankProcesses, launch_ranks
+from thinwire_tools.compare.tasks import Task, describe, probe_steps
+from thinwire_tools.compare.variants import BASELINE, Variant
 from thinwire_tools.lab.units import parse_rates
 
 CONTROL = "minmax(bits=1, bucket=8192, rounding=nearest)"
@@ -30,36 +28,26 @@ _FACTOR, _WIDEST = 2.0, 4
 _TIMEOUT_S = 180.0
 
 
-class Watcher(Protocol):
-    """Whoever wants to see how runs go."""
+class Watcher:
+    """Whoever wants to see how runs go: by itself it does nothing."""
 
     def plan(self, num_runs: int) -> None:
         """So many more runs are to come."""
 
     def begin(self, title: str) -> None:
-        """A run begins."""
+        """A run begins, or goes on."""
 
     def step(self, step: int, loss: float) -> None:
-        """It has made ``step`` steps; ``loss`` was the last one's."""
+        """It has made one more step, ``step`` by now; ``loss`` was its own."""
+
+    def turn(self, run: Run) -> None:
+        """It was evaluated."""
 
     def end(self, run: Run) -> None:
         """It is over."""
 
-
-class Unwatched:
-    """A `Watcher` that does nothing."""
-
-    def plan(self, num_runs: int) -> None:
-        pass
-
-    def begin(self, title: str) -> None:
-        pass
-
-    def step(self, step: int, loss: float) -> None:
-        pass
-
-    def end(self, run: Run) -> None:
-        pass
+    def fail(self, failure: RankFailed) -> None:
+        """It will not go on; others may."""
 
 
 def compare_training(
@@ -104,7 +92,7 @@ def compare_training(
     statistics.need_scipy()
     specs, control = _named(variants, control)
     _check(specs, seeds, margin, num_ranks, rate, measure)
-    with Runs(task, num_ranks, rate, watcher or Unwatched(), measure) as runs:
+    with Runs(task, num_ranks, rate, watcher or Watcher(), measure) as runs:
         others = [*specs, *([control] if control else [])]
         highest = runs.tuned(None, max(seeds) + 1) if tune != "no" else task.learning_rate
         rates = dict.fromkeys([None, *others], highest)
@@ -175,7 +163,10 @@ def _compare(
         for spec in order:
             shaped = spec is None or spec != control
             trained[spec].append(runs.run(spec, seed, rates[spec], shaped=shaped))
-    sides = {spec: Side(spec or BASELINE, rates[spec], tuple(trained[spec])) for spec in order}
+    sides = {
+        spec: Side(spec or BASELINE, rates[spec], tuple(trained[spec]), on_link=spec is None or spec != control)
+        for spec in order
+    }
     return Comparison(
         seeds=tuple(seeds),
         margin=margin,
@@ -187,6 +178,94 @@ def _compare(
     )
 
 
+class Training:
+    """The run of ``variant``, called ``name``, by ``ranks``, turn by turn; ``network`` joins them (None: loopback)."""
+
+    def __init__(
+        self,
+        ranks: RankProcesses,
+        network: lab.Network | None,
+        watcher: Watcher,
+        name: str,
+        variant: Variant,
+        **asked: Any,
+    ) -> None:
+        self._ranks, self._network, self._watcher = ranks, network, watcher
+        answers = ranks.run({"do": "begin", "variant": asdict(variant), **asked})
+        first, counted = _mean([answer["probe"] for answer in answers]), None if network is None else 0
+        self.run = Run(name, losses=[first], payload_bytes=[0.0], wire_bytes=counted)
+
+    def turn(self, until: int) -> None:
+        """Train until step ``until``."""
+        run, counters = self.run, []
+
+        def on_event(rank: int, event: dict[str, Any]) -> None:
+            if rank == 0 and event["event"] == "step":
+                self._watcher.step(event["step"], event["loss"])
+
+        def on_hold(at: str) -> None:
+            if self._network is not None:
+                counters.append(self._network.interface_bytes(0)[0])
+
+        answers = self._ranks.run({"do": "train", "until": until}, on_event, on_hold)
+        run.step_s += answers[0]["step_s"]
+        run.probe_steps.append(until)
+        run.payload_bytes.append(answers[0]["payload_bytes"])
+        run.losses.append(_mean([answer["probe"] for answer in answers]))
+        if run.wire_bytes is not None:
+            run.wire_bytes += counters[1] - counters[0]
+        self._watcher.turn(run)
+
+    def finish(self) -> Run:
+        """Evaluate on all held-out data."""
+        answers, run = self._ranks.run({"do": "finish"}), self.run
+        first = answers[0]
+        run.val_loss = _mean([answer["held_out"] for answer in answers])
+        run.formula_bytes, run.plans, run.adapt_s = first["formula_bytes"], first["plans"], float(first["adapt_s"])
+        run.accuracy = None if first["right"] is None else _accuracy(answers)
+        run.replicas_identical = len({answer["digest"] for answer in answers}) == 1
+        run.alpha = [(int(step), float(alpha)) for step, alpha in first["alpha"]]
+        self._watcher.end(run)
+        return run
+
+
+def train_in_turns(
+    task: Task,
+    variants: Mapping[str, Variant],
+    *,
+    seed: int,
+    num_ranks: int,
+    network: lab.Network | None,
+    watcher: Watcher,
+) -> tuple[dict[str, Run], dict[str, RankFailed]]:
+    """Train every variant from one seed, a turn from probe to probe each, forwards and backwards: whatever else this
+    machine does slows all alike, and a ratio of two within one turn compares them. Returns the runs that ended, and why
+    the others did not: a variant that brings its processes down leaves the others alone."""
+    runs, trainings, failures = {}, {}, {}
+    watcher.plan(len(variants))
+    with ExitStack() as stack:
+        for turn, until in enumerate(probe_steps(task)):
+            for name in list(variants)[:: 1 if turn % 2 == 0 else -1]:
+                variant = variants[name]
+                if name in failures:
+                    continue
+                watcher.begin(variant.title)
+                try:
+                    if name not in trainings:
+                        link = network if variant.on_link else None
+                        started = launch_ranks(compare_rank, _setup(task), num_ranks, link, timeout_s=_TIMEOUT_S)
+                        ranks, _ = stack.enter_context(started)
+                        asked = {"seed": seed, "highest": task.learning_rate, "measure": 0}
+                        trainings[name] = Training(ranks, link, watcher, name, variant, **asked)
+                    trainings[name].turn(until)
+                    if until == task.steps:
+                        runs[name] = trainings[name].finish()
+                except RankFailed as failure:
+                    failures[name] = failure
+                    watcher.fail(failure)
+    return {name: runs[name] for name in variants if name in runs}, failures
+
+
 @dataclass(frozen=True)
 class Setup:
     """The task that a rank is sent first; see `thinwire_tools.compare.tasks.describe`."""
@@ -194,6 +273,10 @@ class Setup:
     module: str
     name: str
     fields: dict[str, Any]
+
+
+def _setup(task: Task) -> Any:
+    return Setup(**describe(task))
 
 
 class Runs:
@@ -208,7 +291,7 @@ class Runs:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             self._network = stack.enter_context(lab.Network(self._num_ranks)) if self._rate is not None else None
-            setup: Any = Setup(**describe(self.task))
+            setup = _setup(self.task)
             started = launch_ranks(compare_rank, setup, self._num_ranks, self._network, timeout_s=_TIMEOUT_S)
             self._ranks, _ = stack.enter_context(started)
             self.about = {"task": asdict(setup), "num_ranks": self._num_ranks, "link": "loopback"}
@@ -256,39 +339,16 @@ class Runs:
         return self._known[key]
 
     def _train(self, spec: str | None, seed: int, highest: float) -> Run:
-        counted: list[int] = []
-
-        def on_event(rank: int, event: dict[str, Any]) -> None:
-            if rank == 0 and event["event"] == "step":
-                self._watcher.step(event["step"], event["loss"])
-
-        def on_hold(at: str) -> None:
-            if self._network is not None:
-                counted.append(self._network.interface_bytes(0)[0])
-
         name = spec or BASELINE
+        variant = Variant.parse(spec) if spec else Variant(BASELINE)
         self._watcher.begin(f"{name}, seed {seed}")
-        command = {"do": "run", "rules": spec, "seed": seed, "learning_rate": highest, "measure": self._measure}
-        answers = self._ranks.run(command, on_event, on_hold)
-        first = answers[0]
-        run = Run(
-            name,
-            step_s=first["step_s"],
-            losses=[_mean([answer["probes"][at] for answer in answers]) for at in range(len(first["probes"]))],
-            probe_steps=probe_steps(self.task),
-            payload_bytes=first["payload_bytes"],
-            formula_bytes=first["formula_bytes"],
-            wire_bytes=sum(counted[1::2]) - sum(counted[::2]) if counted else None,
-            val_loss=_mean([answer["held_out"] for answer in answers]),
-            accuracy=None if first["right"] is None else _accuracy(answers),
-            replicas_identical=len({answer["digest"] for answer in answers}) == 1,
-            alpha=[(int(step), float(alpha)) for step, alpha in first["alpha"]],
-            plans=first["plans"],
-            adapt_s=float(first["adapt_s"]),
-        )
-        if spec != ALONE and math.isfinite(run.val_loss) and not run.replicas_identical:
+        asked = {"seed": seed, "highest": highest, "measure": self._measure}
+        training = Training(self._ranks, self._network, self._watcher, name, variant, **asked)
+        for until in probe_steps(self.task):
+            training.turn(until)
+        run = training.finish()
+        if variant.synchronised and math.isfinite(run.val_loss) and not run.replicas_identical:
             raise ParityError(f"{name}, seed {seed}: ranks hold different parameters after {self.task.steps} steps")
-        self._watcher.end(run)
         return run
 
     def _set_link(self, shaped: bool) -> None:

@@ -42,6 +42,10 @@ class RankFailed(CommandError, RuntimeError):
         self.details = log
 
 
+def _ignore(*_: Any) -> None:
+    """For events and holds that need no action."""
+
+
 class _Rank:
     """One rank's process, its pipes and its log."""
 
@@ -100,7 +104,7 @@ class RankProcesses:
         folder: Path,
         name: str,
         timeout_s: float,
-        module: str = "thinwire_tools.compare.demo_rank",
+        module: str = "thinwire_tools.compare.compare_rank",
     ) -> None:
         self.timeout_s = timeout_s
         self._selector = selectors.DefaultSelector()
@@ -133,7 +137,9 @@ class RankProcesses:
         """The process of ``rank``."""
         return self._ranks[rank].process
 
-    def run(self, command: dict[str, Any], on_event: OnEvent, on_hold: Callable[[str], None]) -> list[dict[str, Any]]:
+    def run(
+        self, command: dict[str, Any], on_event: OnEvent = _ignore, on_hold: Callable[[str], None] = _ignore
+    ) -> list[dict[str, Any]]:
         """Have all ranks carry out ``command``; returns their answers, by rank.
 
         ``on_event(rank, event)`` is called for each event that a rank sends on the way, ``on_hold(at)`` when all ranks
@@ -208,10 +214,6 @@ class RankProcesses:
         code = rank.process.poll()
         why = f"ended by signal {-code}" if code is not None and code < 0 else rank.failure or "it ended"
         return RankFailed(rank.rank, why, rank.tail())
-
-
-def _ignore(*_: Any) -> None:
-    """For events and holds that need no action."""
 
 
 @dataclass(frozen=True)

@@ -3,65 +3,35 @@
 from __future__ import annotations
 
 import json as json_module
+import math
 import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
 import tyro
-from rich import box
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from thinwire_tools import lab, plots
 from thinwire_tools.compare import statistics
-from thinwire_tools.compare.compare import share_of
-from thinwire_tools.compare.comparison import BASELINE
+from thinwire_tools.compare.compare import share_of, show, write_figures
+from thinwire_tools.compare.comparison import Comparison, Run, Side
 from thinwire_tools.compare.losses import PATTERN, NoLosses, compiled, final, loss_in, read_log
 from thinwire_tools.compare.paired import CONTROL
 from thinwire_tools.compare.rank_processes import RankFailed
 from thinwire_tools.compare.script_rank import Setup
-from thinwire_tools.compare.statistics import CONFIDENCE, Verdict
-from thinwire_tools.compare.variants import ALONE, Variant
+from thinwire_tools.compare.variants import ALONE, BASELINE, Variant
 from thinwire_tools.exits import check_script, ends_command, without_python
 from thinwire_tools.results import OutputFile, Results
 
 _LOG_LINES, _GRACE_S = 15, 10.0
-_COLOURS = {Verdict.WITHIN: "green", Verdict.BEYOND: "red", Verdict.UNDECIDED: "yellow"}
 _AS_IT_IS = "as it is"
-
-
-@dataclass(frozen=True)
-class ScriptRun:
-    """One training of the script."""
-
-    losses: tuple[float, ...]
-    seconds: float
-    """From start to end, the start of Python included."""
-    sent_bytes: float | None
-    """By rank 0 in a step; None for the script as it is."""
-    dense_bytes: float | None
-    """The same without compression."""
-
-    @property
-    def loss(self) -> float:
-        return final(list(self.losses))
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where the losses of a training are read."""
-
-    pattern: str = PATTERN
-    log: str | None = None
-    key: str = "loss"
 
 
 def compare_script(
@@ -121,40 +91,59 @@ def compare_script(
         specs = [str(Variant.parse(text)) for text in dict.fromkeys(variants)]
         if ALONE in specs:
             raise ValueError("ranks of a script always communicate: leave --, and alone is compared on the small GPT")
+        control = None if control is None else str(Variant.parse(control))
+        margin = share_of(within)
         compiled(pattern)
-        comparison = ScriptComparison(specs, None if control is None else str(Variant.parse(control)), share_of(within))
         check_script(without_python(script))
-        with Runs(script, ranks, rate, Source(pattern, log, key), timeout) as runs:
+        names = [BASELINE, *specs, *([control] if control and control not in specs else [])]
+        trained: dict[str, list[Run]] = {name: [] for name in names}
+        losses_of = partial(_losses, pattern=pattern, log=log, key=key)
+        with Runs(script, ranks, rate, losses_of, timeout) as runs:
             for seed in range(seeds):
-                for name in comparison.names:
+                for name in names:
                     run = runs.train(None if name == BASELINE else name, seed)
-                    comparison.runs.setdefault(name, []).append(run)
-                    text = f"seed {seed}, {comparison.title(name)}: loss {run.loss:.4f} in {run.seconds:.1f} s"
+                    trained[name].append(run)
+                    title = _AS_IT_IS if name == BASELINE else name
+                    text = f"seed {seed}, {title}: loss {run.val_loss:.4f} in {sum(run.step_s):.1f} s"
                     console.print(text, style="dim", markup=False, soft_wrap=True)
-        comparison.check_seeds()
-        console.print()
-        console.print(comparison.table())
-        for line in comparison.remarks():
-            console.print(line, soft_wrap=True, markup=False)
+            for run in trained[BASELINE]:
+                run.payload_bytes = [runs.dense_bytes]
+        sides = {name: Side(name, math.nan, tuple(trained[name])) for name in names}
+        found = ScriptComparison(
+            seeds=tuple(range(seeds)),
+            margin=margin,
+            shaped=rate is not None,
+            baseline=replace(sides[BASELINE], title=_AS_IT_IS),
+            variants=tuple(sides[spec] for spec in specs if spec != control),
+            control=sides[control] if control else None,
+            about={"script": list(script), "control": control, "margin": margin},
+        )
+        found.check_seeds()
+        show(console, found)
     if plot is not None:
-        comparison.picture(plot)
+        found.picture(plot, "your training", "losses read", "loss")
         console.print(f"Curves: {plot}", soft_wrap=True, markup=False)
-    if json is not None:
-        comparison.record(script).write(json)
-        console.print(f"Figures: {json}", soft_wrap=True, markup=False)
-    return 0 if comparison.sensitive else 1
+    write_figures(console, "thinwire compare", found, found.about, json)
+    return 0 if found.sensitive else 1
 
 
 class Runs:
     """Trains the script on ranks of this machine; a context manager."""
 
     def __init__(
-        self, script: Sequence[str], num_ranks: int, rate: str | None, source: Source, timeout_s: float
+        self,
+        script: Sequence[str],
+        num_ranks: int,
+        rate: str | None,
+        losses: Callable[[str, Path], list[float]],
+        timeout_s: float,
     ) -> None:
         self._script, self._num_ranks, self._rate = script, num_ranks, rate
-        self._source, self._timeout_s = source, timeout_s
+        self._losses, self._timeout_s = losses, timeout_s
         self._stack = ExitStack()
         self._network: lab.Network | None = None
+        self.dense_bytes = math.nan
+        """What rank 0 sends in a step without compression, once a compressed run has told."""
 
     def __enter__(self) -> Runs:
         if self._rate is not None:
@@ -165,7 +154,7 @@ class Runs:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def train(self, variant: str | None, seed: int) -> ScriptRun:
+    def train(self, variant: str | None, seed: int) -> Run:
         """One run.
 
         Raises:
@@ -185,47 +174,33 @@ class Runs:
                 "to compress: wrap it, model = DistributedDataParallel(model), and let thinwire compare start the "
                 "ranks, in place of torch.multiprocessing.spawn"
             )
-        sent = json_module.loads(stats.read_text()) if variant is not None else None
-        steps = max(1, sent["steps"]) if sent else 1
-        return ScriptRun(
-            tuple(self._losses(printed, out)),
-            seconds,
-            sent["sent"] / steps if sent else None,
-            sent["dense"] / steps if sent else None,
+        losses, steps, sent = self._losses(printed, out), 1, math.nan
+        if variant is not None:
+            told = json_module.loads(stats.read_text())
+            steps, sent = max(1, told["steps"]), told["sent"]
+            self.dense_bytes = told["dense"] / steps
+        # One step is all of it, from start to end, the start of Python included.
+        return Run(
+            variant or BASELINE,
+            step_s=[seconds],
+            losses=losses,
+            probe_steps=[steps],
+            payload_bytes=[sent],
+            val_loss=final(losses),
         )
-
-    def _losses(self, printed: str, out: Path) -> list[float]:
-        source = self._source
-        if source.log is not None:
-            return read_log(Path(source.log.replace("{out}", str(out))), source.key)
-        pattern = compiled(source.pattern)
-        losses = [loss for line in printed.splitlines() if (loss := loss_in(line, pattern)) is not None]
-        if not losses:
-            shown = "\n".join(printed.splitlines()[-5:]) or "(nothing)"
-            raise NoLosses(
-                "no loss in what rank 0 printed: give a --pattern with one group around the number, or a --log; "
-                f"its last lines are\n{shown}"
-            )
-        return losses
 
     def _run(self, argv: Sequence[str], out: Path) -> str:
         """What rank 0 printed."""
         link = self._network or lab.Loopback(self._num_ranks)
         with ExitStack() as stack:
-            logs = [stack.enter_context(open(out / f"rank{rank}.log", "w+b")) for rank in range(self._num_ranks)]
             ranks: list[subprocess.Popen[Any]] = []
             stack.callback(_end, ranks)
-            for rank, log in enumerate(logs):
-                pipes: dict[str, Any] = {"stdout": subprocess.PIPE if rank == 0 else log, "stderr": log}
-                ranks.append(link.popen(rank, argv, **pipes))
-            printed: list[bytes] = []
-            stdout = ranks[0].stdout
-            assert stdout is not None
-            reader = threading.Thread(target=lambda: printed.append(stdout.read()), daemon=True)
-            reader.start()
+            printed = stack.enter_context(open(out / "printed", "wb"))
+            for rank in range(self._num_ranks):
+                log = stack.enter_context(open(out / f"rank{rank}.log", "wb"))
+                ranks.append(link.popen(rank, argv, stdout=log if rank else printed, stderr=log))
             self._wait(ranks, out)
-            reader.join(_GRACE_S)
-        return b"".join(printed).decode(errors="replace")
+        return (out / "printed").read_text(errors="replace")
 
     def _wait(self, ranks: Sequence[subprocess.Popen[Any]], out: Path) -> None:
         until = time.monotonic() + self._timeout_s
@@ -241,107 +216,57 @@ class Runs:
             time.sleep(0.05)
 
 
-class ScriptComparison:
-    """All runs, and what follows from them. ``margin``: a loss higher by that share is still the same."""
-
-    def __init__(self, specs: Sequence[str], control: str | None, margin: float) -> None:
-        self.specs, self.control, self.margin = list(specs), control, margin
-        self.runs: dict[str, list[ScriptRun]] = {}
-
-    @property
-    def names(self) -> list[str]:
-        """The baseline, the variants, the control."""
-        return [BASELINE, *self.specs, *([self.control] if self.control and self.control not in self.specs else [])]
-
-    def title(self, name: str) -> str:
-        if name == BASELINE:
-            return _AS_IT_IS
-        return f"{name} (control)" if name == self.control else name
-
-    def losses(self, name: str) -> list[float]:
-        return [run.loss for run in self.runs[name]]
-
-    def judged(self, name: str) -> tuple[statistics.Estimate, Verdict]:
-        differences = statistics.relative_differences(self.losses(name), self.losses(BASELINE))
-        estimate = statistics.estimate(differences)
-        return estimate, statistics.judge(estimate, self.margin)
-
-    @property
-    def sensitive(self) -> bool:
-        """Whether the control, which must fail, is not within the margin."""
-        return self.control is None or self.judged(self.control)[1] is not Verdict.WITHIN
+class ScriptComparison(Comparison):
+    """Trainings of a script, whose losses are those that it told."""
 
     def check_seeds(self) -> None:
         """Raise ``ValueError`` if the seeds change nothing: an interval over equal runs would mean nothing."""
-        curves = [run.losses for run in self.runs[BASELINE]]
-        if len(curves) > 1 and len(set(curves)) == 1:
+        curves = [run.losses for run in self.baseline.runs]
+        if len(curves) > 1 and all(curve == curves[0] for curve in curves):
             raise ValueError(
                 "every seed trained alike: the script sets its own seed, so give it ours, as in "
                 "thinwire compare -- train.py --seed {seed}"
             )
 
-    def table(self) -> Table:
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-        table.add_column("compression", overflow="fold", min_width=16)
-        for heading in ("loss", "difference\n%", "between", "kB a\nstep", "s a\nrun"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column(f"within\n{self.margin:.3g}?" if self.margin < 1e-3 else f"within\n{self.margin * 100:g} %?")
-        dense = next((run.dense_bytes for name in self.specs for run in self.runs[name]), None)
-        for name in self.names:
-            runs = self.runs[name]
-            sent = runs[0].sent_bytes if name != BASELINE else dense
-            cells = [escape(self.title(name)), f"{fmean(self.losses(name)):.4f}", "", ""]
-            verdict = ""
-            if name != BASELINE:
-                estimate, judgement = self.judged(name)
-                cells[2:] = [f"{estimate.mean * 100:+.2f}", f"{estimate.lower * 100:+.2f}…{estimate.upper * 100:+.2f}"]
-                verdict = f"[{_COLOURS[judgement]}]{judgement}[/]"
-            seconds = fmean(run.seconds for run in runs)
-            table.add_row(*cells, "–" if sent is None else f"{sent / 1e3:.1f}", f"{seconds:.1f}", verdict)
-        return table
+    def columns(self) -> Iterator[tuple[str, Callable[[Side], str]]]:
+        columns = dict(super().columns())
+        yield "loss", columns["held-out\nloss"]
+        for heading in ("difference\n%", "kB a\nstep"):
+            yield heading, columns[heading]
+        yield "s a\nrun", lambda side: f"{_seconds(side):.1f}"
 
-    def remarks(self) -> list[str]:
-        """How to read the table, and whether it means anything."""
-        seeds = len(self.runs[BASELINE])
-        lines = [
-            f"Difference: of the loss at the end (mean of the last tenth) to the same seed's as it is, over {seeds} "
-            f"seeds; the true one keeps each bound with {CONFIDENCE:.0%} (paired t-test)."
-        ]
-        if seeds == 1:
-            lines.append("One seed decides nothing: --seeds 3 or more.")
-        if not self.sensitive:
-            lines.append("The control, which must be worse, is not: these runs are too short to show damage.")
-        return lines
+    def curve(self, run: Run) -> tuple[Sequence[float], Sequence[float]]:
+        return range(1, len(run.losses) + 1), run.losses
 
-    def picture(self, path: Path) -> None:
-        """Curves of all runs: a colour for each compression, a line for each seed."""
-        figure, (axes,) = plots.canvas(1, titles=["your training"], x="losses read", y="loss")
-        for at, name in enumerate(self.names):
-            for seed, run in enumerate(self.runs[name]):
-                label = self.title(name) if seed == 0 else None
-                style = "--" if name == self.control else "-"
-                axes.plot(
-                    range(1, len(run.losses) + 1), run.losses, f"C{at}", linestyle=style, linewidth=1, label=label
-                )
-        plots.save(figure, path)
+    def record(self, results: Results, prefix: str = "") -> None:
+        for side in self.sides():
+            curves = [run.losses for run in side.runs]
+            results.add(f"loss/{side.name}", side.held_out_loss, "", by_seed=side.losses, curves=curves)
+            results.add(f"seconds/{side.name}", _seconds(side), "s")
+            if side is not self.baseline:
+                judged = self.judge(side)
+                found = judged.estimate
+                bounds = {"lower": found.lower, "upper": found.upper} if len(self.seeds) > 1 else {}
+                results.add(f"difference/{side.name}", found.mean, "", verdict=str(judged.verdict), **bounds)
+                results.add(f"bytes_per_step/{side.name}", side.bytes_per_step, "B")
 
-    def record(self, script: Sequence[str]) -> Results:
-        """All figures, for ``--json``."""
-        results = Results(
-            "thinwire compare", about={"script": list(script), "control": self.control, "margin": self.margin}
+
+def _seconds(side: Side) -> float:
+    return fmean(sum(run.step_s) for run in side.runs)
+
+
+def _losses(printed: str, out: Path, *, pattern: str, log: str | None, key: str) -> list[float]:
+    if log is not None:
+        return read_log(Path(log.replace("{out}", str(out))), key)
+    found = compiled(pattern)
+    losses = [loss for line in printed.splitlines() if (loss := loss_in(line, found)) is not None]
+    if not losses:
+        shown = "\n".join(printed.splitlines()[-5:]) or "(nothing)"
+        raise NoLosses(
+            "no loss in what rank 0 printed: give a --pattern with one group around the number, or a --log; "
+            f"its last lines are\n{shown}"
         )
-        for name in self.names:
-            runs = self.runs[name]
-            curves = [list(run.losses) for run in runs]
-            results.add(f"loss/{name}", fmean(self.losses(name)), "", by_seed=self.losses(name), curves=curves)
-            results.add(f"seconds/{name}", fmean(run.seconds for run in runs), "s")
-            if name != BASELINE:
-                estimate, verdict = self.judged(name)
-                bounds = {"lower": estimate.lower, "upper": estimate.upper} if len(runs) > 1 else {}
-                results.add(f"difference/{name}", estimate.mean, "", verdict=str(verdict), **bounds)
-                if runs[0].sent_bytes is not None:
-                    results.add(f"bytes_per_step/{name}", runs[0].sent_bytes, "B")
-        return results
+    return losses
 
 
 def _tail(out: Path, rank: int) -> str:
@@ -353,5 +278,3 @@ def _end(ranks: Sequence[subprocess.Popen[Any]]) -> None:
         if process.poll() is None:
             process.kill()
         process.wait(_GRACE_S)
-        if process.stdout is not None:
-            process.stdout.close()

@@ -124,7 +124,8 @@ class GPTTask:
 
     def distribute(self, model: nn.Module) -> DistributedDataParallel:
         # The only buffers are constants: no need to broadcast them before every step.
-        return DistributedDataParallel(model, bucket_cap_mb=self.bucket_cap_mb, broadcast_buffers=False)
+        options: dict[str, Any] = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+        return DistributedDataParallel(model, bucket_cap_mb=self.bucket_cap_mb, **options)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)

@@ -1,27 +1,88 @@
-"""What a comparison varies: a compressor for all layers, or one with a policy that adapts it while training goes on."""
+"""What a comparison varies: how gradients travel, by which optimizer they are taken, and how often ranks talk."""
 
-from __future__ import annotations
+# No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
 
-from dataclasses import dataclass
-from typing import Self
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
 from thinwire.compressors import parse
+from thinwire.local import DiLoCo, Nesterov, send_nothing
+from thinwire.optim import CompressedAdamW, Muon, QuantizedAdam
 from thinwire.policies import parse_policy
+from thinwire.runtime import Follower, for_reducer
+from thinwire_tools.compare.tasks import BETAS, WEIGHT_DECAY, Task
+from thinwire_tools.compare.train import gradient_bytes, ring_factor
 
-_WITH = " with "
+BASELINE = "fp32"
+"""What variants are compared to: DDP with uncompressed gradients."""
 ALONE = "alone"
 """The variant that sends nothing: each rank trains on its own batches. What ends above it is worse than no network."""
+# One scale for each layer, a biased rounding and no error feedback: damage that a comparison must be able to see.
+CONTROL_RULES = "minmax(bits=1, bucket=1048576, rounding=nearest)"
+POWERSGD_RANK = 4
+LOCAL_EVERY = 8
+_ONE_BUCKET_MB = 1e6
+_WITH = " with "
+_POWERSGD_START = 2
+_MUON_RATE_FACTOR = 4.0
+_EXACT_SHARE = 0.15
+"""The share of steps that 1-bit Adam takes in fp32, before its variance is frozen (Tang et al. 2021, section 7)."""
+
+_ADAM = {"betas": BETAS, "weight_decay": WEIGHT_DECAY}
+OPTIMIZERS: Mapping[str, Callable[[Task, nn.Module], torch.optim.Optimizer]] = {
+    "task": lambda task, model: task.optimizer(model),
+    "muon": lambda task, model: Muon(model, task.learning_rate, **_ADAM),
+    "compressed-adamw": lambda task, model: CompressedAdamW(model.parameters(), task.learning_rate, **_ADAM),
+    "one-bit-adam": lambda task, model: QuantizedAdam(
+        model.parameters(), task.learning_rate, **_ADAM, warmup=math.ceil(_EXACT_SHARE * task.steps)
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Attached:
+    """What a variant attached to a model."""
+
+    sent: Callable[[int], float]
+    """Bytes that this rank has sent after so many steps, without TCP's headers."""
+    formula: Callable[[], float | None]
+    """Bytes that a step must send by the format's formula, where there is one."""
+    wire: thinwire.Wire | None = None
+    finish: Callable[[], None] = lambda: None
+    """Ends the training: all ranks get the same parameters where the variant has not seen to it in each step."""
+    close: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A compression of gradients: ``spec`` for all layers, and the ``policy`` that adapts it, as canonical text.
+    """One way of training, in plain values: they reach the ranks as JSON.
 
-    `ALONE` stands for no communication.
+    ``spec`` is the compressor of all layers, which ``policy`` adapts, both as canonical text. `BASELINE`, `ALONE`,
+    ``"bf16"`` and ``"torch-powersgd"`` stand for DDP's own all-reduce, for no communication, and for PyTorch's hooks.
     """
 
     spec: str
     policy: str | None = None
+    title: str = ""
+    local: Mapping[str, Any] | None = None
+    """Options of `DiLoCo`: ranks exchange what they have learned every `LOCAL_EVERY` steps, in place of gradients."""
+    optimizer: str = "task"
+    rate_factor: float = 1.0
+    """Factor on the task's learning rate, which is the best of its own optimizer; Muon's best is four times as high."""
+    start: int = 0
+    one_bucket: bool = False
+    """Whether DDP puts all gradients into one bucket."""
+    on_link: bool = True
+    """Whether its messages cross the slow link; those of a variant that is there for its loss alone do not."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -40,3 +101,127 @@ class Variant:
 
     def __str__(self) -> str:
         return self.spec if self.policy is None else f"{self.spec}{_WITH}{self.policy}"
+
+    @property
+    def synchronised(self) -> bool:
+        """Whether ranks end with the same parameters."""
+        return self.spec != ALONE
+
+    @property
+    def every(self) -> int:
+        """Steps from one exchange to the next; a step's time is the mean over so many."""
+        return 1 if self.local is None else LOCAL_EVERY
+
+    def prepare(self, task: Task, model: nn.Module) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+        """``model`` of ``task`` in DDP, and its optimizer."""
+        if self.one_bucket:
+            task = replace(task, bucket_cap_mb=_ONE_BUCKET_MB)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        ddp = task.distribute(model)
+        return ddp, OPTIMIZERS[self.optimizer](task, ddp.module)
+
+    def attach(
+        self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int, measure: int = 0
+    ) -> Attached:
+        """Have ``ddp`` communicate so; every ``measure`` steps the exact mean is taken, too, without being counted."""
+        dense = gradient_bytes(ddp) * ring_factor(dist.get_world_size())
+        if self.local is not None:
+            return _exchange_locally(ddp, optimizer, seed, self.local)
+        match self.spec:
+            case "fp32":
+                return _constant(dense)
+            case "bf16":
+                send_bf16(ddp)
+                return _constant(dense / 2)
+            case "alone":
+                send_nothing(ddp)
+                return _constant(0.0)
+            case "torch-powersgd":
+                return _torch_powersgd(ddp, seed, dense)
+        options: dict[str, Any] = {"seed": seed, "start": self.start, "skip_if_slower": False}
+        if self.policy is not None or self.optimizer != "task":
+            # Accordion looks at its learning rate, and some compress within their step.
+            options["optimizer"] = optimizer
+        if self.policy is not None:
+            options["adapt"] = parse_policy(self.policy)
+        wire = thinwire.compress(ddp, self.spec, checks=thinwire.Checks(measure_every=measure), **options)
+        exact = dense if measure and not wire.plan.all_raw else 0.0
+        return Attached(
+            lambda steps: wire.stats.payload_sent_bytes - exact * math.ceil(steps / max(1, measure)),
+            lambda: dense if wire.plan.all_raw else wire.wire_bytes_per_step(),
+            wire,
+            close=wire.detach,
+        )
+
+
+def _constant(bytes_per_step: float) -> Attached:
+    return Attached(lambda steps: bytes_per_step * steps, lambda: bytes_per_step)
+
+
+def _exchange_locally(
+    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int, options: Mapping[str, Any]
+) -> Attached:
+    send_nothing(ddp)
+    # Plain averages: momentum pays over more exchanges than a short training has.
+    outer = Nesterov(lr=1.0, momentum=0.0)
+    local = DiLoCo(ddp, optimizer, every=LOCAL_EVERY, outer=outer, seed=seed, **options)
+    optimizer.register_step_post_hook(lambda *_: local.step())
+    return Attached(lambda _: local.wire.stats.payload_sent_bytes, lambda: None, finish=local.finish, close=local.close)
+
+
+def _torch_powersgd(ddp: DistributedDataParallel, seed: int, dense: float) -> Attached:
+    state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=_POWERSGD_START, random_seed=seed
+    )
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    factor = 4 * ring_factor(dist.get_world_size())
+    # PyTorch counts the elements of what it reduces (P, Q, and tensors left as they are) once it has started.
+    return Attached(
+        lambda steps: min(steps, _POWERSGD_START) * dense + state.compression_stats()[2] * factor, lambda: None
+    )
+
+
+def send_bf16(ddp: DistributedDataParallel) -> None:
+    """Have ``ddp`` send its gradients in bf16, on any backend."""
+    ddp.register_comm_hook(Follower("bf16"), _bf16_hook)
+
+
+def _bf16_hook(follower, bucket):
+    """PyTorch's ``bf16_compress_hook``, which itself refuses every backend but NCCL."""
+    buffer = bucket.buffer()
+    message = buffer.to(torch.bfloat16).div_(dist.get_world_size())
+    work = dist.all_reduce(message, async_op=True)
+    assert work is not None
+    return for_reducer(follower.follow(work, lambda: buffer.copy_(message)))
+
+
+def _low_rank(title: str, dtype: str) -> Variant:
+    spec = f"powersgd(rank={POWERSGD_RANK}, dtype={dtype})"
+    return Variant(spec, title=title, start=_POWERSGD_START, one_bucket=True)
+
+
+def _local(title: str, optimizer: str = "task", **options: Any) -> Variant:
+    factor = _MUON_RATE_FACTOR if optimizer == "muon" else 1.0
+    return Variant("local", title=title, local=options, optimizer=optimizer, rate_factor=factor)
+
+
+VARIANTS = {
+    BASELINE: Variant(BASELINE, title="DDP fp32"),
+    "bf16": Variant("bf16", title="DDP bf16"),
+    "powersgd": Variant("torch-powersgd", title="torch PowerSGD", one_bucket=True),
+    "thinwire": Variant("minmax(bits=4, bucket=128)", title="thinwire 4-bit"),
+    "low-rank": _low_rank(f"thinwire rank {POWERSGD_RANK}", "fp32"),
+    "low-rank-bf16": _low_rank(f"thinwire rank {POWERSGD_RANK}, bf16", "bf16"),
+    "in-optimizer": Variant(
+        "gaussian(bits=2, bucket=64)", title="2 bits in AdamW", optimizer="compressed-adamw", rate_factor=2.0
+    ),
+    "one-bit-adam": Variant("onebit(bucket=layer)", title="1-bit Adam", optimizer="one-bit-adam"),
+    "local": _local(f"local, every {LOCAL_EVERY}"),
+    "overlapped": _local("local, 1 step late", overlap=1),
+    "streaming": _local("local, streaming", fragments=2, overlap=3, mix=0.5),
+    "muloco": _local("local with Muon", "muon"),
+    "muloco-streaming": _local("local with Muon, streaming", "muon", fragments=2, overlap=2),
+    "muon": Variant(BASELINE, title="DDP fp32, Muon", optimizer="muon", rate_factor=_MUON_RATE_FACTOR, on_link=False),
+    ALONE: Variant(ALONE, title="training alone"),
+    "control": Variant(CONTROL_RULES, title="1-bit control"),
+}
+"""The ways that `thinwire demo` and the benchmarks of local updates train by, by their names there."""
