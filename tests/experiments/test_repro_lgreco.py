@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from thinwire.policies.bucket_times import seconds_per_byte
-from thinwire_tools.compare.report import Run
 
 import thinwire
 from experiments.__main__ import main as experiments_main
