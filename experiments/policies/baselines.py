@@ -13,7 +13,7 @@ from thinwire.policies import Evidence, LGreco, allocate
 from thinwire.policies.allocate import Array
 from thinwire.policies.budget import BudgetedPolicy
 from thinwire.policies.candidates import LayerCandidates
-from thinwire.policies.mapped import MappedPolicy, ladder
+from thinwire.policies.kmeans import MappedPolicy, ladder
 from thinwire.policies.policy import gradient_norm
 
 _SEED = 0
