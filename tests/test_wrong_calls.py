@@ -147,7 +147,6 @@ POLICIES: list[Wrong] = [
     ("lgreco(warmup=-1)", ValueError, "warmup must be at least 0"),
     ("lgreco(window=0)", ValueError, "window must be at least 1"),
     ("lgreco(every=10, window=9, lag=5)", ValueError, "do not fit"),
-    ("lgreco(solver=greedy)", ValueError, "solver must be dp or exact"),
     ("lgreco(error=l1)", ValueError, "error must be"),
     ("lgreco(objective=joy)", ValueError, "objective must be"),
     ("lgreco(alpha=0)", ValueError, "alpha must be above 0"),

@@ -75,19 +75,11 @@ def damage(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"task": "../toy"}, "no name of a task"),
-        ({"task": 3}, "no text"),
-        ({"seed": -1}, "no whole number"),
-        ({"seed": 1}, "lists a training twice"),
-        ({"steps": [8, 4]}, "do not rise"),
-        ({"steps": [4, 8, 12]}, "not one finite learning rate"),
-        ({"learning_rates": [0.1, math.inf]}, "not one finite learning rate"),
-        ({"layers": []}, "no layers"),
-        ({"layers": [{"name": "a", "shape": [10**6, 10**6]}]}, "MiB of gradients"),
+        ({"layers": [3]}, "is not one"),
+        ({"steps": [4, 8, 12]}, "the manifest says"),
         ({"layers": [{"name": "a", "shape": [5]}]}, "the manifest says"),
         ({"sha256": "0" * 64}, "SHA-256 differs"),
-        ({"more": 1}, "keys are not"),
-        ({"bucket_cap_mb": 0}, "buckets of"),
+        ({"more": 1}, "is not one"),
     ],
 )
 def test_a_manifest_that_lies_is_refused(recording: Recording, changes: dict[str, Any], why: str) -> None:

@@ -14,7 +14,6 @@ from test_laws import SPECS
 WORLDS = (2, 3, 4)
 POLICIES = (
     "lgreco",
-    "lgreco(solver='exact')",
     "lgreco(steps=5000, error='squared', alpha=1.5)",
     "lgreco(objective='error')",
     "lgreco(objective='time')",

@@ -66,10 +66,9 @@ def assert_within(proposal: Proposal, seen: Evidence, alpha: float = 1.0) -> Non
 
 
 @pytest.mark.parametrize("spec", REFERENCES)
-@pytest.mark.parametrize("solver", ["dp", "exact"])
-def test_lgreco_sends_less_at_no_more_error(spec: str, solver) -> None:
+def test_lgreco_sends_less_at_no_more_error(spec: str) -> None:
     seen = evidence(spec)
-    proposal = LGreco(solver=solver).propose(seen)
+    proposal = LGreco().propose(seen)
     assert_within(proposal, seen)
     assert bytes_of(proposal.layers) < 0.95 * bytes_of(seen.reference)
     assert proposal.note == ""
@@ -106,12 +105,11 @@ def test_what_is_not_in_the_reference_is_not_decided() -> None:
 
 def test_a_budget_that_nothing_meets_keeps_the_reference_and_says_so() -> None:
     seen = evidence("topk(density=0.02)")
-    for solver in ("dp", "exact"):
-        proposal = LGreco(alpha=1e-6, solver=solver).propose(seen)
-        assert proposal.layers == seen.reference
-        assert "no choice keeps the error" in proposal.note
-        assert "reference stays" in proposal.note
-        assert proposal.errors == proposal.reference_errors
+    proposal = LGreco(alpha=1e-6).propose(seen)
+    assert proposal.layers == seen.reference
+    assert "no choice keeps the error" in proposal.note
+    assert "reference stays" in proposal.note
+    assert proposal.errors == proposal.reference_errors
 
 
 def test_where_nothing_is_smaller_the_reference_stays() -> None:
@@ -130,19 +128,18 @@ def test_a_smaller_budget_than_the_references_is_kept_by_a_larger_plan() -> None
 
 
 @pytest.mark.parametrize("spec", REFERENCES)
-@pytest.mark.parametrize("solver", ["dp", "exact"])
-def test_lgreco_errs_less_in_no_more_bytes(spec: str, solver) -> None:
+def test_lgreco_errs_less_in_no_more_bytes(spec: str) -> None:
     seen = evidence(spec)
     allowed = bytes_of(seen.reference)
-    proposal = LGreco(objective="error", solver=solver).propose(seen)
+    proposal = LGreco(objective="error").propose(seen)
     assert 0.9 * allowed < bytes_of(proposal.layers) <= allowed
     assert norms(proposal.errors) < 0.95 * norms(proposal.reference_errors)
     assert proposal.note == ""
     # What has the least bytes within that error has as many.
     share = norms(proposal.errors) / norms(proposal.reference_errors)
-    other = LGreco(alpha=share * (1 + 1e-9), solver=solver).propose(seen)
+    other = LGreco(alpha=share * (1 + 1e-9)).propose(seen)
     assert bytes_of(other.layers) == pytest.approx(bytes_of(proposal.layers), rel=0.02)
-    less = LGreco(objective="error", alpha=0.8, solver=solver).propose(seen)
+    less = LGreco(objective="error", alpha=0.8).propose(seen)
     assert bytes_of(less.layers) <= 0.8 * allowed
     assert norms(less.errors) > norms(proposal.errors)
 
@@ -164,16 +161,15 @@ def test_one_layer_alone() -> None:
 
 def test_a_reference_without_error_stays() -> None:
     seen = evidence("ef(topk(density=1.0))")
-    proposal = LGreco(solver="exact").propose(seen)
+    proposal = LGreco().propose(seen)
     assert sum(proposal.errors.values()) <= 1e-9 * error_of({n: parse("topk(0.01)") for n in SHAPES}, seen.gradients)
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("solver", ["dp", "exact"])
-def test_several_families_are_never_worse_than_the_best_of_them(seed: int, solver) -> None:
+def test_several_families_are_never_worse_than_the_best_of_them(seed: int) -> None:
     seen = evidence("ef(topk(density=0.05))", of=gradients(seed))
-    singles = [LGreco(families=(spec,), solver=solver).propose(seen) for spec in HYBRID]
-    hybrid = LGreco(families=HYBRID, solver=solver).propose(seen)
+    singles = [LGreco(families=(spec,)).propose(seen) for spec in HYBRID]
+    hybrid = LGreco(families=HYBRID).propose(seen)
     assert_within(hybrid, seen)
     assert bytes_of(hybrid.layers) <= min(bytes_of(single.layers) for single in singles) * (1 + 1e-5)
     assert all(isinstance(c, Wrapper) for c in hybrid.layers.values()), "feedback around all, if one wants it"
@@ -371,13 +367,7 @@ def test_kmeans_maps_buckets_too() -> None:
     assert getattr(large_and_little, "bucket", None) == 1024
 
 
-ALL = [
-    LGreco(),
-    LGreco(solver="exact"),
-    LGreco(families=HYBRID),
-    LGreco(reference=Accordion()),
-    LGreco(objective="time"),
-]
+ALL = [LGreco(), LGreco(families=HYBRID), LGreco(reference=Accordion()), LGreco(objective="time")]
 ALL += [KMeans(), Accordion()]
 
 

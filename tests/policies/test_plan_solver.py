@@ -224,14 +224,12 @@ def brute_force(table, budget: float) -> float | None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(tables, st.integers(0, 60), st.sampled_from(["dp", "exact"]))
-def test_both_programmes_find_what_brute_force_finds(table, budget: int, solver: str) -> None:
+@given(tables, st.integers(0, 60))
+def test_the_programme_finds_what_brute_force_finds(table, budget: int) -> None:
     expected = brute_force(table, budget)
     of_errors, costs = arrays(table)
 
     def solve() -> list[int]:
-        if solver == "exact":
-            return allocate.exact(of_errors, costs, budget)
         # As many steps as there are units of error: nothing is rounded.
         return allocate.dynamic_programme(of_errors, costs, budget, max(1, budget))
 
@@ -274,35 +272,33 @@ def test_the_dynamic_programme_is_within_a_hundredth_of_the_optimum(seed: int) -
     of_errors, costs = realistic(np.random.default_rng(seed), 60, 16)
     reference = [5] * 60
     budget = allocate.total(of_errors, reference)
-    best = allocate.exact(of_errors, costs, budget)
     found = allocate.dynamic_programme(of_errors, costs, budget)
-    for plan in (best, found):
-        assert allocate.total(of_errors, plan) <= budget * (1 + 1e-12)
-    optimum = allocate.total(costs, best)
-    assert optimum <= allocate.total(costs, found) * (1 + 1e-5)
-    assert allocate.total(costs, found) <= 1.01 * optimum
+    assert allocate.total(of_errors, found) <= budget * (1 + 1e-12)
+    # No plan costs less than this for any price of an error.
+    bound = max(
+        sum(float(np.min(c + price * e)) for e, c in zip(of_errors, costs, strict=True)) - price * budget
+        for price in np.geomspace(1e-6, 1e9, 2000) * sum(c.max() for c in costs) / budget
+    )
+    assert bound <= allocate.total(costs, found) <= 1.01 * bound
     assert allocate.total(costs, found) < 0.9 * allocate.total(costs, reference)
 
 
-@pytest.mark.parametrize("solve", [allocate.dynamic_programme, allocate.exact])
-def test_a_budget_of_zero_leaves_what_errs_nothing(solve) -> None:
+def test_a_budget_of_zero_leaves_what_errs_nothing() -> None:
     tiny = np.array([1e-9, 0.0, 0.0])
-    assert solve([tiny, tiny], [np.array([1.0, 3.0, 2.0])] * 2, 0.0) == [2, 2]
+    assert allocate.dynamic_programme([tiny, tiny], [np.array([1.0, 3.0, 2.0])] * 2, 0.0) == [2, 2]
     with pytest.raises(allocate.Infeasible):
-        solve([np.array([1e-9])], [np.array([1.0])], 0.0)
+        allocate.dynamic_programme([np.array([1e-9])], [np.array([1.0])], 0.0)
 
 
-@pytest.mark.parametrize("solve", [allocate.dynamic_programme, allocate.exact])
-def test_infinite_errors_are_never_chosen(solve) -> None:
+def test_infinite_errors_are_never_chosen() -> None:
     of_errors = [np.array([np.inf, 1.0]), np.array([np.inf, 2.0])]
-    assert solve(of_errors, [np.array([1.0, 5.0])] * 2, 3.0) == [1, 1]
+    assert allocate.dynamic_programme(of_errors, [np.array([1.0, 5.0])] * 2, 3.0) == [1, 1]
 
 
-@pytest.mark.parametrize("solve", [allocate.dynamic_programme, allocate.exact])
-def test_a_budget_that_only_the_reference_meets(solve) -> None:
+def test_a_budget_that_only_the_reference_meets() -> None:
     of_errors = [np.array([0.3, 0.7]), np.array([0.1, 0.9])]
     costs = [np.array([2.0, 1.0]), np.array([2.0, 1.0])]
-    assert solve(of_errors, costs, 0.4) == [0, 0]
+    assert allocate.dynamic_programme(of_errors, costs, 0.4) == [0, 0]
 
 
 def test_rounding_rules_no_plan_out() -> None:

@@ -13,7 +13,7 @@ POLICIES = [
     LGreco(every=100, warmup=50, window=7, lag=3),
     LGreco(families=("topk(density=0.1)", "ef(minmax(bits=3, bucket=64))")),
     LGreco(families=("powersgd(rank=32)",), bounds=(8, 64), step=4.0),
-    LGreco(solver="exact", steps=5000, error="squared", alpha=1.5, objective="link"),
+    LGreco(steps=5000, error="squared", alpha=1.5, objective="link"),
     LGreco(reference=Accordion(every=100, pair=("powersgd(rank=16)", "powersgd(rank=64)"), eta=0.25)),
     Accordion(),
     Accordion(every=500, pair=(2, 4)),
@@ -35,7 +35,7 @@ def test_a_policy_survives_its_text(policy: Policy) -> None:
     [
         ("lgreco", LGreco()),
         (" LGreco(every=500, warmup=100) ", LGreco(every=500, warmup=100)),
-        ("lgreco(solver=exact, objective=time)", LGreco(solver="exact", objective="time")),
+        ("lgreco(objective=time)", LGreco(objective="time")),
         ("lgreco(reference=accordion)", LGreco(reference=Accordion())),
         ("accordion()", Accordion(every=1000)),
     ],

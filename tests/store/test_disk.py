@@ -273,7 +273,7 @@ def test_a_store_on_disk_is_not_opened_unasked(tmp_path: Path) -> None:
     assert Disk(tmp_path, num_samples=8, resume=True).run_of("other") is None
 
 
-@pytest.mark.parametrize("content", ["", "[]", "nonsense", '{"run": 1', "[" * 100_000, "x" * (2 << 20)])
+@pytest.mark.parametrize("content", ["", "[]", "nonsense", '{"run": 1', "[" * 100_000])
 def test_a_manifest_that_is_none_is_refused(content: str, tmp_path: Path) -> None:
     filled(tmp_path).close()
     (tmp_path / "manifest.json").write_text(content)

@@ -63,48 +63,6 @@ def dynamic_programme(errors: Sequence[Array], costs: Sequence[Array], budget: f
     return _spend(chosen[::-1], errors, costs, budget)
 
 
-def exact(errors: Sequence[Array], costs: Sequence[Array], budget: float) -> list[int]:
-    """The same without rounding, as an integer programme that HiGHS solves to the optimum (``scipy.optimize.milp``).
-
-    Raises:
-        Infeasible: no choice stays within the budget.
-        ImportError: scipy is missing.
-    """
-    try:
-        from scipy import optimize, sparse
-    except ImportError as error:
-        raise ImportError("solver='exact' requires scipy: pip install scipy") from error
-    # What is over the budget by itself is left out: of a budget of zero a solver's tolerance would make another one.
-    kept = [[k for k in _not_dominated(e, c) if e[k] <= budget] for e, c in zip(errors, costs, strict=True)]
-    if not all(kept):
-        raise Infeasible(f"no choice keeps the error within {budget:.4g}")
-    cost = np.concatenate([c[k] for c, k in zip(costs, kept, strict=True)])
-    error = np.concatenate([e[k] for e, k in zip(errors, kept, strict=True)])
-    layer = np.repeat(np.arange(len(kept)), [len(k) for k in kept])
-    one_each = sparse.csr_array((np.ones(len(layer)), (layer, np.arange(len(layer)))))
-    # HiGHS allows itself 1e-6, and the bound must hold: where it does not, once more with that much less.
-    for bound in (1.0, 1 - 2e-6):
-        solution = optimize.milp(
-            cost / (np.abs(cost).max() or 1.0),
-            integrality=np.ones(len(cost)),
-            bounds=optimize.Bounds(0, 1),
-            constraints=[
-                optimize.LinearConstraint(one_each, 1, 1),
-                optimize.LinearConstraint((error / (budget or 1.0))[None, :], -np.inf, bound),
-            ],
-            options={"mip_rel_gap": 1e-6},
-        )
-        if solution.x is None:
-            break
-        chosen, start = [], 0
-        for choices in kept:
-            chosen.append(choices[int(np.argmax(solution.x[start : start + len(choices)]))])
-            start += len(choices)
-        if total(errors, chosen) <= budget:
-            return _spend(chosen, errors, costs, budget)
-    raise Infeasible(f"no choice keeps the error within {budget:.4g}")
-
-
 def total(values: Sequence[Array], chosen: Sequence[int] | Array) -> float:
     """Sum of what is chosen."""
     return float(sum(array[k] for array, k in zip(values, chosen, strict=True)))

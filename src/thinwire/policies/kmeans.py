@@ -1,4 +1,4 @@
-"""Compression by clusters of layers (thesis, Algorithm 3.1)."""
+"""Compression by clusters of layers (thesis, Algorithm 3.1), mapped linearly to their order (section 3.6)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
-from thinwire.arguments import check_int, check_number
 from thinwire.compressors import Compressor, Wrapper
 from thinwire.policies import allocate
 from thinwire.policies.allocate import Array
@@ -58,23 +57,6 @@ class MappedPolicy(BudgetedPolicy):
         return [int(rungs[k]) for rungs, k in zip(ladders, best, strict=True)]
 
 
-def ladder(layer: LayerCandidates) -> list[int]:
-    """Indices of a layer's candidates from the most compression to the least."""
-    own = [k for k in range(len(layer.candidates)) if k != layer.reference or layer.offers_reference]
-    return sorted(own, key=lambda k: _kept(layer, k))
-
-
-def _kept(layer: LayerCandidates, k: int) -> float:
-    return float("inf") if is_raw(layer.candidates[k]) else parameter_value(layer.candidates[k])
-
-
-def scaled(values: Sequence[float]) -> Array:
-    """``values`` scaled linearly to [0, 1]; zeros if all are equal."""
-    array = np.asarray(values, dtype=np.float64)
-    spread = array.max() - array.min()
-    return (array - array.min()) / spread if spread else np.zeros_like(array)
-
-
 @dataclass(frozen=True, kw_only=True)
 class KMeans(MappedPolicy):
     """Clusters layers by their size and by the L2 norm of the top values of their gradient (thesis, Algorithm 3.1).
@@ -92,8 +74,10 @@ class KMeans(MappedPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_int("clusters", self.clusters, 1)
-        check_number("top", self.top, above=0, high=1)
+        if type(self.clusters) is not int or self.clusters < 1:
+            raise ValueError(f"clusters must be a whole number of at least 1, not {self.clusters!r}")
+        if not 0 < self.top <= 1:
+            raise ValueError(f"top must be above 0 and at most 1, not {self.top}: a share of a gradient's values")
 
     def check(self, reference: Mapping[str, Compressor], shapes: Mapping[str, Sequence[int]]) -> None:
         super().check(reference, shapes)
@@ -106,8 +90,8 @@ class KMeans(MappedPolicy):
 
         if not gradients:
             return {}
-        sizes = scaled([gradient.numel() for gradient in gradients.values()])
-        norms = scaled([self._top_norm(gradient) for gradient in gradients.values()])
+        sizes = _scaled([gradient.numel() for gradient in gradients.values()])
+        norms = _scaled([self._top_norm(gradient) for gradient in gradients.values()])
         points = np.stack([sizes, norms], axis=1)
         centroids, _ = kmeans(points, _far_apart(points, self.clusters))
         labels, _ = vq(points, centroids)
@@ -130,6 +114,23 @@ class KMeans(MappedPolicy):
             return _with_bucket(compressor, self.buckets[round(places[name] * (len(self.buckets) - 1))])
 
         return super().evaluate(evidence, base, resize)
+
+
+def ladder(layer: LayerCandidates) -> list[int]:
+    """Indices of a layer's candidates from the most compression to the least."""
+    own = [k for k in range(len(layer.candidates)) if k != layer.reference or layer.offers_reference]
+    return sorted(own, key=lambda k: _kept(layer, k))
+
+
+def _kept(layer: LayerCandidates, k: int) -> float:
+    return float("inf") if is_raw(layer.candidates[k]) else parameter_value(layer.candidates[k])
+
+
+def _scaled(values: Sequence[float]) -> Array:
+    """``values`` scaled linearly to [0, 1]; zeros if all are equal."""
+    array = np.asarray(values, dtype=np.float64)
+    spread = array.max() - array.min()
+    return (array - array.min()) / spread if spread else np.zeros_like(array)
 
 
 def _far_apart(points: Array, count: int) -> Array:

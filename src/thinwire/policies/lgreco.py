@@ -77,8 +77,6 @@ class LGreco(BudgetedPolicy):
     families: tuple[str, ...] = ()
     """Specs whose families are the candidates; if empty, the family of each layer's reference. Of several, each layer
     gets the best one (the thesis's future work), with error feedback around all if one wants it."""
-    solver: Literal["dp", "exact"] = "dp"
-    """The thesis's dynamic programme, or an integer programme solved to the optimum (needs scipy)."""
     steps: int = allocate.STEPS
     """D of the dynamic programme."""
     objective: Objective = "bytes"
@@ -91,7 +89,6 @@ class LGreco(BudgetedPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("solver", self.solver, ("dp", "exact"))
         check_choice("objective", self.objective, get_args(Objective))
         check_int("steps", self.steps, 1)
         check_type("families", self.families, tuple, "a tuple of specs")
@@ -213,24 +210,19 @@ class LGreco(BudgetedPolicy):
         self, layers: Sequence[LayerCandidates], errors: Sequence[Array], costs: Sequence[Array], budget: float
     ) -> list[int]:
         """The cheapest plan of all candidates and of each kind alone, which rounded errors could make cheaper."""
-        plans = [self._solve(errors, costs, budget)]
+        plans = [allocate.dynamic_programme(errors, costs, budget, self.steps)]
         kinds = dict.fromkeys(_kind(c) for layer in layers for c in layer.candidates if not is_raw(c))
-        for kind in kinds if self.solver == "dp" and len(kinds) > 1 else ():
+        for kind in kinds if len(kinds) > 1 else ():
             kept = [
                 [k for k, c in enumerate(layer.candidates) if k == layer.reference or _kind(c) in (kind, Raw)]
                 for layer in layers
             ]
             try:
-                picked = self._solve(_select(errors, kept), _select(costs, kept), budget)
+                picked = allocate.dynamic_programme(_select(errors, kept), _select(costs, kept), budget, self.steps)
             except allocate.Infeasible:
                 continue
             plans.append([ks[k] for ks, k in zip(kept, picked, strict=True)])
         return min(plans, key=lambda plan: allocate.total(costs, plan))
-
-    def _solve(self, errors: Sequence[Array], costs: Sequence[Array], budget: float) -> list[int]:
-        if self.solver == "exact":
-            return allocate.exact(errors, costs, budget)
-        return allocate.dynamic_programme(errors, costs, budget, self.steps)
 
 
 def _num_buckets(evidence: Evidence) -> int:

@@ -17,8 +17,7 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.store.background import Background
 from thinwire.store.errors import StoreError
-from thinwire.store.folder import PrivateFolder
-from thinwire.store.manifest import check_manifest, check_room, read_manifest, write_manifest
+from thinwire.store.manifest import check_manifest, check_room, open_file, read_manifest, write_manifest
 from thinwire.store.record_store import Entry, Evict, RecordStore
 from thinwire.store.records import RecordFormat
 
@@ -245,28 +244,33 @@ def _row_check(words: Iterable[int]) -> int:
 class _Files:
     """The files of a store, which are made, or opened if they belong to this store.
 
-    The file ``lock`` holds a mark from before the first record on: in a folder with the mark and without a manifest,
-    making the store was interrupted, and it is made again. Without the mark no file is overwritten.
+    Folder and files are closed to other users. The file ``lock`` holds a mark from before the first record on: in a
+    folder with the mark and without a manifest, making the store was interrupted, and it is made again. Without the
+    mark no file is overwritten.
     """
 
-    def __init__(self, path: Path, identity: Mapping[str, object], num_slots: int, record_bytes: int) -> None:
+    def __init__(self, folder: Path, identity: Mapping[str, object], num_slots: int, record_bytes: int) -> None:
         self._record_bytes, self._num_slots = record_bytes, num_slots
-        folder = PrivateFolder(path)
         self._open: list[int] = []
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.chmod(0o700)
+        except OSError as error:
+            raise StoreError(f"{folder} cannot hold a message store: {error.strerror}. Name another folder") from None
         try:
             marked = self._take_lock(folder)
             manifest = read_manifest(folder)
             self.existed = manifest is not None
             if manifest is not None:
-                check_manifest(path, manifest, identity)
+                check_manifest(folder, manifest, identity)
             sizes = {"records.bin": num_slots * record_bytes, "index.bin": num_slots * _ROW_BYTES}
             if manifest is None:
-                check_room(path, sum(sizes.values()), f"{num_slots} records of {record_bytes} bytes")
+                check_room(folder, sum(sizes.values()), f"{num_slots} records of {record_bytes} bytes")
             files = {name: self._file(folder, name, exclusive=not (self.existed or marked)) for name in sizes}
             if manifest is None:
                 os.pwrite(self._open[0], _MARK, 0)
             for name, size in sizes.items():
-                _set_size(files[name], size, folder.path / name, new=manifest is None)
+                _set_size(files[name], size, folder / name, new=manifest is None)
             self._records, self._index = files.values()
             # The map must not outlive the size of the file; nobody shortens it while the lock is held.
             self._map: Tensor | None = torch.frombuffer(
@@ -277,26 +281,21 @@ class _Files:
         except BaseException:
             self.close()
             raise
-        finally:
-            folder.close()
 
-    def _take_lock(self, folder: PrivateFolder) -> bool:
+    def _take_lock(self, folder: Path) -> bool:
         """Lock the folder for this process. Returns whether a store was made, or begun, in it before."""
-        lock = folder.open("lock")
-        self._open.append(lock)
+        lock = self._file(folder, "lock")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise StoreError(
-                f"the message store in {folder.path} is in use by another process: give it a folder"
-            ) from None
+            raise StoreError(f"the message store in {folder} is in use by another process: give it a folder") from None
         content = os.pread(lock, len(_MARK) + 1, 0)
         if content not in (b"", _MARK):
-            raise StoreError(f"{folder.path / 'lock'} is not a message store's: name another folder")
+            raise StoreError(f"{folder / 'lock'} is not a message store's: name another folder")
         return bool(content)
 
-    def _file(self, folder: PrivateFolder, name: str, *, exclusive: bool) -> int:
-        file = folder.open(name, exclusive=exclusive)
+    def _file(self, folder: Path, name: str, *, exclusive: bool = False) -> int:
+        file = open_file(folder / name, exclusive=exclusive)
         self._open.append(file)
         return file
 

@@ -1,42 +1,69 @@
-"""The manifest of a store on disk: its format, shape and run; and the check for free space."""
+"""The files of a store on disk: how they are opened, what its manifest says, and the check for free space."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from thinwire.store.errors import StoreError
-from thinwire.store.folder import PrivateFolder
 
 NAME = "manifest.json"
 _VERSION = 2
-_MAX_BYTES = 1 << 20
 
 
-def read_manifest(folder: PrivateFolder) -> dict[str, object] | None:
+def open_file(path: Path, *, exclusive: bool = False) -> int:
+    """Return a descriptor of a file that only this user may read and write; one that is missing is made.
+
+    Args:
+        path: The file. A symbolic link is not followed.
+        exclusive: Raise if the file is there already.
+
+    Raises:
+        StoreError: The file cannot be opened.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_EXCL if exclusive else 0)
+    try:
+        file = os.open(path, flags, 0o600)
+    except FileExistsError:
+        raise StoreError(
+            f"{path} is there, and no message store made it: move it away, or name another folder"
+        ) from None
+    except OSError as error:
+        raise StoreError(f"{path} cannot be opened: {error.strerror} (symbolic links are not followed)") from None
+    os.fchmod(file, 0o600)
+    return file
+
+
+def read_manifest(folder: Path) -> dict[str, object] | None:
     """The manifest of a store; None where there is none.
 
     Raises:
         StoreError: There is a file of that name which is not a manifest.
     """
-    content = folder.read(NAME, _MAX_BYTES)
-    if content is None:
-        return None
-    path = folder.path / NAME
+    path = folder / NAME
     try:
-        manifest = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise StoreError(f"{path} is not the manifest of a message store ({error}): remove {folder.path}") from None
+        manifest = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise StoreError(f"{path} is not the manifest of a message store ({error}): remove {folder}") from None
     if not isinstance(manifest, dict):
-        raise StoreError(f"{path} is not the manifest of a message store: remove {folder.path}")
+        raise StoreError(f"{path} is not the manifest of a message store: remove {folder}")
     return manifest
 
 
-def write_manifest(folder: PrivateFolder, identity: Mapping[str, object]) -> None:
-    """Write the manifest, at once and as a whole."""
-    folder.write(NAME, json.dumps({"format_version": _VERSION, **identity}, indent=1).encode())
+def write_manifest(folder: Path, identity: Mapping[str, object]) -> None:
+    """Write the manifest as a whole: after a crash there is all of it, or what was there before."""
+    fresh = folder / f"{NAME}.new"
+    with os.fdopen(open_file(fresh), "wb") as file:
+        file.truncate()
+        file.write(json.dumps({"format_version": _VERSION, **identity}, indent=1).encode())
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(folder / NAME)
 
 
 def check_manifest(folder: Path, manifest: Mapping[str, object], identity: Mapping[str, object]) -> None:

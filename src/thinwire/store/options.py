@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,6 @@ from thinwire.store.centres import MOST_CENTRES, CentreStore
 from thinwire.store.crops import CroppedStore, frame_format
 from thinwire.store.disk import DiskStore
 from thinwire.store.errors import StoreError
-from thinwire.store.folder import PrivateFolder
 from thinwire.store.manifest import read_manifest
 from thinwire.store.memory import MemoryStore
 from thinwire.store.record_store import Evict
@@ -141,8 +139,7 @@ class Disk(Records):
         path = Path(self.path) / name
         if not self.resume or not path.is_dir():
             return None
-        with contextlib.closing(PrivateFolder(path)) as folder:
-            manifest = read_manifest(folder)
+        manifest = read_manifest(path)
         if manifest is None:
             return None
         run = manifest.get("run")
