@@ -54,16 +54,17 @@ def check_number(
     hint: str = "",
 ) -> None:
     """Raise an error unless an argument is a finite number within bounds, which ``above`` and ``below`` exclude."""
+    number: float = value
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, not {value!r}{_after(hint)}")
-    least = ("at least", low) if above is None else ("above", above)
-    most = ("at most", high) if below is None else ("below", below)
-    # Whole numbers may be too large for floats.
-    fits = -math.inf < value < math.inf and (low is None or value >= low) and (above is None or value > above)
-    if not fits or (high is not None and value > high) or (below is not None and value >= below):
-        bounds = [f"{words} {bound:g}" for words, bound in (least, most) if bound is not None]
-        bounds += ["finite"] if most[1] is None else []
-        raise ValueError(f"{name} must be {' and '.join(bounds)}, not {value}{_after(hint)}")
+    tests = (("at least", low, operator.ge), ("above", above, operator.gt))
+    tests += (("at most", high, operator.le), ("below", below, operator.lt))
+    bounds = [(words, bound, holds) for words, bound, holds in tests if bound is not None]
+    # Integers may be too large for floats.
+    if not -math.inf < number < math.inf or not all(holds(number, bound) for _, bound, holds in bounds):
+        within = [f"{words} {bound:g}" for words, bound, _ in bounds]
+        within += ["finite"] if high is None and below is None else []
+        raise ValueError(f"{name} must be {' and '.join(within)}, not {value}{_after(hint)}")
 
 
 def check_choice(name: str, value: Any, choices: Sequence[object], hint: str = "") -> None:
