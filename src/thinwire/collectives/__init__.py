@@ -25,8 +25,9 @@ from thinwire.collectives.device import (
 from thinwire.collectives.device_transport import DeviceGroupTransport, DeviceLoopbackTransport, DeviceTransport
 from thinwire.collectives.errors import CommunicationError, PeerFailedError, TransportError
 from thinwire.collectives.exchange import Exchange
-from thinwire.collectives.failures import FailureDetector, announce_error
+from thinwire.collectives.failures import FailureDetector
 from thinwire.collectives.layout import Chunk, Layer, Layout, owned_parts
+from thinwire.collectives.meeting import announce_error
 from thinwire.collectives.message import MessageError
 from thinwire.collectives.nodes import node_identity, number_nodes
 from thinwire.collectives.packed import PackedSum, packed_sums
