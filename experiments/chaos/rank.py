@@ -222,5 +222,5 @@ def _network() -> nn.Sequential:
 def _shut(number: int) -> None:
     """Shut a TCP connection down; what is no TCP connection is left alone."""
     with socket.socket(fileno=os.dup(number)) as connection:
-        if connection.family == socket.AF_INET:
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.shutdown(socket.SHUT_RDWR)

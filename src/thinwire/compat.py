@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -96,6 +97,15 @@ def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 def prefixed(prefix: str, store: Any) -> Any:
     """The store with all its keys under a prefix."""
     return torch.distributed.PrefixStore(f"{prefix}/", store)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def rank_of_store(store: Any) -> int | None:
+    """The rank whose process a store lives and ends with; None where the launcher has it, or nobody."""
+    while isinstance(store, torch.distributed.PrefixStore):  # pyright: ignore[reportPrivateImportUsage]
+        store = store.underlying_store
+    launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    served = isinstance(store, torch.distributed.TCPStore)  # pyright: ignore[reportPrivateImportUsage]
+    return 0 if served and not launched else None
 
 
 def collective_options(name: str) -> Any:

@@ -1,12 +1,10 @@
-"""Ranks find out which of them has caused a failure, without rank 0 and without trusting what they are sent."""
+"""Ranks find out which of them has caused a failure, from what they write into PyTorch's store."""
 
 from __future__ import annotations
 
 import os
-import selectors
 import signal
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,9 +20,7 @@ import torch.distributed as dist
 import thinwire
 from harness import run_ranks
 from thinwire import CommunicationError, PeerFailedError, TransportError
-from thinwire.collectives import FailureDetector, announce_error
-from thinwire.collectives.failures import detector, rendezvous
-from thinwire.collectives.failures.evidence import BEAT, ENDED, FAILED, LEFT, Evidence, Report
+from thinwire.collectives import FailureDetector, announce_error, failures
 from thinwire.integrations.transports import bare_transport
 
 ERROR = TransportError("the all-reduce failed")
@@ -39,38 +35,15 @@ def everywhere(num_ranks: int, call: Callable[[int], Any]) -> list[Any]:
 def detectors() -> Iterator[list[FailureDetector]]:
     store = dist.HashStore()
     made = everywhere(4, lambda r: FailureDetector.connect(store, "test", (0, 2, 4, 6), r, timedelta(seconds=20)))
-    assert all_hear(made)
     yield made
     for one in made:
         one.close()
 
 
-def all_hear(detectors: list[FailureDetector]) -> bool:
-    """Whether each of them hears all others within 20 s."""
-    end = time.monotonic() + 20.0
-    while any(len(one.heard) < len(detectors) - 1 for one in detectors):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
-
-
-def heard(rank: int, *reports: tuple[int, int, int, str]) -> Evidence:
-    """What one of four ranks makes of reports, by kind, sender, the rank that each is about, and reason."""
-    evidence = Evidence(rank, (0, 2, 4, 6), 0.5)
-    for other in {0, 1, 2, 3} - {rank}:
-        assert evidence.beat(other, 1, 0)
-    for sequence, (kind, sender, about, reason) in enumerate(reports, 2):
-        report = Report(kind, sender, about, sequence, 0, reason, time.monotonic())
-        assert evidence.note(report)
-        assert not evidence.note(report), "it comes from both sides of the ring"
-    return evidence
-
-
 def test_the_rank_that_is_behind_is_named_by_its_number_in_the_default_group(
     detectors: list[FailureDetector], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(detector, "GRACE_S", 1.2)
+    monkeypatch.setattr(failures, "GRACE_S", 1.2)
     for one in (detectors[0], detectors[1], detectors[3]):
         one.advance()
     errors = everywhere(4, lambda rank: detectors[rank].explain(ERROR))
@@ -85,7 +58,7 @@ def test_the_rank_that_is_behind_is_named_by_its_number_in_the_default_group(
 def test_a_call_that_only_one_rank_has_made_is_named_unless_the_others_are_late(
     detectors: list[FailureDetector], monkeypatch: pytest.MonkeyPatch, gone_on: bool
 ) -> None:
-    monkeypatch.setattr(detector, "GRACE_S", 1.2)
+    monkeypatch.setattr(failures, "GRACE_S", 1.2)
     with detectors[2].calling("a call that ends"):
         pass
     detectors[2].calling("load_state_dict()").__enter__()
@@ -102,7 +75,7 @@ def test_a_call_that_only_one_rank_has_made_is_named_unless_the_others_are_late(
 def test_a_call_that_an_error_has_ended_is_not_the_cause(
     detectors: list[FailureDetector], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(detector, "GRACE_S", 1.2)
+    monkeypatch.setattr(failures, "GRACE_S", 1.2)
     with pytest.raises(KeyError), detectors[2].calling("load_state_dict()"):
         raise KeyError
     detectors[2].advance()
@@ -124,17 +97,22 @@ def test_what_waits_for_all_ranks_ends_when_one_of_them_leaves(detectors: list[F
     assert (error.rank, error.reason) == (2, "it communicates no more: OSError: no more files")
 
 
-def test_a_rank_that_is_short_of_files_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def socketpair() -> None:
-        raise OSError(24, "Too many open files")
-
+def test_a_rank_that_is_short_of_files_stops_the_others() -> None:
     store = dist.HashStore()
-    with monkeypatch.context() as patched:
-        patched.setattr(socket, "socketpair", socketpair)
-        with pytest.raises(OSError, match="Too many open files"):
-            FailureDetector.connect(store, "test", (3, 7), 1, timedelta(seconds=20))
+    with pytest.raises(OSError, match="Too many open files"):
+        FailureDetector.connect(_Short(store), "test", (3, 7), 1, timedelta(seconds=20))
     with pytest.raises(PeerFailedError, match=r"rank 7 on .* failed: OSError: .* Too many open files"):
         FailureDetector.connect(store, "test", (3, 7), 0, timedelta(seconds=20))
+
+
+class _Short:
+    """A store that no further client can be made of."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.check, self.set = store.check, store.set
+
+    def clone(self) -> dist.Store:
+        raise OSError(24, "Too many open files")
 
 
 def test_a_rank_that_has_left_is_named(detectors: list[FailureDetector]) -> None:
@@ -143,15 +121,86 @@ def test_a_rank_that_has_left_is_named(detectors: list[FailureDetector]) -> None
         assert error is None or (error.rank == 2 and "detach()" in error.reason)
 
 
-def test_the_first_to_fail_is_named_and_not_the_one_that_failed_because_of_it() -> None:
-    """Rank 2 is killed, which both of its neighbours see; one of them fails and leaves before the others look."""
-    ended = [(ENDED, neighbour, 2, "its process has ended") for neighbour in (1, 3)]
-    assert heard(1, *ended).cause() == (2, "its process has ended")
-    for rank in (0, 3):
-        after = heard(rank, *ended, (FAILED, 1, 2, "the all-reduce failed"), (LEFT, 1, 1, "it communicates no more"))
-        assert after.cause() == (2, "its process has ended")
-        alone = heard(rank, (LEFT, 1, 1, "it communicates no more"))
-        assert alone.cause() == (1, "it communicates no more")
+def test_the_first_to_fail_is_named_and_not_the_one_that_failed_because_of_it(detectors: list[FailureDetector]) -> None:
+    """Rank 2 ends; rank 0 fails because of it, and ends before the others look."""
+    first, second, *others = detectors
+    second.close(ValueError("bad batch"))
+    assert first.explain(ERROR).rank == 2
+    first.close(ERROR)
+    for error in everywhere(2, lambda place: others[place].explain(ERROR)):
+        assert (error.rank, error.reason) == (2, "it communicates no more: ValueError: bad batch")
+
+
+def test_what_one_rank_has_found_is_what_all_of_them_say(
+    detectors: list[FailureDetector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "GRACE_S", 0.2)
+    assert detectors[1].explain(ERROR, 3).rank == 6
+    for error in everywhere(4, lambda rank: detectors[rank].explain(ERROR, 2)):
+        assert (error.rank, error.reason) == (6, "it is alive, and its connections are broken")
+
+
+def test_a_rank_whose_heartbeats_have_stopped_is_told_by_its_connections(
+    detectors: list[FailureDetector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures._Board, "_exchange", _silent_at(2, failures._Board._exchange))
+    time.sleep(0.6)
+    lost = detectors[1].explain(TransportError("receiving failed: Connection closed by peer"), 2)
+    assert (lost.rank, lost.reason) == (4, "its process has ended")
+
+
+def test_a_rank_that_has_stopped_is_told_from_one_that_has_ended(
+    detectors: list[FailureDetector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures._Board, "_exchange", _silent_at(2, failures._Board._exchange))
+    time.sleep(1.5)
+    error = detectors[1].explain(TransportError("receiving failed: Timed out waiting 8000ms for recv operation"), 2)
+    assert error.rank == 4
+    assert "no heartbeat has come from it for" in str(error)
+
+
+def _silent_at(place: int, exchange: Callable[[Any], None]) -> Callable[[Any], None]:
+    def silent(board: Any) -> None:
+        if board._rank == place:
+            time.sleep(5.0)
+        else:
+            exchange(board)
+
+    return silent
+
+
+def test_the_rank_that_has_the_store_stays_until_its_last_words_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "rank_of_store", lambda store: 4)
+    store = dist.HashStore()
+    made = everywhere(3, lambda r: FailureDetector.connect(store, "test", (2, 4, 6), r, timedelta(seconds=20)))
+    made[1].close(ValueError("tired"))
+    for place in (0, 2):
+        assert made[place]._board._records[1].ended == "it communicates no more: ValueError: tired"
+    made[0].close()
+    made[2].close()
+
+
+def _connect_by_tcp(port: int, rank: int) -> FailureDetector:
+    client = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+    return FailureDetector.connect(client, "test", (0, 1), rank, timedelta(seconds=20))
+
+
+def test_a_store_that_is_gone_names_the_rank_or_the_host_that_had_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "GRACE_S", 0.2)
+    monkeypatch.setenv("MASTER_ADDR", "node3")
+    for launched in (False, True):
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(launched))
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        clients = [dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False) for _ in range(2)]
+        made = everywhere(
+            2, lambda r, to=clients: FailureDetector.connect(to[r], "test", (0, 1), r, timedelta(seconds=20))
+        )
+        del server
+        error = made[1].explain(ERROR)
+        assert (error.rank, error.host) == ((None, "node3") if launched else (0, socket.gethostname()))
+        assert error.reason == ("PyTorch's store, which lives there, is gone" if launched else "its process has ended")
+        for one in made:
+            one.close()
 
 
 @pytest.mark.parametrize("gone_on", [True, False])
@@ -170,16 +219,6 @@ def test_a_rank_that_ends_because_of_an_error_on_another_one_is_not_the_cause(
         assert error.rank == (0 if gone_on else 2), error
 
 
-def test_a_rank_that_only_one_neighbour_takes_to_be_gone_is_not_the_cause_where_another_one_is() -> None:
-    """A rank whose connections are cut reports its neighbours before the last of them is."""
-    cut = [(ENDED, 1, 0, "its process has ended")]
-    for rank in (2, 3):
-        assert heard(rank, *cut).cause() is None
-        assert heard(rank, *cut).cause(guess=True) == (0, "its process has ended")
-        both = [*cut, *((ENDED, neighbour, 1, "its process has ended") for neighbour in (0, 2))]
-        assert heard(rank, *both).cause() == (1, "its process has ended")
-
-
 def test_an_error_that_another_rank_has_met_comes_with_its_text(detectors: list[FailureDetector]) -> None:
     detectors[3].report(ArithmeticError("broken"))
     error = detectors[1].attribute(PeerFailedError("rank 0 failed", rank=0))
@@ -188,74 +227,6 @@ def test_an_error_that_another_rank_has_met_comes_with_its_text(detectors: list[
         detectors[1].advance()
     later = detectors[1].attribute(PeerFailedError("rank 0 failed", rank=0))
     assert later.rank == 0, "that error was of earlier collectives"
-
-
-def test_the_last_words_of_a_rank_are_heard_where_nothing_can_be_sent_to_it_any_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """They and the end of the connection are found at once, by a thread that has something to send there."""
-    store = dist.HashStore()
-    go, held = threading.Event(), threading.Event()
-
-    class Gated(selectors.DefaultSelector):
-        def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-            if not go.is_set():
-                held.set()
-                go.wait(20.0)
-            return super().select(timeout)
-
-    def other_rank() -> socket.socket:
-        with rendezvous.listen() as listener:
-            rendezvous.enter(store, "test", (0, 2), 1, listener, timedelta(seconds=20))
-            listener.settimeout(20.0)
-            connection, _ = listener.accept()
-        return connection
-
-    go.set()
-    monkeypatch.setattr(selectors, "DefaultSelector", Gated)
-    with ThreadPoolExecutor(1) as pool:
-        peer = pool.submit(other_rank)
-        one = FailureDetector.connect(store, "test", (0, 2), 0, timedelta(seconds=20))
-    with peer.result() as connection:
-        go.clear()
-        one.report(ValueError("is to be sent"))
-        assert held.wait(20.0)
-        for sequence, (kind, reason) in enumerate([(BEAT, b""), (LEFT, b"tired")]):
-            connection.sendall(struct.pack("<BBIIIQ", kind, len(reason), 1, 1, sequence, 0) + reason)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close it by a reset
-    go.set()
-    error = one.explain(ERROR)
-    assert isinstance(error, TransportError)
-    assert (error.rank, error.reason) == (2, "tired")
-    one.close()
-
-
-def test_strangers_and_what_is_no_frame_are_turned_away() -> None:
-    store = dist.HashStore()
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(FailureDetector.connect, store, "test", (0, 1), 0, timedelta(seconds=20))
-        ip, port = _address(store, "test/0")
-        strangers = [socket.create_connection((ip, port), timeout=20.0) for _ in range(12)]
-        second = FailureDetector.connect(store, "test", (0, 1), 1, timedelta(seconds=20))
-        detectors = [first.result(), second]
-    for i, stranger in enumerate(strangers):
-        with stranger:
-            try:
-                stranger.sendall(b"\xff" * (1 << i))
-                stranger.settimeout(20.0)
-                closed = stranger.recv(1) == b"" if i >= 5 else True
-            except OSError:
-                closed = True
-            assert closed
-    assert all_hear(detectors), "the ranks themselves hear each other"
-    for one in detectors:
-        one.close()
-
-
-def _address(store: dist.Store, key: str) -> tuple[str, int]:
-    store.wait([key], timedelta(seconds=20))
-    ip, port = struct.unpack_from("<x16sH", store.get(key))
-    return socket.inet_ntoa(ip[:4]), port
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
@@ -293,11 +264,7 @@ def test_rank_0_stays_until_the_others_know_which_rank_failed(announced: bool) -
         assert [meet(2).rank, first.result(20).rank] == [1, 1]
 
 
-def test_what_the_store_holds_is_not_trusted() -> None:
-    store = dist.HashStore()
-    store.set("test/1", b"\1\2\3")
-    with pytest.raises(TransportError, match="3 bytes"):
-        FailureDetector.connect(store, "test", (0, 1), 0, timedelta(seconds=20))
+VICTIMS = {"one": (1,), "two": (0, 1), "store": (0,)}
 
 
 def _dies(rank: int, how: str) -> tuple[int | None, str | None]:
@@ -306,18 +273,18 @@ def _dies(rank: int, how: str) -> tuple[int | None, str | None]:
     transport = bare_transport(world, timedelta(seconds=20))
     transport.all_reduce(torch.ones(4))
     time.sleep(0.6)
-    if rank == 1 or (rank == 0 and how == "two"):
+    if rank in VICTIMS[how]:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(TransportError) as error:
         transport.all_reduce(torch.ones(4))
     return error.value.rank, error.value.reason
 
 
-@pytest.mark.parametrize("how", ["one", "two"])
+@pytest.mark.parametrize("how", VICTIMS)
 def test_killed_ranks_are_named_by_all_others(how: str) -> None:
     answers = run_ranks(_dies, 4, how, may_die=True)
     for answer in answers[2:]:
-        assert answer[0] in ((1,) if how == "one" else (0, 1)), answers
+        assert answer[0] in VICTIMS[how], answers
         assert "has ended" in answer[1]
 
 

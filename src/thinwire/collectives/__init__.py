@@ -26,6 +26,7 @@ from thinwire.collectives.errors import CommunicationError, PeerFailedError, Tra
 from thinwire.collectives.exchange import Exchange
 from thinwire.collectives.failures import FailureDetector, announce_error
 from thinwire.collectives.layout import Chunk, Layer, Layout, Shard, owned_parts, part_layout, sharded_layout
+from thinwire.collectives.meeting import announce_error
 from thinwire.collectives.message import MessageError
 from thinwire.collectives.nodes import node_identity, number_nodes
 from thinwire.collectives.packed import PackedSum, packed_sums

@@ -1,16 +1,10 @@
-"""How ranks find each other: addresses and secrets, exchanged through PyTorch's store.
-
-What the store holds is not trusted: a record has a fixed size, and the text of an error is cut and made printable.
-"""
+"""How ranks that are to communicate meet in PyTorch's store, and learn that one of them will not come."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
-import secrets
+import json
 import socket
-import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -21,31 +15,45 @@ from typing import Any, TypeVar
 
 from thinwire import threads
 from thinwire.collectives.errors import CommunicationError, PeerFailedError, TransportError
-from thinwire.collectives.failures.evidence import printable
 
 _T = TypeVar("_T")
-SECRET_BYTES = 16
-_HOST_BYTES = 64
-_RECORD = struct.Struct(f"<?16sH{SECRET_BYTES}s{_HOST_BYTES}s")
-"""What a rank puts into the store: whether it is ready, IP address, port, secret, host. An error's text follows."""
 _LEAVE_S = 3.0
 """How long rank 0, which has the store, stays for ranks that have yet to read which one failed."""
 
 
-@dataclass(frozen=True)
-class Member:
-    """A rank, as the others reach it."""
+@dataclass
+class Record:
+    """What a rank says of itself in the store. Ranks are places in the group."""
 
-    address: tuple[str, int]
-    secret: bytes
     host: str
+    absent: str = ""
+    """Why it does not come to the meeting."""
+    beat: int = 0
+    """A count that goes up as long as the rank's process runs."""
+    progress: int = 0
+    """Collectives that it has begun."""
+    call: tuple[str, int] | None = None
+    """The call that it is in, which all ranks must make, and its progress then."""
+    error: tuple[str, int] | None = None
+    """The last error that it has met within a collective, and its progress then."""
+    failed: tuple[int, str] | None = None
+    """The rank that made an operation fail, itself if that is not known, and why."""
+    ended: str = ""
+    """Why it communicates no more."""
+
+    def __str__(self) -> str:
+        return json.dumps({name: value for name, value in vars(self).items() if value})
+
+
+def line(text: object) -> str:
+    """Return the beginning of a text without control characters."""
+    return "".join(c if c.isprintable() else " " for c in str(text))[:1000]
 
 
 def announce_error(store: Any, key: str, rank: int, error: Exception) -> None:
-    """Let the ranks that call, or will call, `connect` raise at once: this one will not come."""
-    packed = _RECORD.pack(False, b"", 0, b"", socket.gethostname().encode()[:_HOST_BYTES])
+    """Let the ranks that call, or will call, `FailureDetector.connect` raise at once: this one will not come."""
     with contextlib.suppress(RuntimeError):
-        store.set(f"{key}/{rank}", packed + f"{type(error).__name__}: {error}".encode()[:1024])
+        store.set(f"{key}/{rank}", str(Record(socket.gethostname(), line(f"{type(error).__name__}: {error}"))))
 
 
 @contextlib.contextmanager
@@ -59,19 +67,14 @@ def announcing(store: Any, key: str, rank: int) -> Iterator[None]:
         raise
 
 
-def enter(
-    store: Any, key: str, ranks: Sequence[int], rank: int, listener: socket.socket, timeout: timedelta
-) -> list[Member]:
-    """Put this rank's address, where ``listener`` listens, into the store, and wait for those of all ``ranks``.
+def meet(store: Any, key: str, ranks: Sequence[int], rank: int, timeout: timedelta) -> tuple[Any, list[Record]]:
+    """Put this rank's first record into the store, and wait for those of all ``ranks``.
 
-    The other arguments and the errors are those of `FailureDetector.connect`.
+    Returns a client of the store that nothing else uses, so that it answers while others wait, and the records. The
+    arguments and errors are those of `FailureDetector.connect`.
     """
-    secret = secrets.token_bytes(SECRET_BYTES)
-    host = socket.gethostname()
-    ip, port = listener.getsockname()[:2]
-    packed = _RECORD.pack(True, socket.inet_aton(ip), port, secret, host.encode()[:_HOST_BYTES])
     try:
-        return _within(timeout, lambda: _meet(store, key, ranks, rank, packed, timeout))
+        return _within(timeout, lambda: _meet(store, key, ranks, rank, timeout))
     except CommunicationError as error:
         failed = error.rank
         if failed != 0:  # or the store may not answer
@@ -108,17 +111,23 @@ def _within(timeout: timedelta, call: Callable[[], _T]) -> _T:
         raise TransportError(f"rank 0: {reason}: that process is stopped or cut off", rank=0, reason=reason) from None
 
 
-def _meet(store: Any, key: str, ranks: Sequence[int], rank: int, packed: bytes, timeout: timedelta) -> list[Member]:
+def _meet(store: Any, key: str, ranks: Sequence[int], rank: int, timeout: timedelta) -> tuple[Any, list[Record]]:
     deadline = time.monotonic() + timeout.total_seconds()
-    members: list[Member] = []
+    records: list[Record] = []
     try:
-        store.set(f"{key}/{rank}", packed)
+        store.check(
+            [f"{key}/{rank}"]
+        )  # fails at once where the store is gone; a new client would try to connect for long
+        client = store.clone()
+        if rank == 0:
+            client.set(f"{key}/cause", "")
+        client.set(f"{key}/{rank}", str(Record(socket.gethostname())))
         for other, number in enumerate(ranks):
             left = max(0.01, deadline - time.monotonic())
             try:
-                store.wait([f"{key}/{other}"], timedelta(seconds=left))
+                client.wait([f"{key}/{other}"], timedelta(seconds=left))
             except RuntimeError:  # its time is over, or the store is gone, which the next line meets, too
-                missing = [n for o, n in enumerate(ranks) if o >= other and not store.check([f"{key}/{o}"])]
+                missing = [n for o, n in enumerate(ranks) if o >= other and not client.check([f"{key}/{o}"])]
                 if not missing:
                     continue
                 raise TransportError(
@@ -127,7 +136,12 @@ def _meet(store: Any, key: str, ranks: Sequence[int], rank: int, packed: bytes, 
                     rank=missing[0],
                     reason="it has not made the call in which all ranks meet",
                 ) from None
-            members.append(_member(store.get(f"{key}/{other}"), number))
+            its = Record(**json.loads(client.get(f"{key}/{other}")))
+            if its.absent:
+                raise PeerFailedError(
+                    f"rank {number} on {its.host} failed: {its.absent}", rank=number, host=its.host, reason=its.absent
+                )
+            records.append(its)
     except CommunicationError:
         raise
     except RuntimeError as error:
@@ -136,7 +150,7 @@ def _meet(store: Any, key: str, ranks: Sequence[int], rank: int, packed: bytes, 
             rank=0,
             reason="PyTorch's store, which lives there, does not answer",
         ) from error
-    return members
+    return client, records
 
 
 def _leave(store: Any, key: str, ranks: Sequence[int], rank: int, failed: int | None) -> None:
@@ -146,43 +160,3 @@ def _leave(store: Any, key: str, ranks: Sequence[int], rank: int, failed: int | 
         if ranks[rank] == 0:
             others = [f"{key}/{other}/left" for other, number in enumerate(ranks) if number != failed]
             store.wait(others, timedelta(seconds=_LEAVE_S))
-
-
-def _member(packed: bytes, number: int) -> Member:
-    if len(packed) < _RECORD.size:
-        raise TransportError(f"rank {number} put {len(packed)} bytes into the store, which cannot be", rank=number)
-    ready, ip, port, secret, host = _RECORD.unpack_from(packed)
-    name = printable(host)
-    if not ready:
-        reason = printable(packed[_RECORD.size :][:1024])
-        raise PeerFailedError(f"rank {number} on {name} failed: {reason}", rank=number, host=name, reason=reason)
-    return Member((socket.inet_ntoa(ip[:4]), port), secret, name)
-
-
-def listen() -> socket.socket:
-    """A socket at which the others may reach this rank."""
-    why = None
-    for ip in _own_addresses():
-        try:
-            listener = socket.create_server((ip, 0))
-        except OSError as error:
-            why = error
-        else:
-            listener.setblocking(False)
-            return listener
-    raise TransportError(f"no address of this machine can be listened on, not even 127.0.0.1: {why}") from why
-
-
-def _own_addresses() -> Iterator[str]:
-    """IPv4 addresses at which other ranks may reach this one, the best first."""
-    with contextlib.suppress(OSError, KeyError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # SIOCGIFADDR: the address of the interface that gloo uses, too.
-        name = os.environ["GLOO_SOCKET_IFNAME"].split(",")[0].encode()[:15]
-        yield socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name))[20:24])
-    with contextlib.suppress(OSError, KeyError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Connecting a datagram socket sends nothing, and gives it the address from which rank 0's machine is reached.
-        probe.connect((os.environ["MASTER_ADDR"], 9))
-        yield probe.getsockname()[0]
-    with contextlib.suppress(OSError):
-        yield socket.gethostbyname(socket.gethostname())
-    yield "127.0.0.1"

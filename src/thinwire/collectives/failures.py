@@ -1,0 +1,416 @@
+"""Which rank is to blame for a failure: heartbeats and reports of all ranks, in the store that process groups meet in.
+
+A collective that fails says little about the cause. gloo reports a closed connection or a timeout, and names at most
+the peer that it waited for, which may itself have waited for the rank that died. So every rank has a thread that keeps
+a record of it in PyTorch's store, and reads those of the others. The first rank that finds the cause of a failure
+writes it there, and all others take it.
+
+The store lives in one process, rank 0 or the launcher. It ends with that process at once, and does not answer where
+that is stopped: both are evidence, too. Where rank 0 ends by itself, it waits until the others have read why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import wait
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+from thinwire import threads
+from thinwire.collectives.errors import PeerFailedError, TransportError
+from thinwire.collectives.meeting import Record, announcing, beside, line, meet
+from thinwire.compat import rank_of_store
+
+_T = TypeVar("_T")
+_BEAT_S, _LOOK_S = 0.5, 0.05
+"""How often a rank writes and reads records; how often while something waits for them."""
+_RANKS_A_BEAT = 64
+"""Above so many ranks both are rarer, so that the requests a second stay the same."""
+_SILENT_BEATS, _CLOSED_BEATS = 6, 3
+"""Heartbeats that a rank must miss to be taken to be stopped; or to have ended, where a connection to it is closed."""
+GRACE_S = 2.5
+"""How long a failure waits for evidence of its cause."""
+_REPORT_S = 1.0
+"""The same for a failure that another rank has announced."""
+_LINGER_S = 3.0
+"""How long rank 0, which has the store, stays for ranks that have yet to read its last words."""
+_UNDER_WAY = 2
+"""Collectives that may be under way at a time."""
+_SILENCE = re.compile("imed out|timeout caused|within|no heartbeat")
+"""What errors say where a connection is still open."""
+
+
+class Cause(NamedTuple):
+    """Why a collective failed."""
+
+    rank: int | None
+    """In the default process group; None for the launcher."""
+    host: str
+    reason: str
+
+
+class FailureDetector:
+    """Knows which rank has ended, has fallen silent or has come no further, and why; see the module.
+
+    It asks nothing of the training: `explain` is called when something has failed.
+    """
+
+    @staticmethod
+    def connect(store: Any, key: str, ranks: Sequence[int], rank: int, timeout: timedelta) -> FailureDetector:
+        """Connect ``ranks`` of the default process group. All of them must call this.
+
+        Args:
+            store: A ``torch.distributed.Store`` that all of them reach.
+            key: A prefix in the store that nothing else uses.
+            ranks: Numbers in the default process group, in the order of the group of the detector.
+            rank: This rank's place in that order.
+            timeout: How long to wait for the others.
+
+        Raises:
+            TransportError: Some rank did not call this in time.
+            PeerFailedError: Some rank called `announce_error` instead, or has failed in this.
+        """
+        with announcing(store, key, rank):
+            # What takes threads comes first: the others must not wait for a rank that is short of them and has said
+            # that it is there.
+            detector = FailureDetector(store, key, ranks, rank)
+            try:
+                detector._board.begin(*meet(store, key, ranks, rank, timeout))
+            except BaseException:
+                detector.close()
+                raise
+        return detector
+
+    def __init__(self, store: Any, key: str, ranks: Sequence[int], rank: int) -> None:
+        self._board = _Board(store, key, ranks, rank)
+        self._stop = weakref.finalize(self, self._board.stop, "its program has ended")
+        within_s = _LINGER_S if self._board.has_store else threads.GRACE_S
+        threads.start(self._board.run, name="thinwire failures", end=self._stop, within_s=within_s)
+
+    def waiting(self, call: Callable[[], _T], doing: str) -> _T:
+        """What ``call`` returns, which waits for all ranks, and would wait until its timeout for one that is gone. It
+        runs in a thread of its own, and is left alone there where a rank is.
+
+        Raises:
+            TransportError: A rank has ended, or has said that it communicates no more.
+        """
+        done = beside(call)
+        while not wait([done], _LOOK_S).done:
+            if self._board.anyone_gone():
+                raise self.explain(TransportError(f"{doing} was given up"))
+        return done.result()
+
+    def advance(self) -> None:
+        """Count a collective that this rank begins. All ranks begin the same ones."""
+        self._board.mine.progress = next(self._board.counter)
+
+    def explain(self, error: TransportError, suspect: int | None = None) -> TransportError:
+        """``error`` with the rank that caused it, if that can be found out, and report it to the other ranks.
+
+        Takes up to 2.5 s where there is no evidence. ``suspect`` is the rank, within this detector's group, that the
+        failed operation was for.
+        """
+        cause = self._board.explain(str(error), suspect)
+        if cause is None:
+            return error
+        who = cause.host if cause.rank is None else f"rank {cause.rank} on {cause.host}"
+        named = TransportError(f"{who}: {cause.reason}; so {error}", **cause._asdict())
+        named.__cause__ = error.__cause__ or error
+        return named
+
+    def report(self, error: BaseException) -> None:
+        """Tell the other ranks which error this one has met in the present collective, for `attribute`."""
+        self._board.tell(error=(line(f"{type(error).__name__}: {error}"), self._board.mine.progress))
+
+    def attribute(self, error: PeerFailedError) -> PeerFailedError:
+        """``error`` with the rank that was the first to fail, and with what it has reported.
+
+        A rank that another one made fail says so to others: the rank in ``error`` need not be the cause.
+        """
+        cause = self._board.reported_error()
+        if cause is None:
+            return error
+        text = f"{error} (rank {cause.rank} on {cause.host}: {cause.reason})"
+        return PeerFailedError(text, **cause._asdict())
+
+    @contextlib.contextmanager
+    def calling(self, what: str) -> Iterator[None]:
+        """Tell the other ranks, while the body waits for them, which call this one is in that all ranks must make."""
+        self._board.tell(call=(what, self._board.mine.progress))
+        try:
+            yield
+        except TransportError:
+            raise  # the others, whose collectives fail with this one, have yet to ask for the cause
+        except Exception:
+            self._board.tell(call=None)
+            raise
+        self._board.tell(call=None)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Say that this rank communicates no more, because of ``error`` if there is one, and end."""
+        if self._stop.detach() is not None:
+            why = "detach() was called there" if error is None else f"{type(error).__name__}: {error}"
+            self._board.stop(f"it communicates no more: {why}")
+            if self._board.has_store:
+                self._board.over.wait(_LINGER_S)
+
+
+class _Board:
+    """The records of all ranks, by place; `run` is the thread that keeps them up to date, and alone uses the store."""
+
+    def __init__(self, store: Any, key: str, ranks: Sequence[int], rank: int) -> None:
+        self._ranks, self._rank = tuple(ranks), rank
+        self._keys = [*(f"{key}/{place}" for place in range(len(ranks))), f"{key}/cause"]
+        self._owner = rank_of_store(store)
+        self._host = self._ranks.index(self._owner) if self._owner in self._ranks else None
+        """The place of the rank that has the store, if one of these has it."""
+        self.has_store = self._host == rank
+        self._store = store
+        """Kept until `run` ends: the store of PyTorch's process groups may end with them."""
+        self._client: Any = None
+        scale = max(1.0, len(ranks) / _RANKS_A_BEAT)
+        self._beat_s, self._look_s = _BEAT_S * scale, _LOOK_S * scale
+        self.counter = itertools.count(1)
+        self.mine = Record("")
+        self._records: list[Record] = []
+        self._heard: list[float] = []
+        """When each rank's count of beats was last seen to go up."""
+        self._asked = self._read = 0.0
+        """When records were last asked for, and last read."""
+        self._lost: float | None = None
+        """When the store was found to be gone."""
+        self._found: Cause | None = None
+        self._cause: Cause | None = None
+        """What this rank has found, and what the ranks agree on."""
+        self._searched = False
+        self._peer_error: tuple[int, tuple[int, str]] | None = None
+        """This rank's progress when an error of another one ended what it did, that rank, and the error."""
+        self._news = threading.Condition()
+        """Held by whoever looks at the above."""
+        self._urgent = False
+        self._ready, self.over = threading.Event(), threading.Event()
+        """Set when this rank has met the others, or will not; when `run` has ended."""
+
+    # What other threads call.
+
+    def begin(self, client: Any, records: list[Record]) -> None:
+        """Let the thread begin, now that the ranks have met."""
+        now = time.monotonic()
+        self._client, self._records, self.mine = client, records, records[self._rank]
+        self._asked, self._read, self._heard = now, now, [now] * len(records)
+        self._ready.set()
+
+    def tell(self, **what: Any) -> None:
+        """Change this rank's record, and let the others know."""
+        with self._news:
+            vars(self.mine).update(what)
+            self._hurry()
+
+    def stop(self, reason: str) -> None:
+        """Let the thread end, after its last words. At the end of a program that an exception ends, those are it."""
+        if self._peer_error is not None and self._peer_error[0] == self.mine.progress:
+            self.mine.failed = self._peer_error[1]
+        crash: object = getattr(sys, "last_value", None)
+        if crash is not None:
+            reason = f"its program has ended with {type(crash).__name__}: {crash}"
+        self.mine.ended = self.mine.ended or line(reason)
+        self._ready.set()
+        self.tell()
+
+    def explain(self, text: str, suspect: int | None) -> Cause | None:
+        since = time.monotonic()
+        with self._news:
+            if not self._searched:
+                self.tell(failed=(self._rank if suspect is None else suspect, line(text)))
+            while not self._searched:
+                late_s = time.monotonic() - since - GRACE_S
+                self._found = self._found or self._find(suspect, since, guess=late_s >= 0.0)
+                # Another rank may have found another cause: what came into the store first counts.
+                if self._cut_off(since) or late_s > _REPORT_S:
+                    self._cause = self._cause or self._found
+                self._searched = self._cause is not None or (late_s >= 0.0 and self._found is None)
+                if not self._searched:
+                    self._hurry(self._look_s)
+            return self._cause
+
+    def anyone_gone(self) -> bool:
+        with self._news:
+            return self._gone(patience=2) is not None
+
+    def reported_error(self) -> Cause | None:
+        until = time.monotonic() + _REPORT_S
+        with self._news:
+            while not (found := self._present_error() or self._accusation()) and time.monotonic() < until:
+                self._hurry(self._look_s)
+            if found is None:
+                return None
+            self._peer_error = self.mine.progress, found
+            return self._named(*found)
+
+    def _hurry(self, wait_s: float = 0.0) -> None:
+        """Let the thread write and read at once, and let it do so for some time."""
+        self._urgent = True
+        self._news.notify_all()
+        self._news.wait_for(lambda: False, wait_s)
+
+    def _find(self, suspect: int | None, since: float, *, guess: bool) -> Cause | None:
+        found = self._gone(since)
+        if found is None and self._lost is not None:
+            # Records are old now: who has come no further than others cannot be told from them.
+            found = self._accusation()
+            if found is None and self._owner is None:
+                where = os.environ.get("MASTER_ADDR", "an unknown host")
+                return Cause(None, where, "PyTorch's store, which lives there, is gone")
+        if found is None and guess:
+            found = self._likeliest(suspect)
+        if found is None:
+            return None
+        if found[0] not in (self._rank, suspect):
+            self.mine.failed = found
+        return self._named(*found)
+
+    def _named(self, place: int, reason: str) -> Cause:
+        return Cause(self._ranks[place], self._records[place].host, reason)
+
+    # The thread.
+
+    def run(self) -> None:
+        """Write and read records, until this rank has ended."""
+        self._ready.wait()
+        ended: float | None = None
+        try:
+            while self._client is not None:
+                if self.mine.ended and ended is None:
+                    ended = time.monotonic()
+                self._exchange()
+                with self._news:
+                    if self._is_over(ended):
+                        break
+                    self._news.wait_for(lambda: self._urgent, self._beat_s if ended is None else self._look_s)
+        except RuntimeError:
+            self._lost = time.monotonic()
+        self._client = self._store = None
+        self.over.set()
+
+    def _exchange(self) -> None:
+        with self._news:
+            self._urgent, self._asked = False, time.monotonic()
+            self.mine.beat += 1
+            mine, found = str(self.mine), self._found
+        self._client.set(self._keys[self._rank], mine)
+        if found is not None:
+            self._client.compare_set(self._keys[-1], "", json.dumps(found))
+        *records, cause = self._client.multi_get(self._keys)
+        with self._news:
+            now = time.monotonic()
+            # After a pause this process itself was stopped: others were not silent, they were not heard.
+            pause = now - self._read if now - self._read > self._beat_s * _CLOSED_BEATS else 0.0
+            before, self._records = self._records, [Record(**json.loads(record)) for record in records]
+            self._records[self._rank] = self.mine
+            for place, (old, new) in enumerate(zip(before, self._records, strict=True)):
+                self._heard[place] = now if new.beat != old.beat else self._heard[place] + pause
+            self._read = now
+            self._cause = Cause(*json.loads(cause)) if cause else self._cause
+
+    def _is_over(self, ended: float | None) -> bool:
+        """Whether to leave the store alone from now on. ``ended``: since when this rank has been writing that it has
+        ended."""
+        if self.has_store and ended is not None:
+            alive = self._read - self._beat_s * _CLOSED_BEATS
+            known = all(record.ended or heard < alive for record, heard in zip(self._records, self._heard, strict=True))
+            return known or self._read > ended + _LINGER_S - 0.5
+        if self._host is not None and not self.has_store and (reason := self._records[self._host].ended):
+            # PyTorch would write the stack of whoever uses the store once it has ended.
+            self._lost = self._read
+            self.mine.failed = self.mine.failed or (self._host, reason)
+            self.mine.ended = self.mine.ended or "the store has ended"
+            self._urgent = True
+        return ended is not None
+
+    # What the records say.
+
+    def _cut_off(self, since: float | None) -> bool:
+        """Whether the store is gone, or has not answered ``since`` some time, other than while this process slept."""
+        now, pending = time.monotonic(), self._asked > self._read
+        silent = pending and now - self._asked > self._beat_s * _SILENT_BEATS
+        return self._lost is not None or (silent and since is not None and now - since > 1.0)
+
+    def _caused(self, place: int) -> bool:
+        """Whether a rank says that another one made it fail."""
+        failed = self._records[place].failed
+        return failed is not None and failed[0] != place
+
+    def _closed(self) -> Collection[int]:
+        """The ranks to which another one has lost its connection: all of them where it does not know to which."""
+        failures = [(sender, *r.failed) for sender, r in enumerate(self._records) if r.failed is not None]
+        closed = {(sender, about) for sender, about, why in failures if not _SILENCE.search(why)}
+        unknown = any(sender == about for sender, about in closed)
+        return range(len(self._records)) if unknown else {about for _, about in closed}
+
+    def _gone(self, since: float | None = None, patience: int = 1) -> tuple[int, str] | None:
+        """The rank that was the first to stop, and why; None while another one may have stopped before it."""
+        cut_off, all_closed, stops = self._cut_off(since), self._closed(), list[tuple[float, int, str]]()
+        for place, (record, heard) in enumerate(zip(self._records, self._heard, strict=True)):
+            if record is self.mine or self._caused(place):
+                continue
+            reason, closed, quiet_s = record.ended, place in all_closed, self._read - heard
+            if place == self._host and cut_off:
+                closed, heard, quiet_s = self._lost is not None, self._lost or self._asked, float("inf")
+            limit = _CLOSED_BEATS if closed or cut_off else _SILENT_BEATS
+            if not reason and quiet_s > self._beat_s * limit * patience:
+                silence = f"no heartbeat has come from it for {time.monotonic() - heard:.1f} s"
+                reason = "its process has ended" if closed else f"{silence}: it is stopped, or cut off"
+            if reason or not cut_off:
+                stops.append((heard, place, reason))
+        _, place, reason = min(stops, default=(0.0, 0, ""))
+        return (place, reason) if reason else None
+
+    def _likeliest(self, suspect: int | None) -> tuple[int, str] | None:
+        """The most likely cause where no rank is certainly gone."""
+        records = dict(enumerate(self._records))
+        progress = {place: record.progress for place, record in records.items()}
+        for place, record in records.items():
+            if record.ended and record is not self.mine and not self._caused(place):
+                return place, record.ended
+        # Who accuses another one was waiting for it.
+        accusers = {place for place in records if self._caused(place)}
+        calls = [(place, *r.call) for place, r in records.items() if r.call is not None]
+        others = sorted(records.keys() - {place for place, _, _ in calls})
+        # Ranks that have gone on to something else will not come; ones that are behind may.
+        if calls and others and 2 * len(calls) <= len(records) and all(progress[o] > calls[0][2] for o in others):
+            missing = ", ".join(str(self._ranks[place]) for place in others)
+            return calls[0][0], f"it is in {calls[0][1]}, which all ranks must call, and rank {missing} has not"
+        last = min(progress, key=lambda place: (progress[place], place in accusers, place))
+        if progress[last] < max(progress.values()):
+            return last, (
+                f"it is alive, and has begun {progress[last]} collectives where others have begun "
+                f"{max(progress.values())}: it is stuck or late"
+            )
+        accused = [r.failed[0] for place, r in records.items() if r.failed is not None and place in accusers]
+        votes = Counter([place for place in accused if place not in accusers] or accused)
+        if votes:
+            return votes.most_common(1)[0][0], "it is alive, and its connections are broken"
+        return None if suspect is None else (suspect, "it did not answer")
+
+    def _accusation(self) -> tuple[int, str] | None:
+        """What another rank says that failed because of one that has not failed because of a third."""
+        for place, record in enumerate(self._records):
+            if record is not self.mine and record.failed and self._caused(place) and not self._caused(record.failed[0]):
+                return record.failed
+        return None
+
+    def _present_error(self) -> tuple[int, str] | None:
+        """The first error that a rank has met in the collectives that are under way."""
+        errors = [(r.error[1], place, r.error[0]) for place, r in enumerate(self._records) if r.error is not None]
+        errors = [e for e in errors if e[1] != self._rank and e[0] >= self.mine.progress - _UNDER_WAY]
+        return min(errors)[1:] if errors else None
