@@ -37,7 +37,7 @@ def test_impossible_sizes_are_refused(option: list[str], capsys: Said) -> None:
 def test_every_row_can_be_measured() -> None:
     rows = cuda.compressors(torch.device("cpu"), 40 * 1024, 1)
     assert [row.name for row in rows][:3] == ["copy_", "minmax(bits=4): encode", "minmax(bits=4): decode"]
-    assert len(rows) == 1 + 2 * len(cuda.SPECS)
+    assert len(rows) == 1 + 4 * len(cuda.SPECS)
     assert all(row.seconds > 0 for row in rows)
     assert all(row.sent_bytes > 0 for row in rows[1:])
     reduced = cuda.reductions(torch.device("cpu"), 40 * 1024, 1, 3)

@@ -126,7 +126,9 @@ ELSEWHERE = {
     "make soak": "Makefile",
     "make wheel": ".ci/run",
     "pip install .": ".ci/run",  # make wheel-check builds what pip would, and installs it
-    "python -m pytest tests/kernels/test_cuda.py tests/kernels/test_triton*.py": "Makefile",
+    "make cuda": "tests/kernels/test_first_gpu.py",
+    "make cuda PYTHON=python3 WHEELS=.whl": "tests/kernels/test_first_gpu.py",
+    "make cuda-wheels": "Makefile",
 }
 # Which test runs a command of thinwire's from its command line.
 RUN_BY = {

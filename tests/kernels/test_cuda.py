@@ -20,6 +20,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.distributed as dist
+from first_gpu import as_if_there_were_others
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -80,8 +81,9 @@ def over_nccl(function, num_ranks: int, *args) -> list:
 def _trains(rank: int, spec: str) -> tuple[list[float], int, str]:
     torch.cuda.set_device(rank)
     torch.manual_seed(0)
+    as_if_there_were_others()
     model = DDP(Net().cuda(), device_ids=[rank], bucket_cap_mb=0.05)
-    wire = thinwire.compress(model, spec)
+    wire = thinwire.compress(model, spec, skip_if_slower=False)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.03, momentum=0.9)
     losses = []
     for step in range(20):
@@ -324,6 +326,7 @@ def _scales(rank: int) -> tuple[list[float], float]:
     """An fp16 training with a GradScaler, whose scale the hook learns without asking for it in backward."""
     torch.cuda.set_device(rank)
     torch.manual_seed(0)
+    as_if_there_were_others()
     model = DDP(Net().cuda(), device_ids=[rank], bucket_cap_mb=0.05)
     scaler = torch.amp.GradScaler("cuda", init_scale=256.0, growth_interval=2)
     wire = thinwire.compress(model, "ef(minmax(bits=2))", skip_if_slower=False, grad_scaler=scaler)
@@ -414,6 +417,7 @@ def test_simulation() -> None:
 def _default_device(rank: int) -> int:
     torch.cuda.set_device(rank)
     torch.set_default_device("cuda")
+    as_if_there_were_others()
     model = DDP(Net(), device_ids=[rank], bucket_cap_mb=0.05)
     wire = thinwire.compress(model, "minmax(bits=4)", skip_if_slower=False)
     loss_of(model, batch(rank, 0).cuda()).backward()

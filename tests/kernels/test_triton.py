@@ -3,6 +3,10 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +16,7 @@ from thinwire.kernels import Format, Residual, Table, reference
 
 pytest.importorskip("triton", reason="triton is not installed: pip install --no-deps triton")
 
-from triton_cases import DEVICE, agree, assembly, compiled, in_the_interpreter, quiet, runs
+from triton_cases import DEVICE, agree, assembly, compiled, in_the_interpreter, quiet, resources, runs
 
 NEAREST, SHIFT = {"rounding": "nearest"}, {"rounding": "shift"}
 FORMATS = [
@@ -158,14 +162,22 @@ TYPES = {
 
 
 def ptx(name: str, form: Format, capability: int = 90, **constants: int | bool) -> str:
+    return assembly(*built(name, form, capability), **known(name, form, constants))
+
+
+def built(name: str, form: Format, capability: int, **types: str) -> tuple[Any, dict[str, str], int, int]:
     from thinwire.kernels import gpu
     from thinwire.kernels.gpu_launch import options
 
-    kernel = getattr(gpu, name)
-    known = {"BITS": form.bits, "GROUPS": 16, "BUCKET": form.bucket, "MODE": 1, "STEPS": form.steps}
-    known |= {"SUMS": gpu.needs_sums(form), "RESIDUAL": False} | gpu.coding_constants(form) | constants
-    known = {k: v for k, v in known.items() if k in kernel.arg_names}
-    return assembly(kernel, TYPES, capability, int(options(form.bits)["num_warps"]), **known)
+    return getattr(gpu, name), TYPES | types, capability, int(options(form.bits)["num_warps"])
+
+
+def known(name: str, form: Format, constants: dict[str, int | bool]) -> dict[str, Any]:
+    from thinwire.kernels import gpu
+
+    values = {"BITS": form.bits, "GROUPS": 16, "BUCKET": form.bucket, "MODE": 1, "STEPS": form.steps}
+    values |= {"SUMS": gpu.needs_sums(form), "RESIDUAL": False} | gpu.coding_constants(form) | constants
+    return {k: v for k, v in values.items() if k in getattr(gpu, name).arg_names}
 
 
 @compiled
@@ -206,3 +218,46 @@ def test_other_buckets_compile_for_every_generation(capability: int) -> None:
         text = ptx(name, form, capability, **constants)
         assert "fma." not in text
         assert "approx" not in text
+
+
+ALONE, SENT = {"RESIDUAL": False}, {"RESIDUAL": True}
+MADE = [
+    *(("encode_tiles", Format(bits, 128), ALONE) for bits in (1, 2, 3, 4, 7, 8)),
+    *(("encode_tiles", Format(bits, bucket), SENT) for bits, bucket in ((4, 128), (8, 1024), (8, 4096))),
+    ("encode_tiles", Format(4, 128, **SHIFT), SENT),
+    *(("encode_tiles", Format(bits, 128, "maxabs"), SENT) for bits in (2, 3, 4)),
+    *(("encode_tiles", form, SENT) for form in (Format(2, 256, "maxabs", clip=2.5), Format(4, 128, "norm"),
+                                                Format(1, 128, "sides"), Format(1, 1024, "sign"))),
+    *(("decode_tiles", Format(bits, 128), {"MODE": 1}) for bits in (1, 2, 3, 4, 7, 8)),
+    ("decode_tiles", Format(4, 128), {"MODE": 2}),
+    ("decode_tiles", Format(4, 100), {"MODE": 1, "BUCKET": 0}),
+    ("bucket_extrema", Format(4, 100), {"ROWS": 16, "COLS": 128}),
+    ("bucket_scales", Format(4, 100), {"COUNT": 128}),
+    ("bucket_scales", Format(4, 100, "norm"), {"COUNT": 8}),
+    ("encode_codes", Format(4, 100), SENT),
+]  # fmt: skip
+"""The kernels of buckets as they are launched: of each width of code, scheme and way to add."""
+
+
+@compiled
+@pytest.mark.timeout(900)
+def test_registers_suffice_on_every_architecture(request: pytest.FixtureRequest) -> None:
+    """Only `norm` spills, and shared memory is what every GPU has. ``--regenerate`` writes the table."""
+    from thinwire.kernels import gpu
+
+    table = []
+    for name, form, constants in MADE:
+        bucket = form.bucket
+        tile = gpu.encode_tile_size(form.bits, bucket) if name == "encode_tiles" else gpu.TILE
+        options = known(name, form, {"GROUPS": tile // gpu.GROUP} | constants)
+        row = {"kernel": name, "form": names(form), **constants}
+        for capability in (80, 90):
+            row[f"sm_{capability}"] = resources(*built(name, form, capability), **options)
+        table.append(row)
+    if request.config.getoption("--regenerate"):
+        lines = ",\n ".join(json.dumps(row) for row in table)
+        Path(__file__).parents[2].joinpath("benchmarks/gpu-kernels.json").write_text(f"[{lines}]\n")
+    for row in table:
+        for used in (row["sm_80"], row["sm_90"]):
+            assert used["spilled"] <= (512 if "norm" in row["form"] else 0), row
+            assert used["shared"] <= 48 * 1024, row

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,28 @@ def in_the_interpreter(file: str, *, at_least: int) -> None:
 
 def assembly(kernel: Any, types: dict[str, str], capability: int = 90, num_warps: int = 4, **constants: Any) -> str:
     """The kernel as PTX for an NVIDIA GPU, compiled to machine code on the way; needs no GPU."""
+    return _compiled(kernel, types, capability, num_warps, constants).asm["ptx"]
+
+
+def resources(kernel: Any, types: dict[str, str], capability: int, num_warps: int, **constants: Any) -> dict[str, int]:
+    """Registers a thread, bytes that it spills, and bytes of shared memory a program, as NVIDIA's assembler says."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    made = _compiled(kernel, types, capability, num_warps, constants)
+    target = re.search(r"^\.target (\w+)", made.asm["ptx"], re.MULTILINE)
+    assert target is not None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.ptx")
+        path.write_text(made.asm["ptx"])
+        assembler = get_ptxas(capability).path
+        options = ["-v", "--fmad=false", f"--gpu-name={target[1]}", path, "-o", path.with_suffix(".cubin")]
+        told = subprocess.run([assembler, *options], check=True, capture_output=True, text=True).stderr
+    used = {"registers": r"Used (\d+) registers", "spilled": r"(\d+) bytes spill stores"}
+    found = {name: re.search(pattern, told) for name, pattern in used.items()}
+    return {name: int(match[1]) for name, match in found.items() if match} | {"shared": made.metadata.shared}
+
+
+def _compiled(kernel: Any, types: dict[str, str], capability: int, num_warps: int, constants: dict[str, Any]) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -84,4 +107,4 @@ def assembly(kernel: Any, types: dict[str, str], capability: int = 90, num_warps
         attrs={(i,): [["tt.divisibility", 16]] for i, arg in enumerate(names) if types.get(arg, "").startswith("*")},
     )
     launch = {"enable_fp_fusion": False, "num_warps": num_warps}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch).asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch)

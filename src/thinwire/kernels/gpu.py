@@ -40,7 +40,7 @@ def bucketed_encode(
     per_bucket = bucket // GROUP
     with on(x):
         if bucket % GROUP == 0 and bucket <= MAX_TILE_BUCKET and per_bucket & (per_bucket - 1) == 0:
-            tile = _encode_tile_size(form.bits, bucket)
+            tile = encode_tile_size(form.bits, bucket)
             pieces = table.pieces(x.device, tile)
             now, next, loss_scale = residual or Residual(x, x)
             encode_tiles[(len(pieces),)](
@@ -153,7 +153,7 @@ def _decode(
             )  # fmt: skip
 
 
-def _encode_tile_size(bits: int, bucket: int) -> int:
+def encode_tile_size(bits: int, bucket: int) -> int:
     """32 elements a thread: with 16, what a program does once (its row, keys, scales) costs a quarter of its time."""
     return max(32 * 32 * int(options(bits)["num_warps"]), bucket)
 

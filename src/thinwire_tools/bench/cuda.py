@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -115,15 +115,15 @@ def _missing() -> str:
     return ""
 
 
-def compressors(device: torch.device, numel: int, repeats: int) -> list[Row]:
-    """A copy, and each compressor's encoding and decoding."""
+def compressors(device: torch.device, numel: int, repeats: int, specs: Sequence[str] = SPECS) -> list[Row]:
+    """A copy, and what each compressor does: it encodes, decodes, adds what it decodes, and reduces four ranks."""
     x = [
         torch.randn(numel, generator=torch.Generator().manual_seed(i), dtype=torch.float32, device="cpu").to(device)
         for i in range(_ROTATED)
     ]
     y = [torch.zeros(numel, dtype=torch.float32, device=device) for _ in range(_ROTATED)]
     rows = [_row("copy_", device, repeats, lambda i: y[i].copy_(x[i]))]
-    for spec in SPECS:
+    for spec in specs:
         rows += _coded(spec, x, y, device, repeats)
     return rows
 
@@ -145,9 +145,17 @@ def _coded(spec: str, x: list[Tensor], y: list[Tensor], device: torch.device, re
     def decode(i: int) -> None:
         compressor.decode(sent[i], y[i], CodecCall(segments))
 
+    def decode_add(i: int) -> None:
+        compressor.decode(sent[i], y[i], CodecCall(segments), add=True)
+
+    def reduce(i: int) -> None:
+        call = CodecCall(segments, Key.derive(i), state=states[i], scale=0.25)
+        compressor.reduce(sent[1:], x[i], sent[0], y[i], call)
+
     for i in range(len(x)):
         encode(i)
-    return [_row(f"{spec}: encode", device, repeats, encode, at), _row(f"{spec}: decode", device, repeats, decode, at)]
+    runs = {"encode": encode, "decode": decode, "decode, add": decode_add, "reduce": reduce}
+    return [_row(f"{spec}: {name}", device, repeats, run, at) for name, run in runs.items()]
 
 
 def _layers(numel: int) -> list[tuple[str, int, int]]:
