@@ -24,6 +24,7 @@ from thinwire.collectives.device import (
 from thinwire.collectives.device_transport import DeviceGroupTransport, DeviceLoopbackTransport, DeviceTransport
 from thinwire.collectives.errors import CommunicationError, PeerFailedError, TransportError
 from thinwire.collectives.exchange import Exchange
+from thinwire.collectives.failures import FailureDetector
 from thinwire.collectives.layout import Chunk, Layer, Layout, Shard, owned_parts, part_layout, sharded_layout
 from thinwire.collectives.meeting import announce_error
 from thinwire.collectives.message import MessageError
