@@ -220,6 +220,17 @@ def test_over_loopback_time_is_not_compared_and_the_demo_goes_on_after_crashes(
     assert "not the result that it should be" in text
 
 
+def test_without_fp32_there_is_nothing_to_compare_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = RankFailed(1, "ended by signal 6", "the last words")
+    monkeypatch.setattr(demo_module, "train_in_turns", lambda *_, **__: ({}, {"fp32": failed}))
+    assert main(["demo", "--smoke", "--out", str(tmp_path)]) == 1
+    printed = capsys.readouterr()
+    assert "rank 1: ended by signal 6\nthe last words" in printed.err
+    assert "What this shows" not in printed.out
+
+
 def _ranks_of(folder: Path) -> list[int]:
     """Rank processes whose scratch is in ``folder``."""
     found = []
