@@ -21,7 +21,7 @@ from thinwire.kernels import FORMAT_VERSION
 from thinwire.pipeline.arrivals import Arrivals, Receive
 from thinwire.pipeline.boundary import BoundarySide
 from thinwire.pipeline.boundary_tensors import BoundaryTensors, Direction, Spec
-from thinwire.pipeline.links import DIRECTIONS, LinkChoices
+from thinwire.pipeline.link_choices import DIRECTIONS, LinkChoices
 from thinwire.pipeline.options import PipelineOptions
 from thinwire.pipeline.schedule_step import Batch, ScheduleStep
 from thinwire.pipeline.stats import PipelineStats
