@@ -103,6 +103,7 @@ def _gather(rank: int, size: int) -> Calls:
 BUCKET = {"integrations/ddp.py", "runtime/wire.py", "runtime/engine.py"}
 GATHER = {"integrations/fsdp.py", "runtime/sharded_wire.py", "runtime/sharded_engine.py"}
 BELOW = {
+    "threads.py",
     "runtime/executor.py",
     "runtime/channel.py",
     "collectives/reduction.py",

@@ -143,7 +143,7 @@ def test_what_one_rank_has_found_is_what_all_of_them_say(
 def test_a_rank_whose_heartbeats_have_stopped_is_told_by_its_connections(
     detectors: list[FailureDetector], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failures._Board, "_exchange", _silent_at(2, failures._Board._exchange))
+    monkeypatch.setattr(failures.Board, "exchange", _silent_at(2, failures.Board.exchange))
     time.sleep(0.6)
     lost = detectors[1].explain(TransportError("receiving failed: Connection closed by peer"), 2)
     assert (lost.rank, lost.reason) == (4, "its process has ended")
@@ -152,7 +152,7 @@ def test_a_rank_whose_heartbeats_have_stopped_is_told_by_its_connections(
 def test_a_rank_that_has_stopped_is_told_from_one_that_has_ended(
     detectors: list[FailureDetector], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failures._Board, "_exchange", _silent_at(2, failures._Board._exchange))
+    monkeypatch.setattr(failures.Board, "exchange", _silent_at(2, failures.Board.exchange))
     time.sleep(1.5)
     error = detectors[1].explain(TransportError("receiving failed: Timed out waiting 8000ms for recv operation"), 2)
     assert error.rank == 4
@@ -161,7 +161,7 @@ def test_a_rank_that_has_stopped_is_told_from_one_that_has_ended(
 
 def _silent_at(place: int, exchange: Callable[[Any], None]) -> Callable[[Any], None]:
     def silent(board: Any) -> None:
-        if board._rank == place:
+        if board.rank == place:
             time.sleep(5.0)
         else:
             exchange(board)
@@ -175,7 +175,7 @@ def test_the_rank_that_has_the_store_stays_until_its_last_words_are_read(monkeyp
     made = everywhere(3, lambda r: FailureDetector.connect(store, "test", (2, 4, 6), r, timedelta(seconds=20)))
     made[1].close(ValueError("tired"))
     for place in (0, 2):
-        assert made[place]._board._records[1].ended == "it communicates no more: ValueError: tired"
+        assert made[place].board.records[1].ended == "it communicates no more: ValueError: tired"
     made[0].close()
     made[2].close()
 

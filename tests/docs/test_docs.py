@@ -113,6 +113,7 @@ ELSEWHERE = {
     "make demo": "tests/compare/test_demo.py",
     "make test": ".ci/run",
     "make test-all": "Makefile",
+    "make experiments-smoke": "Makefile",
     "make sanitize": ".ci/run",
     'make test-all PYTEST_ADDOPTS="--durations=0 --durations-min=0.2" > build/tests.log': "Makefile",
     "python tools/slow_tests.py build/tests.log": "tests/test_structure.py",

@@ -85,17 +85,17 @@ class FailureDetector:
             # that it is there.
             detector = FailureDetector(store, key, ranks, rank)
             try:
-                detector._board.begin(*meet(store, key, ranks, rank, timeout))
+                detector.board.begin(*meet(store, key, ranks, rank, timeout))
             except BaseException:
                 detector.close()
                 raise
         return detector
 
     def __init__(self, store: Any, key: str, ranks: Sequence[int], rank: int) -> None:
-        self._board = _Board(store, key, ranks, rank)
-        self._stop = weakref.finalize(self, self._board.stop, "its program has ended")
-        within_s = _LINGER_S if self._board.has_store else threads.GRACE_S
-        threads.start(self._board.run, name="thinwire failures", end=self._stop, within_s=within_s)
+        self.board = Board(store, key, ranks, rank)
+        self._stop = weakref.finalize(self, self.board.stop, "its program has ended")
+        within_s = _LINGER_S if self.board.has_store else threads.GRACE_S
+        threads.start(self.board.run, name="thinwire failures", end=self._stop, within_s=within_s)
 
     def waiting(self, call: Callable[[], _T], doing: str) -> _T:
         """What ``call`` returns, which waits for all ranks, and would wait until its timeout for one that is gone. It
@@ -106,13 +106,13 @@ class FailureDetector:
         """
         done = beside(call)
         while not wait([done], _LOOK_S).done:
-            if self._board.anyone_gone():
+            if self.board.anyone_gone():
                 raise self.explain(TransportError(f"{doing} was given up"))
         return done.result()
 
     def advance(self) -> None:
         """Count a collective that this rank begins. All ranks begin the same ones."""
-        self._board.mine.progress = next(self._board.counter)
+        self.board.mine.progress = next(self.board.counter)
 
     def explain(self, error: TransportError, suspect: int | None = None) -> TransportError:
         """``error`` with the rank that caused it, if that can be found out, and report it to the other ranks.
@@ -120,7 +120,7 @@ class FailureDetector:
         Takes up to 2.5 s where there is no evidence. ``suspect`` is the rank, within this detector's group, that the
         failed operation was for.
         """
-        cause = self._board.explain(str(error), suspect)
+        cause = self.board.explain(str(error), suspect)
         if cause is None:
             return error
         who = cause.host if cause.rank is None else f"rank {cause.rank} on {cause.host}"
@@ -130,14 +130,14 @@ class FailureDetector:
 
     def report(self, error: BaseException) -> None:
         """Tell the other ranks which error this one has met in the present collective, for `attribute`."""
-        self._board.tell(error=(line(f"{type(error).__name__}: {error}"), self._board.mine.progress))
+        self.board.tell(error=(line(f"{type(error).__name__}: {error}"), self.board.mine.progress))
 
     def attribute(self, error: PeerFailedError) -> PeerFailedError:
         """``error`` with the rank that was the first to fail, and with what it has reported.
 
         A rank that another one made fail says so to others: the rank in ``error`` need not be the cause.
         """
-        cause = self._board.reported_error()
+        cause = self.board.reported_error()
         if cause is None:
             return error
         text = f"{error} (rank {cause.rank} on {cause.host}: {cause.reason})"
@@ -146,30 +146,30 @@ class FailureDetector:
     @contextlib.contextmanager
     def calling(self, what: str) -> Iterator[None]:
         """Tell the other ranks, while the body waits for them, which call this one is in that all ranks must make."""
-        self._board.tell(call=(what, self._board.mine.progress))
+        self.board.tell(call=(what, self.board.mine.progress))
         try:
             yield
         except TransportError:
             raise  # the others, whose collectives fail with this one, have yet to ask for the cause
         except Exception:
-            self._board.tell(call=None)
+            self.board.tell(call=None)
             raise
-        self._board.tell(call=None)
+        self.board.tell(call=None)
 
     def close(self, error: BaseException | None = None) -> None:
         """Say that this rank communicates no more, because of ``error`` if there is one, and end."""
         if self._stop.detach() is not None:
             why = "detach() was called there" if error is None else f"{type(error).__name__}: {error}"
-            self._board.stop(f"it communicates no more: {why}")
-            if self._board.has_store:
-                self._board.over.wait(_LINGER_S)
+            self.board.stop(f"it communicates no more: {why}")
+            if self.board.has_store:
+                self.board.over.wait(_LINGER_S)
 
 
-class _Board:
+class Board:
     """The records of all ranks, by place; `run` is the thread that keeps them up to date, and alone uses the store."""
 
     def __init__(self, store: Any, key: str, ranks: Sequence[int], rank: int) -> None:
-        self._ranks, self._rank = tuple(ranks), rank
+        self._ranks, self.rank = tuple(ranks), rank
         self._keys = [*(f"{key}/{place}" for place in range(len(ranks))), f"{key}/cause"]
         self._owner = rank_of_store(store)
         self._host = self._ranks.index(self._owner) if self._owner in self._ranks else None
@@ -182,7 +182,7 @@ class _Board:
         self._beat_s, self._look_s = _BEAT_S * scale, _LOOK_S * scale
         self.counter = itertools.count(1)
         self.mine = Record("")
-        self._records: list[Record] = []
+        self.records: list[Record] = []
         self._heard: list[float] = []
         """When each rank's count of beats was last seen to go up."""
         self._asked = self._read = 0.0
@@ -206,7 +206,7 @@ class _Board:
     def begin(self, client: Any, records: list[Record]) -> None:
         """Let the thread begin, now that the ranks have met."""
         now = time.monotonic()
-        self._client, self._records, self.mine = client, records, records[self._rank]
+        self._client, self.records, self.mine = client, records, records[self.rank]
         self._asked, self._read, self._heard = now, now, [now] * len(records)
         self._ready.set()
 
@@ -231,7 +231,7 @@ class _Board:
         since = time.monotonic()
         with self._news:
             if not self._searched:
-                self.tell(failed=(self._rank if suspect is None else suspect, line(text)))
+                self.tell(failed=(self.rank if suspect is None else suspect, line(text)))
             while not self._searched:
                 late_s = time.monotonic() - since - GRACE_S
                 self._found = self._found or self._find(suspect, since, guess=late_s >= 0.0)
@@ -275,12 +275,12 @@ class _Board:
             found = self._likeliest(suspect)
         if found is None:
             return None
-        if found[0] not in (self._rank, suspect):
+        if found[0] not in (self.rank, suspect):
             self.mine.failed = found
         return self._named(*found)
 
     def _named(self, place: int, reason: str) -> Cause:
-        return Cause(self._ranks[place], self._records[place].host, reason)
+        return Cause(self._ranks[place], self.records[place].host, reason)
 
     # The thread.
 
@@ -292,7 +292,7 @@ class _Board:
             while self._client is not None:
                 if self.mine.ended and ended is None:
                     ended = time.monotonic()
-                self._exchange()
+                self.exchange()
                 with self._news:
                     if self._is_over(ended):
                         break
@@ -302,12 +302,12 @@ class _Board:
         self._client = self._store = None
         self.over.set()
 
-    def _exchange(self) -> None:
+    def exchange(self) -> None:
         with self._news:
             self._urgent, self._asked = False, time.monotonic()
             self.mine.beat += 1
             mine, found = str(self.mine), self._found
-        self._client.set(self._keys[self._rank], mine)
+        self._client.set(self._keys[self.rank], mine)
         if found is not None:
             self._client.compare_set(self._keys[-1], "", json.dumps(found))
         *records, cause = self._client.multi_get(self._keys)
@@ -315,9 +315,9 @@ class _Board:
             now = time.monotonic()
             # After a pause this process itself was stopped: others were not silent, they were not heard.
             pause = now - self._read if now - self._read > self._beat_s * _CLOSED_BEATS else 0.0
-            before, self._records = self._records, [Record(**json.loads(record)) for record in records]
-            self._records[self._rank] = self.mine
-            for place, (old, new) in enumerate(zip(before, self._records, strict=True)):
+            before, self.records = self.records, [Record(**json.loads(record)) for record in records]
+            self.records[self.rank] = self.mine
+            for place, (old, new) in enumerate(zip(before, self.records, strict=True)):
                 self._heard[place] = now if new.beat != old.beat else self._heard[place] + pause
             self._read = now
             self._cause = Cause(*json.loads(cause)) if cause else self._cause
@@ -327,9 +327,9 @@ class _Board:
         ended."""
         if self.has_store and ended is not None:
             alive = self._read - self._beat_s * _CLOSED_BEATS
-            known = all(record.ended or heard < alive for record, heard in zip(self._records, self._heard, strict=True))
+            known = all(record.ended or heard < alive for record, heard in zip(self.records, self._heard, strict=True))
             return known or self._read > ended + _LINGER_S - 0.5
-        if self._host is not None and not self.has_store and (reason := self._records[self._host].ended):
+        if self._host is not None and not self.has_store and (reason := self.records[self._host].ended):
             # PyTorch would write the stack of whoever uses the store once it has ended.
             self._lost = self._read
             self.mine.failed = self.mine.failed or (self._host, reason)
@@ -347,20 +347,20 @@ class _Board:
 
     def _caused(self, place: int) -> bool:
         """Whether a rank says that another one made it fail."""
-        failed = self._records[place].failed
+        failed = self.records[place].failed
         return failed is not None and failed[0] != place
 
     def _closed(self) -> Collection[int]:
         """The ranks to which another one has lost its connection: all of them where it does not know to which."""
-        failures = [(sender, *r.failed) for sender, r in enumerate(self._records) if r.failed is not None]
+        failures = [(sender, *r.failed) for sender, r in enumerate(self.records) if r.failed is not None]
         closed = {(sender, about) for sender, about, why in failures if not _SILENCE.search(why)}
         unknown = any(sender == about for sender, about in closed)
-        return range(len(self._records)) if unknown else {about for _, about in closed}
+        return range(len(self.records)) if unknown else {about for _, about in closed}
 
     def _gone(self, since: float | None = None, patience: int = 1) -> tuple[int, str] | None:
         """The rank that was the first to stop, and why; None while another one may have stopped before it."""
         cut_off, all_closed, stops = self._cut_off(since), self._closed(), list[tuple[float, int, str]]()
-        for place, (record, heard) in enumerate(zip(self._records, self._heard, strict=True)):
+        for place, (record, heard) in enumerate(zip(self.records, self._heard, strict=True)):
             if record is self.mine or self._caused(place):
                 continue
             reason, closed, quiet_s = record.ended, place in all_closed, self._read - heard
@@ -377,7 +377,7 @@ class _Board:
 
     def _likeliest(self, suspect: int | None) -> tuple[int, str] | None:
         """The most likely cause where no rank is certainly gone."""
-        records = dict(enumerate(self._records))
+        records = dict(enumerate(self.records))
         progress = {place: record.progress for place, record in records.items()}
         for place, record in records.items():
             if record.ended and record is not self.mine and not self._caused(place):
@@ -404,13 +404,13 @@ class _Board:
 
     def _accusation(self) -> tuple[int, str] | None:
         """What another rank says that failed because of one that has not failed because of a third."""
-        for place, record in enumerate(self._records):
+        for place, record in enumerate(self.records):
             if record is not self.mine and record.failed and self._caused(place) and not self._caused(record.failed[0]):
                 return record.failed
         return None
 
     def _present_error(self) -> tuple[int, str] | None:
         """The first error that a rank has met in the collectives that are under way."""
-        errors = [(r.error[1], place, r.error[0]) for place, r in enumerate(self._records) if r.error is not None]
-        errors = [e for e in errors if e[1] != self._rank and e[0] >= self.mine.progress - _UNDER_WAY]
+        errors = [(r.error[1], place, r.error[0]) for place, r in enumerate(self.records) if r.error is not None]
+        errors = [e for e in errors if e[1] != self.rank and e[0] >= self.mine.progress - _UNDER_WAY]
         return min(errors)[1:] if errors else None

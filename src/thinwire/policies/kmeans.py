@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
+from thinwire.arguments import check_int
 from thinwire.compressors import Compressor, Wrapper
 from thinwire.policies import allocate
 from thinwire.policies.allocate import Array
@@ -74,8 +75,7 @@ class KMeans(MappedPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.clusters) is not int or self.clusters < 1:
-            raise ValueError(f"clusters must be a whole number of at least 1, not {self.clusters!r}")
+        check_int("clusters", self.clusters, 1)
         if not 0 < self.top <= 1:
             raise ValueError(f"top must be above 0 and at most 1, not {self.top}: a share of a gradient's values")
 
