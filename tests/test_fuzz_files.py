@@ -11,13 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from test_disk import ROWS, filled, make
 from test_fuzz import TIMES, tried
 from test_store import FORM
-from test_wire import MIXED, gradients, step_on
-from test_wire import make as make_wire
+from test_wire import MIXED, gradients, make as make_wire, step_on
 from torch import Tensor
 
 from harness import run_threads

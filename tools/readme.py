@@ -15,8 +15,7 @@ from figures import BENCHMARKS, ROOT, Figures, bullets, table
 
 from experiments.bench.auto import NetworkSpec
 from experiments.bench.formats import BITS, FORMATS, KINDS, TREATMENTS
-from experiments.framework import power as power_tables
-from experiments.framework import results_page
+from experiments.framework import power as power_tables, results_page
 from experiments.framework.catalogue import CATALOGUE
 from thinwire_tools.lab.units import format_rate, parse_rate
 

@@ -17,8 +17,7 @@ import torch
 
 from aggregation import clients, greeted, serving, together, wait_until, works
 from thinwire import AggregatorAddress, TransportError
-from thinwire.aggregator import AggregatorClient, parse_address
-from thinwire.aggregator import server as server_module
+from thinwire.aggregator import AggregatorClient, parse_address, server as server_module
 from thinwire.aggregator.protocol import HELLO, Greeting, Header, Kind, is_proof, proof
 from thinwire.integrations.options import Network
 

@@ -17,8 +17,7 @@ from aggregation import clients, connection, cut, greeted, serving, together, wa
 from harness import run_ranks
 from nets import make, train
 from thinwire import TransportError
-from thinwire.aggregator import AggregatorClient, parse_address
-from thinwire.aggregator import server as server_module
+from thinwire.aggregator import AggregatorClient, parse_address, server as server_module
 from thinwire.aggregator.protocol import HEADER, HELLO, PROOF_BYTES, Greeting, Header, Kind, Op
 
 

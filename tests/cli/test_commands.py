@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import thinwire
-from experiments.__main__ import EXPERIMENTS
-from experiments.__main__ import main as experiments_main
+from experiments.__main__ import EXPERIMENTS, main as experiments_main
 from thinwire_tools import cli, lab
 
 ROOT = Path(__file__).resolve().parents[2]

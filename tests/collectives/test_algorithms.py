@@ -8,8 +8,7 @@ import os
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from test_collectives import MIXED, gradient, layers_of
 
 import thinwire

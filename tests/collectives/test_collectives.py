@@ -6,8 +6,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from harness import run_threads
 from thinwire import MessageError, PeerFailedError, TransportError, parse

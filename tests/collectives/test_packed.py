@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_algorithms import SPECS as ALGORITHMS
-from test_algorithms import algorithm_of, world_of
+from test_algorithms import SPECS as ALGORITHMS, algorithm_of, world_of
 
 from harness import run_threads
 from thinwire import PeerFailedError

@@ -19,9 +19,9 @@ from test_collectives import test_not_a_number_reaches_every_rank  # noqa: F401
 from test_gathered import (  # noqa: F401
     test_a_size_that_cannot_be_is_refused,
     test_all_ranks_end_with_the_same_bytes_and_the_mean_of_what_was_sent,
+    test_all_ranks_hear_of_a_failure_and_the_next_step_works as test_gathering_fails,
     test_counts_inside_a_bounded_message_are_not_believed,
 )
-from test_gathered import test_all_ranks_hear_of_a_failure_and_the_next_step_works as test_gathering_fails  # noqa: F401
 
 import harness
 from thinwire.collectives.shared_memory import unavailable

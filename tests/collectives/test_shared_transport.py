@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from test_algorithms import laid_out
 from test_collectives import gradient, layers_of
 

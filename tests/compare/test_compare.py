@@ -15,16 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from rich.console import Console
 from scipy import stats
 
 from thinwire import parse
 from thinwire.compressors import registered
 from thinwire_tools import lab
-from thinwire_tools.compare import compare as command
-from thinwire_tools.compare import every, paired, rank_processes, statistics, tasks
+from thinwire_tools.compare import compare as command, every, paired, rank_processes, statistics, tasks
 from thinwire_tools.compare.comparison import Comparison, Run, Side
 from thinwire_tools.compare.statistics import Verdict, estimate, judge, relative_differences, seeds_needed, smoothed
 from thinwire_tools.compare.tasks import probe_steps

@@ -18,8 +18,7 @@ import pytest
 
 from thinwire_tools import lab
 from thinwire_tools.cli import main
-from thinwire_tools.compare import demo as demo_module
-from thinwire_tools.compare import rank_processes
+from thinwire_tools.compare import demo as demo_module, rank_processes
 from thinwire_tools.compare.paired import Setup
 from thinwire_tools.compare.rank_processes import NoSetup, RankFailed, RankProcesses
 from thinwire_tools.compare.tasks import describe

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from thinwire_tools.compare import data
 from thinwire_tools.compare.gpt import GPT, GPTConfig, next_token_loss

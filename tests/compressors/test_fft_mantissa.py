@@ -15,8 +15,7 @@ from harness import run_ranks, run_threads
 from sharded import build, compress, train
 from thinwire import Plan, Wire, parse
 from thinwire.collectives import LoopbackTransport
-from thinwire.compressors import FFT, CodecCall, Piece, Segments, first_state
-from thinwire.compressors import fft as module
+from thinwire.compressors import FFT, CodecCall, Piece, Segments, fft as module, first_state
 from thinwire.compressors.rangefloat import best_mantissa
 
 SHAPES = {"w": (64, 48)}

@@ -16,8 +16,7 @@ import thinwire
 from experiments.papers.intsgd import world
 from experiments.papers.intsgd.world import Method
 from harness import run_ranks, run_threads
-from nets import assert_replicas_identical, batch, loss_of, resume, train, trained
-from nets import make as make_model
+from nets import assert_replicas_identical, batch, loss_of, make as make_model, resume, train, trained
 from thinwire import Plan, Wire
 from thinwire.plan import Filter
 from thinwire.runtime import WireSettings

@@ -14,8 +14,7 @@ import thinwire
 from experiments.papers.lgreco import methods
 from experiments.papers.lgreco.gradients import Snapshot, choose
 from experiments.papers.lgreco.methods import POWERSGD, TOPK
-from experiments.papers.lgreco.metric import Checkpoint, Sensitivity, sensitivities
-from experiments.papers.lgreco.metric import correlation as correlated
+from experiments.papers.lgreco.metric import Checkpoint, Sensitivity, correlation as correlated, sensitivities
 from thinwire.policies import LGreco, parse_policy
 
 # --- gradients, and what policies make of them

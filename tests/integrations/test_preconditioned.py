@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import thinwire
 from harness import run_ranks
-from nets import assert_replicas_identical, fingerprint, loss_of, make, train, trained
-from nets import batch as batch_of
+from nets import assert_replicas_identical, batch as batch_of, fingerprint, loss_of, make, train, trained
 from thinwire.optim import CompressedAdamW
 
 TWO_BITS = "gaussian(bits=2)"

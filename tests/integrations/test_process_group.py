@@ -20,8 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import ReduceOp
-from torch.distributed import _functional_collectives as functional
+from torch.distributed import ReduceOp, _functional_collectives as functional
 
 import thinwire
 from harness import run_ranks

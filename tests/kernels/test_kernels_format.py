@@ -11,8 +11,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kernel_cases import kinds, message, one, table, values
 from thinwire import kernels

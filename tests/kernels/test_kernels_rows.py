@@ -6,8 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from kernel_cases import DTYPES, same, special, values

@@ -22,8 +22,7 @@ from device_cases import (
     through_the_host,
 )
 from harness import run_threads
-from kernel_cases import same as alike
-from kernel_cases import special, values
+from kernel_cases import same as alike, special, values
 from thinwire import kernels, parse
 from thinwire.collectives import DeviceLoopbackTransport, Layout, LoopbackTransport
 from thinwire.compressors import CodecCall, Coded, Key, Piece, Segments, State, StepEnd, find_mixin

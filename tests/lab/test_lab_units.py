@@ -8,8 +8,7 @@ import subprocess
 from io import BytesIO
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from rich.console import Console
 
 from thinwire_tools import lab

@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 import thinwire
 from harness import run_ranks
-from nets import DDP_OPTIONS, loss_of, make, trained
-from nets import batch as batch_of
+from nets import DDP_OPTIONS, batch as batch_of, loss_of, make, trained
 from thinwire.collectives import owned_parts
 from thinwire.compressors import parse
 from thinwire.integrations.momentum import Momentum

@@ -7,8 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from experiments.papers.lgreco.buckets import fit_quality
 from thinwire import parse

@@ -12,8 +12,7 @@ import torch
 import thinwire
 from harness import run_ranks, run_threads
 from nets import make, train
-from sharded import build, compress
-from sharded import train as train_sharded
+from sharded import build, compress, train as train_sharded
 from thinwire.local import DiLoCo
 from thinwire.plan import Plan
 from thinwire.runtime import ThreadExecutor

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from test_laws import SPECS
-from test_wire import gradients, same, step_on
-from test_wire import make as make_wire
+from test_wire import gradients, make as make_wire, same, step_on
 from torch import Tensor
 
 from harness import run_threads

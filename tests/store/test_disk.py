@@ -17,8 +17,7 @@ from test_store import FORM, save, values_of
 
 from thinwire import kernels
 from thinwire.kernels import checksum
-from thinwire.store import Background, Disk, DiskStore, Part, RecordFormat, Rows, StoreError
-from thinwire.store import manifest as manifests
+from thinwire.store import Background, Disk, DiskStore, Part, RecordFormat, Rows, StoreError, manifest as manifests
 
 ROWS = Rows.uniform(range(8), 5)
 

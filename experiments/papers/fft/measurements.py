@@ -31,8 +31,7 @@ from experiments.papers.fft.reconstruct import (
     share_with_least_error,
 )
 from experiments.tasks.models import Model
-from thinwire.compressors import FFT as Codec
-from thinwire.compressors import parse
+from thinwire.compressors import FFT as Codec, parse
 from thinwire_tools import plots
 from thinwire_tools.doctor.payoff import minimal_ratio, useful_bandwidth
 

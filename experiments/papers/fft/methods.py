@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from experiments.framework.methods import FP32 as PLAIN
-from experiments.framework.methods import Method
+from experiments.framework.methods import FP32 as PLAIN, Method
 
 THETA = 0.85
 """Share of the components that is dropped, by FFT and by top-k alike (section 4.2)."""

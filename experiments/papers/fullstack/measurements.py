@@ -24,8 +24,7 @@ from experiments.papers.aqsgd.resume import checkpoint_every, killed, kills, ste
 from experiments.papers.aqsgd.tasks import FineTuning
 from experiments.papers.aqsgd.timing import PipelineTiming
 from experiments.papers.aqsgd.trainings import FirstTraining, Trained, Trainings
-from experiments.papers.fullstack import rank as rank_module
-from experiments.papers.fullstack import tasks
+from experiments.papers.fullstack import rank as rank_module, tasks
 from experiments.papers.fullstack.methods import (
     ACTIVATIONS,
     ADAM,

@@ -13,8 +13,7 @@ from experiments.framework.study import Progress, Scale, Study
 from experiments.framework.timing import Times, shown_rate
 from experiments.papers.lgreco.gradients import Snapshot, along
 from experiments.papers.lgreco.tasks import PICTURES, PICTURES_SMOKE, Name, timed
-from experiments.policies.record import SMOKE as RECORDED_SMOKE
-from experiments.policies.record import Extent, recorded_once
+from experiments.policies.record import SMOKE as RECORDED_SMOKE, Extent, recorded_once
 from experiments.policies.recording import Recording
 from experiments.tasks.models import Model
 from experiments.tasks.resnet import ImageTask

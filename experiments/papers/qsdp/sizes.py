@@ -9,8 +9,7 @@ from typing import Literal
 from experiments.tasks import words
 from experiments.tasks.models import Model
 from thinwire_tools.compare.gpt import GPTConfig
-from thinwire_tools.compare.tasks import SIZES as TASKS
-from thinwire_tools.compare.tasks import GPTTask
+from thinwire_tools.compare.tasks import SIZES as TASKS, GPTTask
 
 SizeName = Literal["small", "medium", "large", "words"]
 

@@ -1,116 +1,77 @@
 """Collectives: their algorithms, the layout of their messages, and the transports that carry them."""
 
 from thinwire.collectives.algorithms import (
-    Algorithm,
-    AllGather,
-    Binomial,
-    Hierarchical,
-    ParameterServer,
-    Ring,
-    ScatterReduceAllGather,
-    World,
-    parse_algorithm,
+    Algorithm as Algorithm,
+    AllGather as AllGather,
+    Binomial as Binomial,
+    Hierarchical as Hierarchical,
+    ParameterServer as ParameterServer,
+    Ring as Ring,
+    ScatterReduceAllGather as ScatterReduceAllGather,
+    World as World,
+    parse_algorithm as parse_algorithm,
 )
-from thinwire.collectives.allgather import gather_buffers, gather_mean
-from thinwire.collectives.contiguous import contiguous_values, overwrite
+from thinwire.collectives.allgather import gather_buffers as gather_buffers, gather_mean as gather_mean
+from thinwire.collectives.contiguous import contiguous_values as contiguous_values, overwrite as overwrite
 from thinwire.collectives.device import (
-    DeviceBuffers,
-    ShardBuffers,
-    check_star,
-    device_all_gather,
-    device_all_reduce,
-    device_reduce_scatter,
+    DeviceBuffers as DeviceBuffers,
+    ShardBuffers as ShardBuffers,
+    check_star as check_star,
+    device_all_gather as device_all_gather,
+    device_all_reduce as device_all_reduce,
+    device_reduce_scatter as device_reduce_scatter,
 )
-from thinwire.collectives.device_transport import DeviceGroupTransport, DeviceLoopbackTransport, DeviceTransport
-from thinwire.collectives.errors import CommunicationError, PeerFailedError, TransportError
-from thinwire.collectives.exchange import Exchange
-from thinwire.collectives.failures import FailureDetector
-from thinwire.collectives.layout import Chunk, Layer, Layout, Shard, owned_parts, part_layout, sharded_layout
-from thinwire.collectives.meeting import announce_error
-from thinwire.collectives.message import MessageError
-from thinwire.collectives.nodes import node_identity, number_nodes
-from thinwire.collectives.packed import PackedSum, packed_sums
-from thinwire.collectives.reduction import all_gather, all_reduce, encoded, reduce_scatter
-from thinwire.collectives.shared_memory import SharedMemoryError
-from thinwire.collectives.shared_transport import SharedMemoryTransport, TransportChoice, with_shared_memory
-from thinwire.collectives.stages import Clock, CollectiveCall, complete
-from thinwire.collectives.summed import SumRounds, sum_buffers, summed_all_reduce
-from thinwire.collectives.traffic import Outgoing, Traffic, sent_bytes
+from thinwire.collectives.device_transport import (
+    DeviceGroupTransport as DeviceGroupTransport,
+    DeviceLoopbackTransport as DeviceLoopbackTransport,
+    DeviceTransport as DeviceTransport,
+)
+from thinwire.collectives.errors import (
+    CommunicationError as CommunicationError,
+    PeerFailedError as PeerFailedError,
+    TransportError as TransportError,
+)
+from thinwire.collectives.exchange import Exchange as Exchange
+from thinwire.collectives.failures import FailureDetector as FailureDetector
+from thinwire.collectives.layout import (
+    Chunk as Chunk,
+    Layer as Layer,
+    Layout as Layout,
+    Shard as Shard,
+    owned_parts as owned_parts,
+    part_layout as part_layout,
+    sharded_layout as sharded_layout,
+)
+from thinwire.collectives.meeting import announce_error as announce_error
+from thinwire.collectives.message import MessageError as MessageError
+from thinwire.collectives.nodes import node_identity as node_identity, number_nodes as number_nodes
+from thinwire.collectives.packed import PackedSum as PackedSum, packed_sums as packed_sums
+from thinwire.collectives.reduction import (
+    all_gather as all_gather,
+    all_reduce as all_reduce,
+    encoded as encoded,
+    reduce_scatter as reduce_scatter,
+)
+from thinwire.collectives.shared_memory import SharedMemoryError as SharedMemoryError
+from thinwire.collectives.shared_transport import (
+    SharedMemoryTransport as SharedMemoryTransport,
+    TransportChoice as TransportChoice,
+    with_shared_memory as with_shared_memory,
+)
+from thinwire.collectives.stages import Clock as Clock, CollectiveCall as CollectiveCall, complete as complete
+from thinwire.collectives.summed import (
+    SumRounds as SumRounds,
+    sum_buffers as sum_buffers,
+    summed_all_reduce as summed_all_reduce,
+)
+from thinwire.collectives.traffic import Outgoing as Outgoing, Traffic as Traffic, sent_bytes as sent_bytes
 from thinwire.collectives.transport import (
-    Buffers,
-    ForeignGroupTransport,
-    LoopbackTransport,
-    Pending,
-    PendingWork,
-    ProcessGroupTransport,
-    Transport,
-    ring_bytes,
+    Buffers as Buffers,
+    ForeignGroupTransport as ForeignGroupTransport,
+    LoopbackTransport as LoopbackTransport,
+    Pending as Pending,
+    PendingWork as PendingWork,
+    ProcessGroupTransport as ProcessGroupTransport,
+    Transport as Transport,
+    ring_bytes as ring_bytes,
 )
-
-__all__ = [
-    "Algorithm",
-    "AllGather",
-    "Binomial",
-    "Buffers",
-    "Chunk",
-    "Clock",
-    "CollectiveCall",
-    "CommunicationError",
-    "DeviceBuffers",
-    "DeviceGroupTransport",
-    "DeviceLoopbackTransport",
-    "DeviceTransport",
-    "Exchange",
-    "FailureDetector",
-    "ForeignGroupTransport",
-    "Hierarchical",
-    "Layer",
-    "Layout",
-    "LoopbackTransport",
-    "MessageError",
-    "Outgoing",
-    "PackedSum",
-    "ParameterServer",
-    "PeerFailedError",
-    "Pending",
-    "PendingWork",
-    "ProcessGroupTransport",
-    "Ring",
-    "ScatterReduceAllGather",
-    "Shard",
-    "ShardBuffers",
-    "SharedMemoryError",
-    "SharedMemoryTransport",
-    "SumRounds",
-    "Traffic",
-    "Transport",
-    "TransportChoice",
-    "TransportError",
-    "World",
-    "all_gather",
-    "all_reduce",
-    "announce_error",
-    "check_star",
-    "complete",
-    "contiguous_values",
-    "device_all_gather",
-    "device_all_reduce",
-    "device_reduce_scatter",
-    "encoded",
-    "gather_buffers",
-    "gather_mean",
-    "node_identity",
-    "number_nodes",
-    "overwrite",
-    "owned_parts",
-    "packed_sums",
-    "parse_algorithm",
-    "part_layout",
-    "reduce_scatter",
-    "ring_bytes",
-    "sent_bytes",
-    "sharded_layout",
-    "sum_buffers",
-    "summed_all_reduce",
-    "with_shared_memory",
-]

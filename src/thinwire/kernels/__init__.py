@@ -1,128 +1,96 @@
 """Kernels: tensors in, bytes out. The PyTorch reference, the native CPU core and Triton produce the same bytes."""
 
-from thinwire.kernels.adam import AdamGradient, AdamStep, Moving, adam_apply, adam_normalise
+from thinwire.kernels.adam import (
+    AdamGradient as AdamGradient,
+    AdamStep as AdamStep,
+    Moving as Moving,
+    adam_apply as adam_apply,
+    adam_normalise as adam_normalise,
+)
 from thinwire.kernels.factors import (
-    MOST_NARROW_COLUMNS,
-    narrow_product,
-    orthonormal_basis,
-    set_product,
-    subtract_product,
+    MOST_NARROW_COLUMNS as MOST_NARROW_COLUMNS,
+    narrow_product as narrow_product,
+    orthonormal_basis as orthonormal_basis,
+    set_product as set_product,
+    subtract_product as subtract_product,
 )
 from thinwire.kernels.floats import (
-    header_words,
-    int_decode,
-    int_round,
-    levels_bytes,
-    levels_decode,
-    levels_encode,
-    magnitudes_bytes,
-    magnitudes_decode,
-    magnitudes_encode,
-    natural_bytes,
-    natural_decode,
-    natural_encode,
-    rangefloat_bytes,
-    rangefloat_decode,
-    rangefloat_encode,
-    rangefloat_eps,
+    header_words as header_words,
+    int_decode as int_decode,
+    int_round as int_round,
+    levels_bytes as levels_bytes,
+    levels_decode as levels_decode,
+    levels_encode as levels_encode,
+    magnitudes_bytes as magnitudes_bytes,
+    magnitudes_decode as magnitudes_decode,
+    magnitudes_encode as magnitudes_encode,
+    natural_bytes as natural_bytes,
+    natural_decode as natural_decode,
+    natural_encode as natural_encode,
+    rangefloat_bytes as rangefloat_bytes,
+    rangefloat_decode as rangefloat_decode,
+    rangefloat_encode as rangefloat_encode,
+    rangefloat_eps as rangefloat_eps,
 )
-from thinwire.kernels.format import Format, Residual, align, before_sum, bucketed_bytes, bucketed_grain
-from thinwire.kernels.native import CORE, asynchronous, cpu_level, is_dense, to_device
-from thinwire.kernels.norms import SignedSum, power_of_two, signed_sums, square_sums
-from thinwire.kernels.ops import bucketed_decode, bucketed_encode, bucketed_reduce, bucketed_sum, checksum
-from thinwire.kernels.rng import derive_key, sample_indices, site_id
-from thinwire.kernels.rows import raw_decode, raw_encode, raw_sum, rows_add, rows_scale
-from thinwire.kernels.shared import LINE_BYTES, Word
+from thinwire.kernels.format import (
+    Format as Format,
+    Residual as Residual,
+    align as align,
+    before_sum as before_sum,
+    bucketed_bytes as bucketed_bytes,
+    bucketed_grain as bucketed_grain,
+)
+from thinwire.kernels.native import (
+    CORE,
+    asynchronous as asynchronous,
+    cpu_level as cpu_level,
+    is_dense as is_dense,
+    to_device as to_device,
+)
+from thinwire.kernels.norms import (
+    SignedSum as SignedSum,
+    power_of_two as power_of_two,
+    signed_sums as signed_sums,
+    square_sums as square_sums,
+)
+from thinwire.kernels.ops import (
+    bucketed_decode as bucketed_decode,
+    bucketed_encode as bucketed_encode,
+    bucketed_reduce as bucketed_reduce,
+    bucketed_sum as bucketed_sum,
+    checksum as checksum,
+)
+from thinwire.kernels.rng import derive_key as derive_key, sample_indices as sample_indices, site_id as site_id
+from thinwire.kernels.rows import (
+    raw_decode as raw_decode,
+    raw_encode as raw_encode,
+    raw_sum as raw_sum,
+    rows_add as rows_add,
+    rows_scale as rows_scale,
+)
+from thinwire.kernels.shared import LINE_BYTES as LINE_BYTES, Word as Word
 from thinwire.kernels.sparse import (
-    abs_histogram,
-    index_bytes,
-    pack_indices,
-    select_threshold,
-    select_topk,
-    sparse_add,
-    sparse_zero,
-    unpack_indices,
+    abs_histogram as abs_histogram,
+    index_bytes as index_bytes,
+    pack_indices as pack_indices,
+    select_threshold as select_threshold,
+    select_topk as select_topk,
+    sparse_add as sparse_add,
+    sparse_zero as sparse_zero,
+    unpack_indices as unpack_indices,
 )
-from thinwire.kernels.spectrum import Received, block_of, num_components, spectrum, spectrum_decode, spectrum_encode
-from thinwire.kernels.table import Table
+from thinwire.kernels.spectrum import (
+    Received as Received,
+    block_of as block_of,
+    num_components as num_components,
+    spectrum as spectrum,
+    spectrum_decode as spectrum_decode,
+    spectrum_encode as spectrum_encode,
+)
+from thinwire.kernels.table import Table as Table
 
 FORMAT_VERSION: int = 3
 """It is increased when a call produces different bytes than in an earlier version."""
 
 HAVE_NATIVE: bool = CORE is not None
 """Whether CPU tensors are processed by the native core rather than by PyTorch operations."""
-
-__all__ = [
-    "FORMAT_VERSION",
-    "HAVE_NATIVE",
-    "LINE_BYTES",
-    "MOST_NARROW_COLUMNS",
-    "AdamGradient",
-    "AdamStep",
-    "Format",
-    "Moving",
-    "Received",
-    "Residual",
-    "SignedSum",
-    "Table",
-    "Word",
-    "abs_histogram",
-    "adam_apply",
-    "adam_normalise",
-    "align",
-    "asynchronous",
-    "before_sum",
-    "block_of",
-    "bucketed_bytes",
-    "bucketed_decode",
-    "bucketed_encode",
-    "bucketed_grain",
-    "bucketed_reduce",
-    "bucketed_sum",
-    "checksum",
-    "cpu_level",
-    "derive_key",
-    "header_words",
-    "index_bytes",
-    "int_decode",
-    "int_round",
-    "is_dense",
-    "levels_bytes",
-    "levels_decode",
-    "levels_encode",
-    "magnitudes_bytes",
-    "magnitudes_decode",
-    "magnitudes_encode",
-    "narrow_product",
-    "natural_bytes",
-    "natural_decode",
-    "natural_encode",
-    "num_components",
-    "orthonormal_basis",
-    "pack_indices",
-    "power_of_two",
-    "rangefloat_bytes",
-    "rangefloat_decode",
-    "rangefloat_encode",
-    "rangefloat_eps",
-    "raw_decode",
-    "raw_encode",
-    "raw_sum",
-    "rows_add",
-    "rows_scale",
-    "sample_indices",
-    "select_threshold",
-    "select_topk",
-    "set_product",
-    "signed_sums",
-    "site_id",
-    "sparse_add",
-    "sparse_zero",
-    "spectrum",
-    "spectrum_decode",
-    "spectrum_encode",
-    "square_sums",
-    "subtract_product",
-    "to_device",
-    "unpack_indices",
-]

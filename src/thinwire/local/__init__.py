@@ -4,9 +4,7 @@
 100 Mbit/s, or of 10, costs little time. See docs/local.md. `ManagedDiLoCo` does so where workers come and go.
 """
 
-from thinwire.local.alone import send_nothing
-from thinwire.local.diloco import DiLoCo, preset
-from thinwire.local.managed import ManagedDiLoCo
-from thinwire.local.outer import Nesterov
-
-__all__ = ["DiLoCo", "ManagedDiLoCo", "Nesterov", "preset", "send_nothing"]
+from thinwire.local.alone import send_nothing as send_nothing
+from thinwire.local.diloco import DiLoCo as DiLoCo, preset as preset
+from thinwire.local.managed import ManagedDiLoCo as ManagedDiLoCo
+from thinwire.local.outer import Nesterov as Nesterov

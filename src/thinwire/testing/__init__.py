@@ -8,6 +8,4 @@ def test_law(law):
     law(MyCompressor(bits=3))
 """
 
-from thinwire.testing.laws import LAWS
-
-__all__ = ["LAWS"]
+from thinwire.testing.laws import LAWS as LAWS

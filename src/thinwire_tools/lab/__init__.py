@@ -8,27 +8,15 @@ with lab.Network(2, rate="100mbit") as network:
 ```
 """
 
-from thinwire_tools.lab.launch import TIMED_OUT, Outcome, launch, link_text, run
-from thinwire_tools.lab.loopback import Link, Loopback, free_port
-from thinwire_tools.lab.namespaces import NodeNamespaces
-from thinwire_tools.lab.network import Network, need_network, unavailable
-from thinwire_tools.lab.tools import LabUnavailable
-from thinwire_tools.lab.units import parse_rate, parse_time
-
-__all__ = [
-    "TIMED_OUT",
-    "LabUnavailable",
-    "Link",
-    "Loopback",
-    "Network",
-    "NodeNamespaces",
-    "Outcome",
-    "free_port",
-    "launch",
-    "link_text",
-    "need_network",
-    "parse_rate",
-    "parse_time",
-    "run",
-    "unavailable",
-]
+from thinwire_tools.lab.launch import (
+    TIMED_OUT as TIMED_OUT,
+    Outcome as Outcome,
+    launch as launch,
+    link_text as link_text,
+    run as run,
+)
+from thinwire_tools.lab.loopback import Link as Link, Loopback as Loopback, free_port as free_port
+from thinwire_tools.lab.namespaces import NodeNamespaces as NodeNamespaces
+from thinwire_tools.lab.network import Network as Network, need_network as need_network, unavailable as unavailable
+from thinwire_tools.lab.tools import LabUnavailable as LabUnavailable
+from thinwire_tools.lab.units import parse_rate as parse_rate, parse_time as parse_time

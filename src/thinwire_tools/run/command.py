@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from thinwire.api import compress as compress_model
-from thinwire.api import compress_fsdp
+from thinwire.api import compress as compress_model, compress_fsdp
 from thinwire.collectives import MessageError, PeerFailedError, SharedMemoryError, TransportError
 from thinwire.integrations.ddp import Options, rules_of
 from thinwire.integrations.first_forward import on_first_forward
