@@ -84,7 +84,7 @@ cuda-wheels:
 # Site packages of PYTHON, which may be an environment itself, by name; its pip, as a system's Python may lack one to give.
 .venv-cuda/ready: $(SOURCES)
 	test -x .venv-cuda/bin/python || $(PYTHON) -m venv --without-pip .venv-cuda
-	$(PYTHON) -c 'import site; print("import site;", *(f"site.addsitedir({p!r});" for p in site.getsitepackages()))' \
+	$(PYTHON) -c 'import site; print("import site;", *(f"site.addsitedir({p!r});" for p in [*site.getsitepackages(), site.getusersitepackages()]))' \
 	  > `.venv-cuda/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'`/of-python.pth
 	$(PYTHON) -m pip --python .venv-cuda/bin/python install --quiet --no-index --find-links $(WHEELS) \
 	  tyro rich scikit-build-core pytest pytest-timeout hypothesis

@@ -71,6 +71,7 @@ def check(sdist: Path, wheel: Path) -> None:
     assert len(cores) == 1, cores
     assert "abi3" in cores[0], "one wheel is meant for every Python from 3.11 on"
     assert "-cp311-abi3-" in wheel.name, wheel.name
+    assert {"thinwire/__init__.py", "thinwire_tools/cli.py", "thinwire_tools/doctor/report.html.j2"} <= set(names)
     assert not [name for name in names if name.startswith(("tests", "native", "benchmarks", "experiments", "tools"))]
     with tarfile.open(sdist) as archive:
         inside = {name.split("/", 1)[-1] for name in archive.getnames()}

@@ -47,7 +47,7 @@ def draw(points: Sequence[Point], path: Path, title: str) -> None:
         from matplotlib.figure import Figure
         from matplotlib.patheffects import withStroke
     except ImportError as error:
-        raise ImportError("--plot takes matplotlib: pip install 'thinwire[plot]'") from error
+        raise ImportError("--plot takes matplotlib: pip install '.[plot]'") from error
     shown = [point for point in points if point.error > _ROUNDING and point.bytes_per_element > 0]
     if not shown:
         raise ValueError("no compressor has an error to draw")

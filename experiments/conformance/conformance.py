@@ -50,7 +50,7 @@ def conformance(*, folder: Path | None = None, only: tuple[str, ...] = (), json:
         json: write them to this file.
     """
     if find_spec("expecttest") is None:
-        raise ModuleNotFoundError("PyTorch's tests import expecttest: pip install 'thinwire[conformance]'")
+        raise ModuleNotFoundError("PyTorch's tests import expecttest: pip install '.[conformance]'")
     with tempfile.TemporaryDirectory() as temporary:
         place = folder or Path(temporary)
         place.mkdir(parents=True, exist_ok=True)

@@ -35,9 +35,6 @@ class Trained:
     ``probe_steps``; ``train_loss`` is the mean over ranks of every step's, ``step_s`` the slowest rank's."""
 
     step_s: tuple[float, ...]
-    mean_step_s: float
-    """The slowest rank's mean step, the first ones left out: where nothing makes ranks wait for each other, a core that
-    they share hands each of them some steps whole and others in pieces, and a median says little."""
     train_loss: tuple[float, ...]
     probe_steps: tuple[int, ...]
     accuracy: tuple[float, ...]
@@ -177,9 +174,7 @@ class Runs:
         same = len({answer["digest"] for answer in answers}) == 1
         if not same and method.kind != "nothing" and math.isfinite(final_loss):
             raise ParityError(f"{method.title}: ranks hold different parameters after {self.task.steps} steps")
-        first_steps = min(_FIRST_STEPS, self.task.steps // 2)
         return Trained(
-            mean_step_s=max(fmean(answer["step_s"][first_steps:]) for answer in answers),
             step_s=tuple(max(seconds) for seconds in zip(*(answer["step_s"] for answer in answers), strict=True)),
             train_loss=tuple(fmean(losses) for losses in zip(*(answer["losses"] for answer in answers), strict=True)),
             probe_steps=tuple(probe_steps(self.task)),

@@ -110,7 +110,7 @@ def digits() -> Images:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise ImportError(
-            "the digits come with scikit-learn: pip install 'thinwire[repro]', or give CIFAR-10 with --data"
+            "the digits come with scikit-learn: pip install '.[repro]', or give CIFAR-10 with --data"
         ) from error
     rows, classes = load_digits(return_X_y=True)
     # Pixels are whole numbers from 0 to 16.

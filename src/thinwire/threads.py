@@ -56,27 +56,20 @@ class Worker:
     """Runs jobs one after the other, in a daemon thread that starts with the first.
 
     The thread does not keep the worker alive. It ends, after the jobs that it was given, with `close`, with the worker
-    or with the interpreter.
+    or with the interpreter. PyTorch computes in it with as many threads as in the one that makes the worker.
 
     Args:
         name: What debuggers and profilers call the thread.
-        num_threads: Threads that PyTorch computes with in a job; by default those of the thread that makes the worker.
         max_bytes: Memory that jobs may hold together (one larger job runs alone): `submit` waits until there is room.
         after: The worker whose jobs add to this one's, which ends when that one has ended.
         within_s: Seconds that the interpreter then waits for it.
     """
 
     def __init__(
-        self,
-        name: str,
-        num_threads: int | None = None,
-        *,
-        max_bytes: float = math.inf,
-        after: Worker | None = None,
-        within_s: float = GRACE_S,
+        self, name: str, *, max_bytes: float = math.inf, after: Worker | None = None, within_s: float = GRACE_S
     ) -> None:
         self._jobs = _Jobs()
-        self._name, self._num_threads, self._max_bytes = name, num_threads or torch.get_num_threads(), max_bytes
+        self._name, self._num_threads, self._max_bytes = name, torch.get_num_threads(), max_bytes
         if after is not None:
             after._jobs.last = self._jobs
         self._end, self._within_s = weakref.finalize(self, (after or self)._jobs.close), within_s

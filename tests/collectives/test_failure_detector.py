@@ -179,11 +179,6 @@ def test_the_rank_that_has_the_store_stays_until_its_last_words_are_read(monkeyp
     made[2].close()
 
 
-def _connect_by_tcp(port: int, rank: int) -> FailureDetector:
-    client = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
-    return FailureDetector.connect(client, "test", (0, 1), rank, timedelta(seconds=20))
-
-
 def test_a_store_that_is_gone_names_the_rank_or_the_host_that_had_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "GRACE_S", 0.2)
     monkeypatch.setenv("MASTER_ADDR", "node3")

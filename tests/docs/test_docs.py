@@ -126,6 +126,11 @@ ELSEWHERE = {
     "make chaos": "Makefile",
     "make soak": "Makefile",
     "make wheel": ".ci/run",
+    "make wheel-check": ".ci/run",
+    "make triton": ".ci/run",
+    "make first-answer": ".ci/run",
+    "make bench": "Makefile",
+    "make readme": "Makefile",
     "pip install .": ".ci/run",  # make wheel-check builds what pip would, and installs it
     "make cuda": "tests/kernels/test_first_gpu.py",
     "make cuda PYTHON=python3 WHEELS=.whl": "tests/kernels/test_first_gpu.py",

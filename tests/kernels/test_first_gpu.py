@@ -54,7 +54,7 @@ def test_without_a_gpu_it_says_so_and_stops(tmp_path: Path) -> None:
     there = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([*command, "--folder", str(tmp_path)], env=there, capture_output=True, text=True)
     assert done.returncode == 1
-    assert "exit code 3, after: This PyTorch" in done.stdout
+    assert "exit code 42, after: This PyTorch" in done.stdout
     assert "speed" not in done.stdout
 
 

@@ -37,7 +37,7 @@ class Part(nn.Module):
         first, last = index == 0, index == num_stages - 1
         blocks = list(gpt.blocks)
         ends = [len(blocks) * stage // num_stages for stage in range(num_stages + 1)]
-        self._half, self._last = _HALVES.get(half), last
+        self._half = _HALVES.get(half)
         self.embedding = gpt.embedding if first else None
         self.blocks = nn.ModuleList(blocks[ends[index] : ends[index + 1]])
         self.norm = gpt.norm if last else None

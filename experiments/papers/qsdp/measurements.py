@@ -108,7 +108,7 @@ class QSDPScale(Scale):
         try:
             import sklearn.datasets  # noqa: F401
         except ImportError as error:
-            raise ImportError("the regression's data take scikit-learn: pip install 'thinwire[repro]'") from error
+            raise ImportError("the regression's data take scikit-learn: pip install '.[repro]'") from error
         standard_library()
         sizes = {
             size.name: {"parameters": size.num_parameters, "learn_at": size.learn_at}

@@ -83,11 +83,11 @@ class ThreadExecutor(Executor):
     their Wire alive, and end with it; they are daemons, so that a rank that waits for a dead peer can still exit.
     """
 
-    def __init__(self, name: str, num_threads: int | None = None) -> None:
+    def __init__(self, name: str) -> None:
         self._unfinished = 0
         self._idle = threading.Condition()
-        self._first = Worker(f"{name} send", num_threads)
-        self._second = Worker(f"{name} receive", num_threads, after=self._first)
+        self._first = Worker(f"{name} send")
+        self._second = Worker(f"{name} receive", after=self._first)
 
     def submit(self, job: Job) -> torch.futures.Future[Tensor]:
         if self._first.closed:

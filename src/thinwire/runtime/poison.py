@@ -33,14 +33,14 @@ class PoisonMonitor:
         if self._nonfinite_steps:
             self._gradients.note(not_finite(flat))
 
-    def end_step(self, *, finite: bool, finite_gradients: bool = True) -> None:
-        """Count a step whose means are known. ``finite_gradients``: what is known of them beside what was noted."""
+    def end_step(self, *, finite: bool) -> None:
+        """Count a step whose means are known."""
         noted = [bool(torch.isfinite(value)) for value in self._gradients.read()]
         if finite:
             self._nonfinite_steps, self._finite_gradients = 0, True
             return
         self._nonfinite_steps += 1
-        self._finite_gradients &= finite_gradients and all(noted)
+        self._finite_gradients &= all(noted)
 
     @property
     def suspected(self) -> bool:

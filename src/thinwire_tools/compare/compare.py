@@ -57,8 +57,8 @@ def compare(
       thinwire compare --smoke
 
     Args:
-        variants: specs of compressors; "SPEC with POLICY" has a policy (lgreco, kmeans, accordion ...) choose each
-            layer's own while training goes on; "alone" has ranks send nothing.
+        variants: specs of compressors; "SPEC with POLICY" has a policy (lgreco, kmeans, accordion ...) choose for each
+            layer while training goes on; "alone" has ranks send nothing.
         seeds: number of seeds, each one paired run of every variant; a verdict takes at least 2.
         within: how much higher a loss may be and still be the same: 1% or 0.01.
         control: a spec that must fail; None for none, which leaves open whether this training shows damage at all.

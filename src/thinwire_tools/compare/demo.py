@@ -108,13 +108,13 @@ def demo(
         seed: of the initial weights, the batches and the rounding.
     """
     console = Console(highlight=False)
-    with ends_command(ValueError, RuntimeError):
+    with ends_command(ValueError, RuntimeError, OSError):
         task = _task(smoke, steps, seed)
         parse_rates(rate, ranks)
         if ranks < 2:
             raise ValueError("a demo needs at least 2 ranks: with one, nothing is sent")
         text = library_text()
-    out.mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
     about: dict[str, Any] = {
         "rate": rate,
         "ranks": ranks,
@@ -148,7 +148,8 @@ def demo(
         about["failures"] = {name: str(failure) for name, failure in failures.items()}
     judged = (rate, ranks, task) == (_JUDGED_RATE, _JUDGED_RANKS, TASK)
     shown = Demonstration.of(runs, about, judged=judged, shaped=network is not None)
-    return conclude(console, shown, out, json or out / "demo.json")
+    with ends_command(ValueError):
+        return conclude(console, shown, out, json or out / "demo.json")
 
 
 def _task(smoke: bool, steps: int | None, seed: int) -> GPTTask:

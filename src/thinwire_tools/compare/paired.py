@@ -90,7 +90,7 @@ def compare_training(
         ParityError: ranks ended with different parameters, so that there is no one loss.
     """
     statistics.need_scipy()
-    specs, control = _named(variants, control)
+    specs, control = named(variants, control)
     _check(specs, seeds, margin, num_ranks, rate, measure)
     with Runs(task, num_ranks, rate, watcher or Watcher(), measure) as runs:
         others = [*specs, *([control] if control else [])]
@@ -110,19 +110,25 @@ def compare_runs(
     """`compare_training` by processes that live on, at the task's own learning rate: what they have trained already is
     not trained again."""
     statistics.need_scipy()
-    specs, control = _named(variants, control)
+    specs, control = named(variants, control)
     _check(specs, seeds, margin)
     rates: dict[str | None, float] = dict.fromkeys([None, *specs, control], runs.task.learning_rate)
     return _compare(runs, seeds, margin, specs, control, rates)
 
 
-def _named(variants: Sequence[str], control: str | None) -> tuple[list[str], str | None]:
+def named(variants: Sequence[str], control: str | None) -> tuple[list[str], str | None]:
     """Variants and control as canonical text, each once."""
     specs = list(dict.fromkeys(str(Variant.parse(variant)) for variant in variants))
     control = None if control is None else str(Variant.parse(control))
     if control in specs:
         raise ValueError(f"{control} is both a variant and the control, which must fail: give another control")
     return specs, control
+
+
+def check_margin(margin: float) -> None:
+    """Raise an error unless a margin is a share of the loss."""
+    if not 0 < margin < 1:
+        raise ValueError(f"a margin of {margin}: give a share between 0 and 1, as 0.01 for 1 %")
 
 
 def _check(
@@ -137,8 +143,7 @@ def _check(
         raise ValueError("nothing to compare: give at least one spec, as 'minmax(bits=4, bucket=128)'")
     if not seeds or len(set(seeds)) != len(seeds) or min(seeds) < 0:
         raise ValueError(f"seeds {list(seeds)}: give at least one (--seeds 1), all different and none negative")
-    if not 0 < margin < 1:
-        raise ValueError(f"a margin of {margin}: give a share between 0 and 1, as 0.01 for 1 %")
+    check_margin(margin)
     if num_ranks < 2:
         raise ValueError(f"{num_ranks} ranks: a comparison needs at least 2, with one nothing is sent")
     if measure < 0:

@@ -23,10 +23,10 @@ from thinwire_tools.compare import statistics
 from thinwire_tools.compare.compare import share_of, show, write_figures
 from thinwire_tools.compare.comparison import Comparison, Run, Side
 from thinwire_tools.compare.losses import PATTERN, NoLosses, compiled, final, loss_in, read_log
-from thinwire_tools.compare.paired import CONTROL
+from thinwire_tools.compare.paired import CONTROL, check_margin, named
 from thinwire_tools.compare.rank_processes import RankFailed
 from thinwire_tools.compare.script_rank import Setup
-from thinwire_tools.compare.variants import ALONE, BASELINE, Variant
+from thinwire_tools.compare.variants import ALONE, BASELINE
 from thinwire_tools.exits import check_script, ends_command, without_python
 from thinwire_tools.results import OutputFile, Results
 
@@ -88,14 +88,14 @@ def compare_script(
         if plot is not None:
             plots.need_matplotlib()
         statistics.need_scipy()
-        specs = [str(Variant.parse(text)) for text in dict.fromkeys(variants)]
+        specs, control = named(variants, control)
         if ALONE in specs:
             raise ValueError("ranks of a script always communicate: leave --, and alone is compared on the small GPT")
-        control = None if control is None else str(Variant.parse(control))
         margin = share_of(within)
+        check_margin(margin)
         compiled(pattern)
         check_script(without_python(script))
-        names = [BASELINE, *specs, *([control] if control and control not in specs else [])]
+        names = [BASELINE, *specs, *([control] if control else [])]
         trained: dict[str, list[Run]] = {name: [] for name in names}
         losses_of = partial(_losses, pattern=pattern, log=log, key=key)
         with Runs(script, ranks, rate, losses_of, timeout) as runs:
@@ -114,7 +114,7 @@ def compare_script(
             margin=margin,
             shaped=rate is not None,
             baseline=replace(sides[BASELINE], title=_AS_IT_IS),
-            variants=tuple(sides[spec] for spec in specs if spec != control),
+            variants=tuple(sides[spec] for spec in specs),
             control=sides[control] if control else None,
             about={"script": list(script), "control": control, "margin": margin},
         )
