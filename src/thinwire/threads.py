@@ -53,7 +53,7 @@ def start(
 
 
 class Worker:
-    """Runs jobs one after the other, in a daemon thread that starts with the first.
+    """Runs jobs one after the other, in a daemon thread that starts with the first, or with `start`.
 
     The thread does not keep the worker alive. It ends, after the jobs that it was given, with `close`, with the worker
     or with the interpreter. PyTorch computes in it with as many threads as in the one that makes the worker.
@@ -96,15 +96,20 @@ class Worker:
             jobs.changed.wait_for(lambda: not jobs.held_bytes or jobs.held_bytes + num_bytes <= self._max_bytes)
             if jobs.closed:
                 raise RuntimeError(f"{self._name}: closed")
+            self.start()
             jobs.waiting.append(_Submitted(job, num_bytes, future))
             jobs.held_bytes += num_bytes
             jobs.unfinished += 1
             jobs.changed.notify_all()
-            if self.thread is None:
-                run = partial(jobs.run, self._num_threads)
-                self.thread = start(run, name=self._name, end=self._end, within_s=self._within_s)
-                jobs.started = True
         return future
+
+    def start(self) -> None:
+        """Start the thread, if it has not been started: so that a process that is short of threads says so here."""
+        with self._jobs.changed:
+            if self.thread is None:
+                run = partial(self._jobs.run, self._num_threads)
+                self.thread = start(run, name=self._name, end=self._end, within_s=self._within_s)
+                self._jobs.started = True
 
     def join(self, timeout_s: float | None = None) -> bool:
         """After `close`: wait for the thread to end, for so long at most; whether it has."""

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from thinwire import threads
 from thinwire.collectives.errors import PeerFailedError, TransportError
-from thinwire.collectives.meeting import Record, announcing, beside, line, meet
+from thinwire.collectives.meeting import Record, announcing, beside, line, loaded, meet
 from thinwire.compat import rank_of_store
 
 _T = TypeVar("_T")
@@ -57,6 +57,14 @@ class Cause(NamedTuple):
     """In the default process group; None for the launcher."""
     host: str
     reason: str
+
+    @staticmethod
+    def read(data: bytes) -> Cause:
+        """Return the cause that a rank has written. Raises `ValueError` where it is damaged, or not a rank's."""
+        rank, host, reason = told if isinstance(told := loaded(data), list) and len(told) == 3 else (None, None, None)
+        if not (rank is None or type(rank) is int) or not isinstance(host, str) or not isinstance(reason, str):
+            raise ValueError("not a cause")
+        return Cause(rank, line(host), line(reason))
 
 
 class FailureDetector:
@@ -102,7 +110,7 @@ class FailureDetector:
         runs in a thread of its own, and is left alone there where a rank is.
 
         Raises:
-            TransportError: A rank has ended, or has said that it communicates no more.
+            TransportError: A rank has ended, has said that it communicates no more, or is silent.
         """
         done = beside(call)
         while not wait([done], _LOOK_S).done:
@@ -268,10 +276,10 @@ class Board:
         if found is None and self._lost is not None:
             # Records are old now: who has come no further than others cannot be told from them.
             found = self._accusation()
-            if found is None and self._owner is None:
+            if found is None and self._host is None:
                 where = os.environ.get("MASTER_ADDR", "an unknown host")
-                return Cause(None, where, "PyTorch's store, which lives there, is gone")
-        if found is None and guess:
+                return Cause(self._owner, where, "PyTorch's store, which lives there, is gone")
+        elif found is None and guess:
             found = self._likeliest(suspect)
         if found is None:
             return None
@@ -297,10 +305,11 @@ class Board:
                     if self._is_over(ended):
                         break
                     self._news.wait_for(lambda: self._urgent, self._beat_s if ended is None else self._look_s)
-        except RuntimeError:
+        except Exception:  # noqa: BLE001 - whatever it is, no record will be read any more
             self._lost = time.monotonic()
-        self._client = self._store = None
-        self.over.set()
+        finally:
+            self._client = self._store = None
+            self.over.set()
 
     def exchange(self) -> None:
         with self._news:
@@ -315,12 +324,21 @@ class Board:
             now = time.monotonic()
             # After a pause this process itself was stopped: others were not silent, they were not heard.
             pause = now - self._read if now - self._read > self._beat_s * _CLOSED_BEATS else 0.0
-            before, self.records = self.records, [Record(**json.loads(record)) for record in records]
+            before, self.records = self.records, [self._read_record(*each) for each in enumerate(records)]
             self.records[self.rank] = self.mine
             for place, (old, new) in enumerate(zip(before, self.records, strict=True)):
                 self._heard[place] = now if new.beat != old.beat else self._heard[place] + pause
             self._read = now
-            self._cause = Cause(*json.loads(cause)) if cause else self._cause
+            if cause and self._cause is None:
+                with contextlib.suppress(ValueError):
+                    self._cause = Cause.read(cause)
+
+    def _read_record(self, place: int, data: bytes) -> Record:
+        """A rank's record as it is, or as it was if what is there now is not a rank's."""
+        try:
+            return Record.read(data, len(self.records))
+        except ValueError:
+            return self.records[place]
 
     def _is_over(self, ended: float | None) -> bool:
         """Whether to leave the store alone from now on. ``ended``: since when this rank has been writing that it has

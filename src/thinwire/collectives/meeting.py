@@ -43,6 +43,51 @@ class Record:
     def __str__(self) -> str:
         return json.dumps({name: value for name, value in vars(self).items() if value})
 
+    @staticmethod
+    def read(data: bytes, num_ranks: int) -> Record:
+        """Return the record that a rank has written, its texts within bounds.
+
+        Raises:
+            ValueError: It is damaged, or not a rank's.
+        """
+        told = loaded(data)
+        if not isinstance(told, dict) or "host" not in told or not told.keys() <= _KINDS.keys():
+            raise ValueError("not a rank's record")
+        record = Record(**{name: _checked(value, _KINDS[name]) for name, value in told.items()})
+        if record.failed is not None and not 0 <= record.failed[0] < num_ranks:
+            raise ValueError(f"there is no rank {record.failed[0]}")
+        return record
+
+
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("host", "absent", "ended"), str),
+    **dict.fromkeys(("beat", "progress"), int),
+    **dict.fromkeys(("call", "error"), (str, int)),
+    "failed": (int, str),
+}
+_MOST_BYTES = 1 << 15
+"""Of a record: its texts have at most 1000 characters each."""
+
+
+def loaded(data: bytes) -> Any:
+    """Return what JSON from the store says. Raises `ValueError` where it is none, or longer than a record can be."""
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"{len(data)} bytes are not a record")
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+
+
+def _checked(value: Any, kind: Any) -> Any:
+    if isinstance(kind, tuple):
+        if not isinstance(value, list) or len(value) != len(kind):
+            raise ValueError(f"not {len(kind)} values")
+        return tuple(map(_checked, value, kind))
+    if type(value) is not kind:
+        raise ValueError(f"not {kind.__name__}")
+    return line(value) if kind is str else value
+
 
 def line(text: object) -> str:
     """Return the beginning of a text without control characters."""
@@ -114,9 +159,8 @@ def _meet(store: Any, key: str, ranks: Sequence[int], rank: int, timeout: timede
     deadline = time.monotonic() + timeout.total_seconds()
     records: list[Record] = []
     try:
-        store.check(
-            [f"{key}/{rank}"]
-        )  # fails at once where the store is gone; a new client would try to connect for long
+        # Fails at once where the store is gone; a new client would try to connect for long.
+        store.check([f"{key}/{rank}"])
         client = store.clone()
         if rank == 0:
             client.set(f"{key}/cause", "")
@@ -135,7 +179,11 @@ def _meet(store: Any, key: str, ranks: Sequence[int], rank: int, timeout: timede
                     rank=missing[0],
                     reason="it has not made the call in which all ranks meet",
                 ) from None
-            its = Record(**json.loads(client.get(f"{key}/{other}")))
+            try:
+                its = Record.read(client.get(f"{key}/{other}"), len(ranks))
+            except ValueError as error:
+                reason = f"its record in PyTorch's store is damaged: {error}"
+                raise TransportError(f"rank {number}: {reason}", rank=number, reason=reason) from None
             if its.absent:
                 raise PeerFailedError(
                     f"rank {number} on {its.host} failed: {its.absent}", rank=number, host=its.host, reason=its.absent

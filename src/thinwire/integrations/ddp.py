@@ -345,8 +345,9 @@ class _Hook:
         if "gloo" in str(error) and not hasattr(error, "rank"):
             explained = detector.explain(TransportError(str(error)))
             vars(error).update(rank=explained.rank, host=explained.host, reason=explained.reason)
-            if explained.rank is not None:
-                error.add_note(f"The cause is rank {explained.rank} on {explained.host}: {explained.reason}")
+            if explained.reason is not None:
+                who = "" if explained.rank is None else f"rank {explained.rank} on "
+                error.add_note(f"The cause is {who}{explained.host}: {explained.reason}")
 
     def _check_overlap(self, bucket: GradBucket, flat: torch.Tensor, wire: Wire) -> None:
         # DDP's first buckets are not its last: it rebuilds them after the first one or two backward passes.

@@ -88,6 +88,8 @@ class ThreadExecutor(Executor):
         self._idle = threading.Condition()
         self._first = Worker(f"{name} send")
         self._second = Worker(f"{name} receive", after=self._first)
+        for worker in (self._first, self._second):
+            worker.start()
 
     def submit(self, job: Job) -> torch.futures.Future[Tensor]:
         if self._first.closed:
@@ -108,7 +110,12 @@ class ThreadExecutor(Executor):
             while self._advance(job, future) is not None:
                 pass
 
-        self._first.submit(begin)
+        try:
+            self._first.submit(begin)
+        except RuntimeError:
+            with self._idle:
+                self._unfinished -= 1
+            raise RuntimeError(CLOSED) from None
         return future
 
     def call(self, job: Callable[[], _T]) -> _T:
@@ -147,7 +154,7 @@ class ThreadExecutor(Executor):
         except StopIteration as end:
             tell: Callable[..., None] = future.set_result
             outcome = end.value
-        except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the future
+        except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the future
             tell, outcome = future.set_exception, error
         with self._idle:
             self._unfinished -= 1
