@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import torch.distributed as dist
 
 import thinwire
 from harness import run_ranks
-from thinwire.runtime import Follower
+from thinwire.runtime import Follower, ThreadExecutor
+from thinwire.threads import Worker
 
 ROOT = Path(thinwire.__file__).parent
 # What a busy machine does now and then: the thread is held up in a callback, below C++, when the program ends.
@@ -95,6 +97,21 @@ def test_what_waits_for_ever_is_left_behind() -> None:
     started = time.monotonic()
     assert _ended(_WAITS_FOR_EVER).returncode == 0
     assert time.monotonic() - started < 50
+
+
+def test_a_worker_that_cannot_start_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    worker = Worker("test")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", short)
+        with pytest.raises(RuntimeError, match="can't start"):
+            worker.submit(lambda: 1)
+        with pytest.raises(RuntimeError, match="can't start"):
+            ThreadExecutor("test")
+    worker.wait()
+    assert worker.submit(lambda: 2).result(60.0) == 2
 
 
 def test_python_never_runs_in_gloos_threads() -> None:

@@ -20,6 +20,7 @@ import thinwire
 from harness import run_ranks
 from thinwire import CommunicationError, PeerFailedError, TransportError
 from thinwire.collectives import FailureDetector, announce_error, failures
+from thinwire.collectives.meeting import Record
 from thinwire.integrations.transports import bare_transport
 
 ERROR = TransportError("the all-reduce failed")
@@ -182,17 +183,18 @@ def test_the_rank_that_has_the_store_stays_until_its_last_words_are_read(monkeyp
 def test_a_store_that_is_gone_names_the_rank_or_the_host_that_had_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "GRACE_S", 0.2)
     monkeypatch.setenv("MASTER_ADDR", "node3")
-    for launched in (False, True):
+    for launched, ranks in ((False, (0, 1)), (True, (0, 1)), (False, (1, 2))):
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(launched))
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         clients = [dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False) for _ in range(2)]
         made = everywhere(
-            2, lambda r, to=clients: FailureDetector.connect(to[r], "test", (0, 1), r, timedelta(seconds=20))
+            2, lambda r, to=clients, of=ranks: FailureDetector.connect(to[r], "test", of, r, timedelta(seconds=20))
         )
         del server
         error = made[1].explain(ERROR)
-        assert (error.rank, error.host) == ((None, "node3") if launched else (0, socket.gethostname()))
-        assert error.reason == ("PyTorch's store, which lives there, is gone" if launched else "its process has ended")
+        within = not launched and 0 in ranks
+        assert (error.rank, error.host) == (None if launched else 0, socket.gethostname() if within else "node3")
+        assert error.reason == ("its process has ended" if within else "PyTorch's store, which lives there, is gone")
         for one in made:
             one.close()
 
@@ -211,6 +213,37 @@ def test_a_rank_that_ends_because_of_an_error_on_another_one_is_not_the_cause(
     first.close()
     for error in everywhere(2, lambda place: others[place].explain(ERROR)):
         assert error.rank == (0 if gone_on else 2), error
+
+
+BAD = [b"", b"{", b"[]", b"3", b'{"host": 3}', b'{"beat": 1}', b'{"host": "x", "more": 1}',
+       b'{"host": "x", "beat": true}', b'{"host": "x", "failed": [9, "y"]}', b'{"host": "x", "failed": [-1, "y"]}', b'{"host": "x", "call": ["y"]}',
+       b'{"host": "x", "error": [1, "y"]}', b"[" * 9000, b'{"host": "' + b"x" * 40000 + b'"}', b"\xff"]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", BAD, ids=range(len(BAD)))
+def test_a_record_that_is_damaged_is_none(data: bytes) -> None:
+    with pytest.raises(ValueError):
+        Record.read(data, 4)
+    with pytest.raises(ValueError):
+        failures.Cause.read(data)
+
+
+def test_a_record_comes_back_within_bounds() -> None:
+    told = Record("node\n1", beat=3, call=("state_dict()", 2), failed=(3, "y" * 3000))
+    record = Record.read(str(told).encode(), 4)
+    assert record == Record("node 1", beat=3, call=("state_dict()", 2), failed=(3, "y" * 1000))
+
+
+def test_what_a_stranger_writes_into_the_store_ends_no_detector() -> None:
+    store = dist.HashStore()
+    made = everywhere(3, lambda r: FailureDetector.connect(store, "test", (0, 1, 2), r, timedelta(seconds=20)))
+    for key in ("test/1", "test/cause"):
+        store.set(key, "{")
+    time.sleep(1.2)
+    made[2].close(ValueError("tired"))
+    assert made[0].explain(ERROR).rank == 2
+    for one in made[:2]:
+        one.close()
 
 
 def test_an_error_that_another_rank_has_met_comes_with_its_text(detectors: list[FailureDetector]) -> None:
