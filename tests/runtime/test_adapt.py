@@ -521,7 +521,6 @@ def test_a_hybrid_plan_trains() -> None:
         "lgreco(every=4, objective=link)",
         "lgreco(every=4, reference=accordion())",
         "kmeans(every=4)",
-        "linear(every=4)",
         "accordion(every=4)",
     ],
 )
