@@ -254,12 +254,12 @@ def test_rows_carry_claim_and_verdict_and_no_value_that_is_not_json() -> None:
 
 
 def _trained(accuracy: float, alpha: tuple[tuple[int, float], ...] = (), step_s: float = 0.1) -> Trained:
-    return Trained((step_s, step_s), step_s, (2.0, 1.0), (2,), (0.1, accuracy), (2.3, 1.0), 8.0, accuracy, 1.0, alpha)
+    return Trained((step_s, step_s), (2.0, 1.0), (2,), (0.1, accuracy), (2.3, 1.0), 8.0, accuracy, 1.0, alpha)
 
 
 def test_training_loss_is_compared_relatively() -> None:
     def ended(loss: float) -> Trained:
-        return Trained((0.1, 0.2), 0.15, (2.0, loss), (2,), (0.1, 0.9), (2.3, 1.0), 8.0, 0.9, 1.0, ())
+        return Trained((0.1, 0.2), (2.0, loss), (2,), (0.1, 0.9), (2.3, 1.0), 8.0, 0.9, 1.0, ())
 
     base, above, diverged = (ended(loss) for loss in (0.5, 0.6, math.nan))
     assert added_loss([base, base], [base, above]) == pytest.approx([0.0, 0.2])
