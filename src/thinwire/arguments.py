@@ -97,26 +97,26 @@ class _Refused(ValueError):
 
 @dataclass(frozen=True)
 class Calls(Generic[T]):
-    """What texts such as ``minmax(bits=4)`` can make. Nothing in a text is evaluated.
+    """The calls that texts such as ``minmax(bits=4)`` may contain. Nothing in a text is evaluated.
 
     Values are literals, words, or calls again where a parameter is annotated with one of ``nested``. A parameter that
     is annotated as a string takes a call as text.
     """
 
     kind: str
-    """What they make, in the words of errors."""
+    """The kind of object that a call makes, as errors name it."""
     what: str
-    """What such a text is called."""
+    """The name of such a text in errors."""
     example: str
     find: Callable[[str], Callable[..., T] | None]
-    """What a name makes; None if it is no such name."""
+    """Returns the function of a name; None if there is none."""
     names: Callable[[], Iterable[str]]
-    """The names among which the one is looked for that was meant."""
+    """Returns the names that an error may suggest."""
     nested: tuple[str, ...]
     presets: Mapping[str, str] = field(default_factory=dict[str, str])
     """Short names of whole texts."""
     others: Mapping[str, str] = field(default_factory=dict[str, str])
-    """What users write for a name, in lower case without hyphens, and the text that they mean."""
+    """Other spellings, in lower case without hyphens, and the valid text that each stands for."""
 
     def parse(self, text: str) -> T:
         """Return what a text makes.

@@ -134,7 +134,7 @@ class _Submitted(NamedTuple):
 
 
 class _Jobs:
-    """What a worker shares with its thread."""
+    """The state that a worker shares with its thread."""
 
     def __init__(self) -> None:
         self.waiting: deque[_Submitted] = deque()
@@ -142,7 +142,7 @@ class _Jobs:
         self.unfinished = self.held_bytes = 0
         self.started = self.closed = False
         self.last: _Jobs | None = None
-        """Those of the worker that ends after this one."""
+        """The jobs of the worker that ends after this one."""
 
     def close(self) -> None:
         with self.changed:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from thinwire import threads
 from thinwire.collectives.errors import PeerFailedError, TransportError
-from thinwire.collectives.meeting import Record, announcing, beside, line, loaded, meet
+from thinwire.collectives.meeting import Record, announcing, beside, checked, line, loaded, meet
 from thinwire.compat import rank_of_store
 
 _T = TypeVar("_T")
@@ -39,15 +39,15 @@ _RANKS_A_BEAT = 64
 _SILENT_BEATS, _CLOSED_BEATS = 6, 3
 """Heartbeats that a rank must miss to be taken to be stopped; or to have ended, where a connection to it is closed."""
 GRACE_S = 2.5
-"""How long a failure waits for evidence of its cause."""
+"""Seconds that a failure waits for evidence of its cause."""
 _REPORT_S = 1.0
-"""The same for a failure that another rank has announced."""
+"""Seconds that a failure which another rank has announced waits for evidence."""
 _LINGER_S = 3.0
 """How long rank 0, which has the store, stays for ranks that have yet to read its last words."""
 _UNDER_WAY = 2
 """Collectives that may be under way at a time."""
 _SILENCE = re.compile("imed out|timeout caused|within|no heartbeat")
-"""What errors say where a connection is still open."""
+"""The words of errors in which a connection is still open."""
 
 
 class Cause(NamedTuple):
@@ -61,10 +61,8 @@ class Cause(NamedTuple):
     @staticmethod
     def read(data: bytes) -> Cause:
         """Return the cause that a rank has written. Raises `ValueError` where it is damaged, or not a rank's."""
-        rank, host, reason = told if isinstance(told := loaded(data), list) and len(told) == 3 else (None, None, None)
-        if not (rank is None or type(rank) is int) or not isinstance(host, str) or not isinstance(reason, str):
-            raise ValueError("not a cause")
-        return Cause(rank, line(host), line(reason))
+        rank, *texts = told if isinstance(told := loaded(data), list) and told else [None]
+        return Cause(None if rank is None else checked(rank, int), *checked(texts, (str, str)))
 
 
 class FailureDetector:
@@ -106,8 +104,9 @@ class FailureDetector:
         threads.start(self.board.run, name="thinwire failures", end=self._stop, within_s=within_s)
 
     def waiting(self, call: Callable[[], _T], doing: str) -> _T:
-        """What ``call`` returns, which waits for all ranks, and would wait until its timeout for one that is gone. It
-        runs in a thread of its own, and is left alone there where a rank is.
+        """Return the result of ``call``, which waits for all ranks and would wait for a lost one until its timeout.
+
+        It runs in a thread of its own, in which it is left behind if a rank is lost.
 
         Raises:
             TransportError: A rank has ended, has said that it communicates no more, or is silent.
@@ -123,7 +122,7 @@ class FailureDetector:
         self.board.mine.progress = next(self.board.counter)
 
     def explain(self, error: TransportError, suspect: int | None = None) -> TransportError:
-        """``error`` with the rank that caused it, if that can be found out, and report it to the other ranks.
+        """Return ``error`` with the rank that caused it, if that can be found out, and tell the other ranks.
 
         Takes up to 2.5 s where there is no evidence. ``suspect`` is the rank, within this detector's group, that the
         failed operation was for.
@@ -141,7 +140,7 @@ class FailureDetector:
         self.board.tell(error=(line(f"{type(error).__name__}: {error}"), self.board.mine.progress))
 
     def attribute(self, error: PeerFailedError) -> PeerFailedError:
-        """``error`` with the rank that was the first to fail, and with what it has reported.
+        """Return ``error`` with the rank that was the first to fail, and with the error that it has reported.
 
         A rank that another one made fail says so to others: the rank in ``error`` need not be the cause.
         """

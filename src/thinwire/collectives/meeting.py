@@ -53,7 +53,7 @@ class Record:
         told = loaded(data)
         if not isinstance(told, dict) or "host" not in told or not told.keys() <= _KINDS.keys():
             raise ValueError("not a rank's record")
-        record = Record(**{name: _checked(value, _KINDS[name]) for name, value in told.items()})
+        record = Record(**{name: checked(value, _KINDS[name]) for name, value in told.items()})
         if record.failed is not None and not 0 <= record.failed[0] < num_ranks:
             raise ValueError(f"there is no rank {record.failed[0]}")
         return record
@@ -66,7 +66,7 @@ _KINDS: dict[str, Any] = {
     "failed": (int, str),
 }
 _MOST_BYTES = 1 << 15
-"""Of a record: its texts have at most 1000 characters each."""
+"""Largest size of a record, whose texts have at most 1000 characters each."""
 
 
 def loaded(data: bytes) -> Any:
@@ -79,11 +79,12 @@ def loaded(data: bytes) -> Any:
         raise ValueError(str(error)) from None
 
 
-def _checked(value: Any, kind: Any) -> Any:
+def checked(value: Any, kind: Any) -> Any:
+    """Return a value from the store, its texts cut, if it is of a kind or a list of kinds. Raises `ValueError`."""
     if isinstance(kind, tuple):
         if not isinstance(value, list) or len(value) != len(kind):
             raise ValueError(f"not {len(kind)} values")
-        return tuple(map(_checked, value, kind))
+        return tuple(map(checked, value, kind))
     if type(value) is not kind:
         raise ValueError(f"not {kind.__name__}")
     return line(value) if kind is str else value
@@ -128,7 +129,7 @@ def meet(store: Any, key: str, ranks: Sequence[int], rank: int, timeout: timedel
 
 
 def beside(call: Callable[[], _T]) -> Future[_T]:
-    """What ``call`` will return or raise, in a thread of its own that nobody has to wait for."""
+    """Run ``call`` in a thread of its own, which nobody has to wait for, and return the future of its result."""
     done: Future[_T] = Future()
 
     def run() -> None:
@@ -142,7 +143,7 @@ def beside(call: Callable[[], _T]) -> Future[_T]:
 
 
 def _within(timeout: timedelta, call: Callable[[], _T]) -> _T:
-    """What ``call`` returns or raises. PyTorch's store has calls that wait without end for a process that is stopped.
+    """Return the result of ``call``. PyTorch's store has calls that wait without end for a process that is stopped.
 
     Raises:
         TransportError: It takes longer than ``timeout`` and a second.

@@ -80,9 +80,9 @@ class LGreco(BudgetedPolicy):
     steps: int = allocate.STEPS
     """D of the dynamic programme."""
     objective: Objective = "bytes"
-    """``bytes``; ``error`` minimises the error instead, subject to ``alpha`` times the bytes of the reference;
+    """``bytes``; ``error`` minimizes the error instead, subject to ``alpha`` times the bytes of the reference;
     ``time`` weighs the bytes of each bucket by the time that they were measured to take, after up to four plans for
-    each bucket, tried for 50 steps each (4.5); ``link`` minimises the predicted time of encoding, sending at the
+    each bucket, tried for 50 steps each (4.5); ``link`` minimizes the predicted time of encoding, sending at the
     measured rate, and decoding, with raw layers among the candidates."""
     reference: Policy | None = None
     """The policy whose choice sets the error to be kept, such as `Accordion` (4.6.3)."""

@@ -1,4 +1,4 @@
-"""What a Wire shows of its layers: the compressor of each, or why it is raw, and the bytes that are sent."""
+"""The layers of a Wire as rows and as a table: their compressors, or why they are raw, and the bytes sent."""
 
 from __future__ import annotations
 

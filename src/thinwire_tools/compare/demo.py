@@ -261,7 +261,7 @@ class Demonstration(Comparison):
         if ours := self.runs.get("thinwire"):
             held = _sent_by_formula(ours)
             yield Check.of("every message of thinwire has the size of its format's formula", _YES[held], held)
-        alike = all(run.replicas_identical for name, run in self.runs.items() if VARIANTS[name].synchronised)
+        alike = all(run.replicas_identical for name, run in self.runs.items() if VARIANTS[name].synchronized)
         yield Check.of("ranks end with the same parameters, bit for bit", _YES[alike], alike)
         ratios = self.ratios()
         if self.judged and "interface_ratio" in ratios:

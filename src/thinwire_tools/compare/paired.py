@@ -352,7 +352,7 @@ class Runs:
         for until in probe_steps(self.task):
             training.turn(until)
         run = training.finish()
-        if variant.synchronised and math.isfinite(run.val_loss) and not run.replicas_identical:
+        if variant.synchronized and math.isfinite(run.val_loss) and not run.replicas_identical:
             raise ParityError(f"{name}, seed {seed}: ranks hold different parameters after {self.task.steps} steps")
         return run
 

@@ -103,7 +103,7 @@ class Variant:
         return self.spec if self.policy is None else f"{self.spec}{_WITH}{self.policy}"
 
     @property
-    def synchronised(self) -> bool:
+    def synchronized(self) -> bool:
         """Whether ranks end with the same parameters."""
         return self.spec != ALONE
 

@@ -16,7 +16,7 @@ from thinwire.compressors._core.slots import Slot
 
 
 class Traits(NamedTuple):
-    """Properties of a compressor. The defaults suit a biased quantiser."""
+    """Properties of a compressor. The defaults suit a biased quantizer."""
 
     unbiased: bool = False
     """The expected value of the decompressed tensor is the tensor."""
