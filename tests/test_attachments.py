@@ -1,0 +1,217 @@
+"""Every attachment, held to every law: what must be true wherever thinwire compresses. A new one joins by being listed.
+
+What only one attachment does is tested beside it.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import re
+import time
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import thinwire
+from attachments import ATTACHMENTS, Training
+from harness import run_ranks
+
+STEPS = 3
+COUNTERS = r"(^|/)(step|steps|seen|versions|exchanges|sent_at/\d+|seed|plan|checksums)$"
+"""Entries of states that move with every step."""
+
+
+def begin(rank: int, name: str, steps: int = STEPS) -> Training:
+    """A training that is compressed from its first step on, after so many."""
+    training = ATTACHMENTS[name](rank)
+    training.attach()
+    for step in range(steps):
+        training.step(step)
+    return training
+
+
+def slots(training: Training) -> dict[str, Tensor]:
+    """What compressors, policies and optimizers have learned or left out on this rank."""
+    return {k: v.clone() for k, v in training.wire.state_dict().items() if not re.search(COUNTERS, k)}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Whether all tensors are the same to the bit; what was not measured yet is NaN in both."""
+    return a.keys() == b.keys() and all(torch.equal(a[key].nan_to_num(), b[key].nan_to_num()) for key in a)
+
+
+def assert_alike(training: Training) -> None:
+    """All ranks that have a tensor of a name have the same."""
+    everyone: list[Any] = [None] * training.size
+    dist.all_gather_object(everyone, training.weights())
+    first: dict[str, Tensor] = {}
+    for weights in everyone:
+        for name, tensor in weights.items():
+            assert torch.equal(first.setdefault(name, tensor), tensor), name
+
+
+def load(rank: int, name: str, path: str) -> Training:
+    state = torch.load(path, weights_only=True)
+    training = begin(rank, name, 0)
+    training.step(17)  # from somewhere else
+    training.load(state["training"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # another number of workers: tune the outer optimizer anew
+        training.wire.load_state_dict(state["wire"])
+    return training
+
+
+# --- laws: each is called on every rank -------------------------------------------------------------------------------
+
+
+def alike(rank: int, name: str) -> None:
+    training = begin(rank, name)
+    assert_alike(training)
+    assert 0 < training.sent_bytes() < training.share * training.dense_bytes(), "little was compressed"
+
+
+def resumed(rank: int, name: str, folder: str) -> None:
+    training = begin(rank, name)
+    path = f"{folder}/{rank}"
+    torch.save({"training": training.state(), "wire": training.wire.state_dict()}, path)
+    for step in range(STEPS, 2 * STEPS):
+        training.step(step)
+    again = load(rank, name, path)
+    for step in range(STEPS, 2 * STEPS):
+        again.step(step)
+    assert same(again.weights(), training.weights())
+    assert same(slots(again), slots(training))
+
+
+def detached(rank: int, name: str) -> None:
+    training, stock = begin(rank, name), ATTACHMENTS[name](rank)
+    training.detach()
+    stock.load(copy.deepcopy(training.state()))
+    for each in (training, stock):
+        each.step(STEPS)
+    assert_alike(training)
+    assert same(training.weights(), stock.weights()) or not training.becomes_stock, "it is not as it was"
+    training.attach()
+    training.step(STEPS + 1)
+    stock.step(STEPS + 1)
+    assert_alike(training)
+    assert not same(training.weights(), stock.weights()), "nothing is compressed again"
+
+
+def not_finite(rank: int, name: str) -> None:
+    training = begin(rank, name)
+    before = slots(training) if training.keeps_nothing_of_nan else {}
+    assert not all(bool(t.isfinite().all()) for t in training.poisoned_step(STEPS)), "it was laundered"
+    assert same(slots(training) if before else {}, before), "it is kept"
+    training.step(STEPS + 1)
+    assert_alike(training)
+    assert all(bool(t.isfinite().all()) for t in training.weights().values())
+
+
+def wrong_state(rank: int, name: str) -> None:
+    training = begin(rank, name)
+    state, before = training.wire.state_dict(), slots(training)
+    key = next(key for key, value in state.items() if "residual" in key or "moment" in key)
+    damaged = state | {key: state[key] + 1}
+    for wrong in (damaged, {k: v for k, v in state.items() if k != key}):
+        with pytest.raises((ValueError, thinwire.PeerFailedError), match=r"load_state_dict|checksum|lacks") as error:
+            training.wire.load_state_dict(wrong if rank == 1 else state)
+        assert rank == 1 or "rank 1" in str(error.value)
+    assert same(slots(training), before), "what was refused was taken"
+    training.wire.load_state_dict(state)
+    training.step(STEPS)
+    assert_alike(training)
+
+
+def bytes_foreseen(rank: int, name: str) -> None:
+    training = begin(rank, name)
+    before = training.sent_bytes()
+    for step in range(STEPS, 2 * STEPS):
+        training.step(step)
+    assert training.sent_bytes() - before == STEPS * training.foreseen_bytes()
+
+
+def memory_told(rank: int, name: str) -> None:
+    told, _ = begin(rank, name, 0).memory()
+    _, held = begin(rank, name).memory()
+    assert told <= held <= 1.02 * told, "slots of raw layers in a bucket come on top"
+
+
+def nothing_left(rank: int, name: str) -> None:
+    models, counts = [], []
+    for cycle in range(8):
+        training = begin(rank, name, 2)
+        training.detach()
+        models.append(weakref.ref(training))
+        del training
+        if cycle in (1, 7):
+            counts.append(settled(counts[0] if counts else None))
+    assert all(late <= early for early, late in zip(*counts, strict=True)), counts
+    assert not [model for model in models if model() is not None]
+
+
+def settled(wanted: tuple[int, int] | None) -> tuple[int, int]:
+    """Threads and open files, once threads that were told to end have ended."""
+    end = time.monotonic() + (0.5 if wanted is None else 20.0)
+    while True:
+        gc.collect()
+        counts = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+        if time.monotonic() > end or (wanted and all(a <= b for a, b in zip(counts, wanted, strict=True))):
+            return counts
+        time.sleep(0.05)
+
+
+LAWS = [alike, resumed, detached, not_finite, wrong_state, bytes_foreseen, memory_told, nothing_left]
+CELLS = [(name, law) for name in ATTACHMENTS for law in LAWS if law.__name__ not in ATTACHMENTS[name].without]
+
+
+@pytest.mark.parametrize(("name", "law"), [pytest.param(n, law, id=f"{n}-{law.__name__}") for n, law in CELLS])
+def test_law(name: str, law: Any, tmp_path: Any) -> None:
+    attachment = ATTACHMENTS[name]
+    arguments = (str(tmp_path),) if law is resumed else ()
+    run_ranks(law, attachment.worlds[0], name, *arguments, backend=attachment.backend)
+
+
+# --- another number of ranks ------------------------------------------------------------------------------------------
+
+
+def saved(rank: int, name: str, path: str) -> None:
+    training = begin(rank, name)
+    state = {"training": training.state(), "wire": training.wire.gather_state_dict()}
+    if rank == 0:
+        torch.save(state, path)
+
+
+def passed_on(rank: int, name: str, path: str, onward: str) -> None:
+    training = load(rank, name, path)
+    state = {"training": training.state(), "wire": training.wire.gather_state_dict()}
+    if rank == 0:
+        torch.save(state, onward)
+    training.step(STEPS)
+    assert_alike(training)
+
+
+def loaded(rank: int, name: str, path: str) -> dict[str, Tensor]:
+    return {key: value for key, value in slots(load(rank, name, path)).items() if value.is_floating_point()}
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, attachment in ATTACHMENTS.items() if "another_world" not in attachment.without]
+)
+def test_another_number_of_ranks_owes_the_same(name: str, tmp_path: Any) -> None:
+    """The fewest ranks owe as much from a checkpoint as from one that another number of ranks passed on."""
+    ranks, others, fewest = ATTACHMENTS[name].worlds
+    path, onward = str(tmp_path / "of some"), str(tmp_path / "of others")
+    run_ranks(saved, ranks, name, path)
+    run_ranks(passed_on, others, name, path, onward)
+    directly, by_others = (run_ranks(loaded, fewest, name, each) for each in (path, onward))
+    assert directly[0], "nothing is owed"
+    for mine, theirs in zip(directly, by_others, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6, equal_nan=True)
