@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := $(wildcard native/*) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: demo test test-slow test-all check format sanitize fuzz fuzz-sanitized chaos soak conformance triton cuda cuda-wheels bench experiments experiments-smoke readme docs wheel wheel-check first-answer clean
+.PHONY: demo test test-slow test-all check format sanitize fuzz fuzz-sanitized chaos soak mutants conformance triton cuda cuda-wheels bench experiments experiments-smoke readme docs wheel wheel-check first-answer clean
 
 demo: .venv/demo
 	$(BIN)/thinwire demo
@@ -46,6 +46,10 @@ fuzz: .venv/ready
 fuzz-sanitized: .venv/ready
 	for seed in 0 1; do PATH="$(CURDIR)/$(BIN):$$PATH" bash native/sanitize.sh fuzz --inputs 5000000 --seed $$seed \
 	  --json benchmarks/fuzz-$$seed.json || exit 1; done
+
+# Faults seeded into the source, each of which a test that is named for it must find. Ten minutes; changes files in place.
+mutants: .venv/ready
+	$(BIN)/python tools/mutants.py --json benchmarks/mutants.json
 
 # PyTorch's own tests of process groups, on gloo and on thinwire: half an hour.
 conformance: .venv/ready

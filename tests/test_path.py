@@ -116,7 +116,7 @@ BELOW = {
 
 @pytest.mark.parametrize(
     ("run", "arguments", "client", "kernels", "most"),
-    [(_bucket, (), BUCKET, {"encode", "reduce", "decode"}, 34), (_gather, (2,), GATHER, {"encode", "decode"}, 37)],
+    [(_bucket, (), BUCKET, {"encode", "reduce", "decode"}, 36), (_gather, (2,), GATHER, {"encode", "decode"}, 40)],
     ids=["bucket", "gather"],
 )
 def test_a_message_goes_through_at_most_ten_files(

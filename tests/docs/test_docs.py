@@ -128,7 +128,8 @@ ELSEWHERE = {
     "make wheel": ".ci/run",
     "make wheel-check": ".ci/run",
     "make triton": ".ci/run",
-    "make first-answer": ".ci/run",
+    "make first-answer": "Makefile",
+    "make mutants": "Makefile",
     "make bench": "Makefile",
     "make readme": "Makefile",
     "pip install .": ".ci/run",  # make wheel-check builds what pip would, and installs it

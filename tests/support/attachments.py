@@ -22,7 +22,8 @@ from thinwire.integrations.ddp import Options, attach_ddp
 from thinwire.local import DiLoCo
 from thinwire.optim import CompressedAdamW, Muon, QuantizedAdam
 
-FEEDBACK = "ef(minmax(bits=2, bucket=64))"
+FEEDBACK = "ef(minmax(bits=2, bucket=64, rounding=stochastic))"
+"""Rounded by draws, so that a law sees which are drawn."""
 WHOLE = StateDictOptions(full_state_dict=True)
 State = dict[str, Any]
 
