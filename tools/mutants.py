@@ -2,8 +2,8 @@
 
     python tools/mutants.py --json benchmarks/mutants.json
 
-An entry of tests/mutants.json says what is wrong, where, and which test must find it. Files are changed in place and put
-back: the working tree must be clean. A test that fails without the fault, or passes with it, ends this with an error.
+An entry of tests/mutants.json says what is wrong, where, and which test must find it. Files are changed in place and
+put back: the working tree must be clean. A test that fails without the fault, or passes with it, is an error.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+
+from rich.console import Console
 
 from thinwire_tools.results import Results
 
@@ -43,6 +45,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write what was found")
     options = parser.parse_args()
+    console = Console(highlight=False)
     if subprocess.run(["git", "diff", "--quiet"], cwd=ROOT, check=False).returncode:
         sys.exit("the working tree is not clean: commit or stash first")
     mutants = json.loads((ROOT / "tests/mutants.json").read_text())
@@ -51,11 +54,11 @@ def main() -> int:
     for mutant in mutants:
         found = is_found(mutant)
         results.add(mutant["fault"], int(found), "found", **{key: mutant[key] for key in ("room", "file", "test")})
-        print(f"{'found' if found else 'NOT FOUND':10} {mutant['room']:12} {mutant['fault']}", flush=True)
+        console.print(f"{'found' if found else 'NOT FOUND':10} {mutant['room']:12} {mutant['fault']}")
     if options.json:
         results.write(options.json)
     missed = sum(1 - row["value"] for row in results.results)
-    print(f"{len(mutants) - missed} of {len(mutants)} faults are found")
+    console.print(f"{len(mutants) - missed} of {len(mutants)} faults are found")
     return 1 if missed else 0
 
 
