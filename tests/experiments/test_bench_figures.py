@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.__main__ import main as experiments_main
-from experiments.bench import claims, families, peers as peers_module
+from experiments.bench import claims, families
 from experiments.bench.bursts import busiest_second
 from experiments.bench.claims import Point, at_equal_bytes, at_the_settings, fft_points, interpolated, verdicts
 from experiments.bench.first_epoch import TILE, Ranking, entropy, tiled
@@ -18,9 +17,8 @@ from experiments.bench.formats import FORMATS, TREATMENTS, error_of, rotated
 from experiments.bench.gradients import Gradients, Moment, make_task, record
 from experiments.bench.integers import SPECS
 from experiments.bench.masks import METHODS, REFERENCE, Layers, sent_bytes
-from experiments.bench.members import TASK, Run, _add, _add_comparisons, _digest, _evaluate, _loss_at, _shares
+from experiments.bench.members import Run, _add, _add_comparisons, _digest, _loss_at, _shares
 from experiments.bench.passes import Pass, Quality, measure_quality
-from experiments.bench.peers import peers
 from thinwire.collectives import Layer, Layout
 from thinwire.compressors import FFT, QSGD, Summed, TernGrad, TopK, for_world, parse, registered
 from thinwire_tools.compare import every
@@ -160,17 +158,6 @@ def test_the_claim_of_the_fft_is_judged_at_equal_bytes_and_at_the_papers_setting
     assert at_the_settings(alone) == []
 
 
-def test_what_cannot_be_measured_is_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert experiments_main(["bench", "compressors", "quantise"]) == 64
-    assert "no compressor" in " ".join(capsys.readouterr().err.split())
-    assert experiments_main(["bench", "compressors", "--turns", "0"]) == 64
-    monkeypatch.setattr(peers_module, "find_spec", lambda name: None)
-    assert peers() == 1
-    assert "torchft is not installed: pip install torchft" in capsys.readouterr().out
-
-
 # --- others
 
 
@@ -277,12 +264,3 @@ def test_losses_are_compared_at_equal_tokens() -> None:
     assert results.value("members/0/loss_excess") == pytest.approx(2.6 / 2.5 - 1)
     assert results.value("members/0/kept_of_undisturbed") == 0.5
     assert sum(row["name"].endswith("/loss_excess") for row in results.results) == 1
-
-
-def test_saved_weights_are_evaluated_after_the_run(tmp_path: Path) -> None:
-    model = TASK.build(seed=3)
-    torch.save(torch.cat([p.detach().flatten() for p in model.parameters()]), tmp_path / "abc.pt")
-    notes = [{"weights": "abc", "kept": kept} for kept in (0, 100, 100)] + [{"weights": "not saved", "kept": 100}]
-    _evaluate(notes, tmp_path)
-    total, count = TASK.evaluate(model, 0, 1, probe=True)
-    assert [note.get("loss") for note in notes] == [None, pytest.approx(total / count), None, None]

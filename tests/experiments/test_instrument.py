@@ -20,6 +20,7 @@ from experiments.framework.timing import Times, Timing, rate_text, solve_rate
 from experiments.tasks.models import TIMED_SMOKE
 from harness import run_ranks
 from thinwire_tools import lab
+from thinwire_tools.compare.rank_processes import RankFailed, RankProcesses
 
 GPT, CNN = TIMED_SMOKE
 
@@ -251,31 +252,6 @@ def test_a_bad_number_of_runs_is_refused(capsys: pytest.CaptureFixture[str]) -> 
 # --- turns
 
 
-def test_turns_are_taken_by_all_and_counted_after_the_first() -> None:
-    pytest.importorskip("sklearn")
-    turns: list[tuple[int, str]] = []
-    with Timing("host", emulated=False) as timing:
-        found = timing.times(
-            CNN,
-            (FP32, THINWIRE, NOTHING),
-            rounds=2,
-            steps=3,
-            rate=None,
-            on_turn=lambda steps, title: turns.append((steps, title)),
-        )
-    assert {name: len(rounds) for name, rounds in found.rounds.items()} == {"fp32": 2, "thinwire": 2, "nothing": 2}
-    assert all(seconds > 0 for rounds in found.rounds.values() for seconds in rounds)
-    assert [title for _, title in turns] == [
-        *("nothing sent", "thinwire", "DDP fp32"),
-        *("DDP fp32", "thinwire", "nothing sent"),
-        *("nothing sent", "thinwire", "DDP fp32"),
-    ]
-    assert {steps for steps, _ in turns} == {3}
-    assert set(found.payload_bytes) == {"fp32", "thinwire"}
-    # Four ranks: 2 · 3/4 of the gradient.
-    assert found.payload_bytes["fp32"] == 1.5 * CNN.gradient_bytes
-
-
 def test_errors_are_those_of_what_arrives() -> None:
     pytest.importorskip("sklearn")
     half = Method("half", "half", "#000000", spec="truncate(gamma=2)")
@@ -310,3 +286,34 @@ def test_the_rate_at_which_a_step_takes_a_time() -> None:
     assert solve_rate((400e6, 0.5), (200e6, 0.4), 1.0) == 400e6
     assert [rate_text(rate) for rate in (287_600_000, 4_449_000, 1.26e9)] == ["290mbit", "4.4mbit", "1300mbit"]
     assert lab.parse_rate(rate_text(4_449_000)) == 4_400_000
+
+
+# --- what fails
+
+
+def test_a_rank_that_fails_costs_its_figure_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RankProcesses.run
+
+    def run_and_kill(ranks: RankProcesses, command: dict[str, Any], *args: Any) -> list[dict[str, Any]]:
+        if command["do"] == "train":
+            ranks.process(1).kill()
+        return run(ranks, command, *args)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RankFailed(0, "it ended", "no such module")
+
+    def failures(*parts: str) -> dict[str, str]:
+        assert experiments_main(["fft", "--smoke", "--parts", *parts, "--out", str(tmp_path)]) == 1
+        found = json.loads((tmp_path / "repro-fft.json").read_text())
+        assert {row["figure"] for row in found["results"]} == set(parts) - found["about"]["failures"].keys()
+        return found["about"]["failures"]
+
+    monkeypatch.setattr(lab, "unavailable", lambda: "no right to make namespaces")
+    monkeypatch.setattr(RankProcesses, "run", run_and_kill)
+    assert failures("6", "13", "5") == {"13": "rank 1: ended by signal 9"}
+    assert "no right to make namespaces" in " ".join(capsys.readouterr().out.split())
+    monkeypatch.setattr("thinwire_tools.compare.rank_processes.RankProcesses", refuse)
+    assert failures("6", "16") == {"16": "rank 0: it ended"}
+    assert "no such module" in capsys.readouterr().out

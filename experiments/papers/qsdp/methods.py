@@ -116,8 +116,8 @@ def rounded(weights: int, gradients: int, rounding: Rounding) -> Method:
 
 
 def learned(weights: int, gradients: int, learn_at: Sequence[int]) -> Method:
-    """The same with levels that are learned at these steps, where they have any effect: of layers of any size, since none
-    of these networks' has the thesis's 10^5 elements."""
+    """The same with levels that are learned at these steps, where they have any effect: of layers of any size, since
+    none of these networks' has the thesis's 10^5 elements."""
 
     def spec(bits: int) -> str:
         if bits > _MOST_LEARNED_BITS:
