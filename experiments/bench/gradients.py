@@ -57,7 +57,7 @@ def make_task(name: TaskName, *, smoke: bool = False) -> Task:
     return task
 
 
-def record(task: Task, steps: Sequence[int], *, seed: int = 0) -> Gradients:
+def record(task: Task, steps: Sequence[int]) -> Gradients:
     """Train ``task`` in this process and keep the gradients of ``steps`` (ascending, from 1) and of those before them.
 
     Biases, norms and other layers that a plan leaves raw are left out.
@@ -67,11 +67,11 @@ def record(task: Task, steps: Sequence[int], *, seed: int = 0) -> Gradients:
     """
     if not steps or list(steps) != sorted(set(steps)) or not 1 <= steps[0] <= steps[-1] < task.steps:
         raise ValueError(f"steps {list(steps)}: ascending, from 1 to {task.steps - 1}")
-    model, keep = task.build(seed), Filter()
+    model, keep = task.build(0), Filter()
     chosen = {n: p for n, p in model.named_parameters() if not keep.keeps_raw(n, p.shape)}
     optimizer, wanted = task.optimizer(model), {at for step in steps for at in (step - 1, step)}
     kept: dict[int, Tensor] = {}
-    for step, batch in enumerate(islice(task.batches(seed, 0, 1), steps[-1] + 1)):
+    for step, batch in enumerate(islice(task.batches(0, 0, 1), steps[-1] + 1)):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(task.learning_rate, step, task.steps)
         optimizer.zero_grad(set_to_none=True)

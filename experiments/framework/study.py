@@ -136,7 +136,7 @@ class Study(Generic[ScaleT]):
         return self._resources[key]
 
     def train_task(
-        self, task: ScoredTask, method: Method, seed: int, *, num_ranks: int = 2, measure: int = 0, shaped: bool = False
+        self, task: ScoredTask, method: Method, seed: int, *, num_ranks: int, measure: int = 0, shaped: bool = False
     ) -> Trained:
         """`Runs.train`, with progress."""
         runs, before = self.runs(task, num_ranks), self._done
@@ -215,21 +215,12 @@ class ImageStudy(Study[ImageScaleT]):
     def task(self) -> ImageTask:
         return self.scale.task
 
-    def train(
-        self,
-        method: Method,
-        seed: int,
-        *,
-        task: ImageTask | None = None,
-        num_ranks: int | None = None,
-        measure: int = 0,
-        shaped: bool = False,
-    ) -> Trained:
-        """`Study.train_task`; the scale's task and ranks unless others are given."""
-        task, num_ranks = task or self.task, num_ranks or self.scale.num_ranks
-        trained = self.train_task(task, method, seed, num_ranks=num_ranks, measure=measure, shaped=shaped)
+    def train(self, method: Method, seed: int, *, measure: int = 0, shaped: bool = False) -> Trained:
+        """`Study.train_task` with the scale's task and ranks."""
+        num_ranks = self.scale.num_ranks
+        trained = self.train_task(self.task, method, seed, num_ranks=num_ranks, measure=measure, shaped=shaped)
         if shaped and self.emulated:
-            link = self.runs(task, num_ranks).link
+            link = self.runs(self.task, num_ranks).link
             self.link = link if link != "loopback" else self.link
         return trained
 

@@ -64,21 +64,13 @@ def fewer_bytes(
     return _over_trainings(bench, method, later, at, ratio)
 
 
-def less_error(
-    bench: Bench,
-    method: str,
-    *,
-    later: bool = False,
-    measure: Measure = "error",
-    at: frozenset[DecisionPlace] | None = None,
-) -> Ratio | None:
+def less_error(bench: Bench, method: str, *, at: frozenset[DecisionPlace] | None = None) -> Ratio | None:
     """How many times less error than uniform compression of the same bytes a policy has."""
 
     def ratio(point: Point, line: Line) -> float:
-        error = getattr(point, measure)
-        return line.error_at(point, measure) / error if error else math.nan
+        return line.error_at(point) / point.error if point.error else math.nan
 
-    return _over_trainings(bench, method, later, at, ratio)
+    return _over_trainings(bench, method, False, at, ratio)
 
 
 def against(bench: Bench, method: str, other: str, *, later: bool = False) -> Ratio | None:
@@ -111,10 +103,8 @@ class Line:
             getattr(point, measure), [getattr(p, measure) for p in self.points], [p.sent_bytes for p in self.points]
         )
 
-    def error_at(self, point: Point, measure: Measure) -> float:
-        return _between(
-            point.sent_bytes, [p.sent_bytes for p in self.points], [getattr(p, measure) for p in self.points]
-        )
+    def error_at(self, point: Point) -> float:
+        return _between(point.sent_bytes, [p.sent_bytes for p in self.points], [p.error for p in self.points])
 
 
 def _between(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:

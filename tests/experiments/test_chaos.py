@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,25 +63,17 @@ def test_outcomes_that_are_kept_are_not_run_again(tmp_path: Path, monkeypatch: p
     assert len(ran) == 6
 
 
-@pytest.mark.parametrize(
-    ("survivor", "of_stock", "code"),
-    [
-        (chaos.Survivor(1, "TransportError", True, 1.5), "RuntimeError", 0),
-        (chaos.Survivor(1, "TransportError", False, 1.5), "RuntimeError", 1),
-        (chaos.Survivor(1, "TransportError", True, 13.5), "RuntimeError", 1),
-        (chaos.Survivor(1, "TransportError", True, 1.5, wrong_digests=1), "RuntimeError", 1),
-        (chaos.Survivor(1, "TransportError", True, 1.5, saved=False), "RuntimeError", 1),
-        (chaos.Survivor(1, "hung"), "RuntimeError", 1),
-        (chaos.Survivor(1, "aborted"), "RuntimeError", 1),
-        (chaos.Survivor(1, "aborted"), "aborted", 0),
-    ],
-)
-def test_a_broken_promise_fails_the_command(
-    monkeypatch: pytest.MonkeyPatch, survivor: chaos.Survivor, of_stock: str, code: int
-) -> None:
-    def run(scenario: Scenario, reference: object = None) -> chaos.Outcome:
-        stock = scenario.training.attachment == "stock"
-        return chaos.Outcome(scenario, [chaos.Survivor(1, of_stock) if stock else survivor], struck=True)
+def test_a_broken_promise_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    promised = chaos.Survivor(1, "TransportError", True, 1.5)
+    cases = [(promised, "RuntimeError", 0), (chaos.Survivor(1, "aborted"), "aborted", 0)]
+    changes: list[dict[str, Any]] = [{"named": False}, {"seconds": 13.5}, {"wrong_digests": 1}, {"saved": False}]
+    cases += [(replace(promised, **change), "RuntimeError", 1) for change in changes]
+    cases += [(chaos.Survivor(1, end), "RuntimeError", 1) for end in ("hung", "aborted")]
+    for survivor, of_stock, code in cases:
 
-    monkeypatch.setattr(chaos, "run", run)
-    assert chaos.chaos(faults=1) == code
+        def run(scenario: Scenario, _: object = None, ours: Any = survivor, stock: str = of_stock) -> chaos.Outcome:
+            own = scenario.training.attachment != "stock"
+            return chaos.Outcome(scenario, [ours if own else chaos.Survivor(1, stock)], struck=True)
+
+        monkeypatch.setattr(chaos, "run", run)
+        assert chaos.chaos(faults=1) == code, survivor

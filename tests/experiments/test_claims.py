@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from experiments.__main__ import main as experiments_main
 from experiments.framework.claims import NO_LINK, Claim, Row, Rule, beyond, faster_than_all, judge, recorded, within
 from experiments.framework.findings import Finding, plain, record, table
 from experiments.framework.methods import FP32, Method, compressed
@@ -56,42 +57,32 @@ def _standing(paper: Paper[Any], path: Path, rows: list[dict[str, Any]]) -> list
     return [row for row in rows if row["name"] not in again]
 
 
-@pytest.mark.parametrize(
-    ("paper", "path"), [(paper, path) for paper in PAPERS for path in _files(paper)], ids=lambda value: value.name
-)
-def test_recorded_runs_are_judged_as_they_were(paper: Paper[Any], path: Path) -> None:
-    written = json.loads(path.read_text())
-    judged = {f"{finding.figure}/{finding.name}": finding for finding in paper.judge(written)}
-    assert len(judged) == len(written["results"])
-    for row in _standing(paper, path, written["results"]):
-        finding = judged[row["name"]]
-        assert finding.claim == (row["claim"] or ""), row["name"]
-        assert finding.holds is row["holds"], row["name"]
-        if row["claim"] and (paper.name, row["name"]) not in _COARSER:
-            assert finding.text == row["found"], row["name"]
-
-
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
-def test_every_claim_is_about_a_row_that_was_recorded(paper: Paper[Any]) -> None:
-    rows = {row["name"] for path in _files(paper) for row in json.loads(path.read_text())["results"]}
-    assert {f"{claim.figure}/{claim.row}" for claim in paper.claims} <= rows
-
-
-@pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
-def test_no_row_has_two_claims_and_the_small_version_is_smaller(paper: Paper[Any]) -> None:
-    judged = [(claim.figure, claim.row) for claim in paper.claims]
-    assert len(set(judged)) == len(judged)
+def test_recorded_runs_are_judged_as_they_were_and_have_a_row_for_every_claim(paper: Paper[Any]) -> None:
+    names = set()
+    for path in _files(paper):
+        written = json.loads(path.read_text())
+        names |= {row["name"] for row in written["results"]}
+        judged = {f"{finding.figure}/{finding.name}": finding for finding in paper.judge(written)}
+        assert len(judged) == len(written["results"])
+        for row in _standing(paper, path, written["results"]):
+            finding = judged[row["name"]]
+            assert finding.claim == (row["claim"] or ""), row["name"]
+            assert finding.holds is row["holds"], row["name"]
+            if row["claim"] and (paper.name, row["name"]) not in _COARSER:
+                assert finding.text == row["found"], row["name"]
+    rows = [f"{claim.figure}/{claim.row}" for claim in paper.claims]
+    assert len(set(rows)) == len(rows)
+    assert set(rows) <= names
     for part in paper.parts.values():
         assert 0 < part.seconds(paper.smoke) <= part.seconds(paper.scale)
 
 
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
 def test_a_recorded_run_is_judged_again_by_the_command(paper: Paper[Any], tmp_path: Path) -> None:
-    from experiments.__main__ import main
-
     path = tmp_path / "again.json"
     source = BENCHMARKS / f"repro-{paper.name}.json"
-    assert main([paper.name, "--from", str(source), "--out", str(tmp_path), "--json", str(path)]) == 0
+    assert experiments_main([paper.name, "--from", str(source), "--out", str(tmp_path), "--json", str(path)]) == 0
     before, after = (_standing(paper, source, json.loads(file.read_text())["results"]) for file in (source, path))
     assert [row["holds"] for row in after] == [row["holds"] for row in before]
     assert [row["value"] for row in after] == [row["value"] for row in before]
@@ -178,16 +169,12 @@ def test_a_claim_is_judged_by_the_rows_of_its_figure() -> None:
     assert found[0] == Finding("1", "a/b", 1.0, "x", "it is least", "1.0", True, {"seen": [1]})
     assert found[1] == Finding("1", "a/c", 2.0, "x", "", "so", None, {}, aside="shown")
     assert found[2] == Finding("2", "a/d", 0.5, "x", "", "", None)
-
-
-def test_what_rests_on_a_link_is_open_without_one() -> None:
+    # What rests on a link is open without one.
     (found,) = judge([_claim("a", over_link=True)], _rows(a=1.0), emulated=False)
     assert (found.text, found.holds, found.claim) == (NO_LINK, None, "it is least")
-
-
-def test_a_row_has_one_claim_and_one_that_was_not_measured_has_none() -> None:
     with pytest.raises(ValueError, match="two claims"):
         judge([_claim("a"), _claim("a")], _rows(a=1.0), emulated=True)
+    # What was not measured has none.
     assert [row.claim for row in judge([_claim("b")], _rows(a=1.0), emulated=True)] == [""]
     made = _claim("c/b", value=lambda rows: rows["c/a"]["value"])
     assert [row.claim for row in judge([made], _rows(a=1.0), emulated=True)] == [""]
@@ -208,8 +195,6 @@ def test_rules_look_at_differences_and_times_by_seed() -> None:
 
 
 def test_a_recorded_run_that_is_judged_again_keeps_its_machine_and_its_first_verdict(tmp_path: Path) -> None:
-    from experiments.__main__ import main
-
     source = json.loads((BENCHMARKS / "repro-fft.json").read_text())
     row = next(row for row in source["results"] if row["name"] == "14/speedup/topk")
     row.pop("judged_before", None)
@@ -217,7 +202,7 @@ def test_a_recorded_run_that_is_judged_again_keeps_its_machine_and_its_first_ver
     source["machine"]["cpu"] = "abacus"
     path = tmp_path / "run.json"
     path.write_text(json.dumps(source))
-    assert main(["fft", "--from", str(path), "--out", str(tmp_path), "--json", str(path)]) == 0
+    assert experiments_main(["fft", "--from", str(path), "--out", str(tmp_path), "--json", str(path)]) == 0
     again = json.loads(path.read_text())
     assert again["machine"] == source["machine"]
     judged = next(row for row in again["results"] if row["name"] == "14/speedup/topk")
@@ -253,24 +238,23 @@ def test_rows_carry_claim_and_verdict_and_no_value_that_is_not_json() -> None:
     assert again[0].data == {"curve": [1.0, None]}
 
 
-def _trained(accuracy: float, alpha: tuple[tuple[int, float], ...] = (), step_s: float = 0.1) -> Trained:
-    return Trained((step_s, step_s), (2.0, 1.0), (2,), (0.1, accuracy), (2.3, 1.0), 8.0, accuracy, 1.0, alpha)
+def _trained(loss: float = 1.0, accuracy: float = 0.9, alpha: tuple[tuple[int, float], ...] = ()) -> Trained:
+    return Trained((0.1, 0.2), (2.0, loss), (2,), (0.1, accuracy), (2.3, 1.0), 8.0, accuracy, 1.0, alpha)
 
 
-def test_training_loss_is_compared_relatively() -> None:
-    def ended(loss: float) -> Trained:
-        return Trained((0.1, 0.2), (2.0, loss), (2,), (0.1, 0.9), (2.3, 1.0), 8.0, 0.9, 1.0, ())
-
-    base, above, diverged = (ended(loss) for loss in (0.5, 0.6, math.nan))
+def test_training_loss_is_compared_relatively_and_accuracy_by_points() -> None:
+    base, above, diverged = (_trained(loss) for loss in (0.5, 0.6, math.nan))
     assert added_loss([base, base], [base, above]) == pytest.approx([0.0, 0.2])
     assert added_loss([base, diverged], [diverged, base]) == [math.inf, math.inf]
-    assert lost_accuracy([_trained(0.9)], [_trained(0.7)]) == pytest.approx([0.2])
+    assert lost_accuracy([base], [_trained(accuracy=0.7)]) == pytest.approx([0.2])
 
 
 # --- runs that are kept
 
 
-def test_a_run_is_found_again_by_what_determines_it(tmp_path: Path) -> None:
+def test_a_run_is_found_again_by_what_determines_it_and_the_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     key = {"task": {"steps": 3}, "method": {"spec": "raw"}, "seed": 0, "link": None}
     RunCache(tmp_path).put(key, {"losses": [1.0, math.nan]})
     again = RunCache(tmp_path)
@@ -281,25 +265,19 @@ def test_a_run_is_found_again_by_what_determines_it(tmp_path: Path) -> None:
     for name, other in (("seed", 1), ("link", "100mbit"), ("task", {"steps": 4})):
         assert again.get({**key, name: other}) is None
     assert RunCache().get(key) is None
-
-
-def test_a_run_of_other_code_is_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    RunCache(tmp_path).put({"seed": 0}, {"loss": 1.0})
-    monkeypatch.setattr("experiments.framework.run_cache.code_version", lambda: "another")
-    assert RunCache(tmp_path).get({"seed": 0}) is None
-
-
-@pytest.mark.parametrize("content", ["", "[1]", "{}", '{"result"', "\x00\xff"])
-def test_a_damaged_file_is_a_run_that_was_not_made(tmp_path: Path, content: str) -> None:
-    cache = RunCache(tmp_path)
-    cache.put({"seed": 0}, {"loss": 1.0})
     (path,) = tmp_path.glob("*.json")
-    path.write_text(content, encoding="latin-1")
-    assert RunCache(tmp_path).get({"seed": 0}) is None
+    whole = path.read_text()
+    for content in ("", "[1]", "{}", '{"result"', "\x00\xff"):
+        path.write_text(content, encoding="latin-1")
+        assert RunCache(tmp_path).get(key) is None
+    path.write_text(whole)
+    assert RunCache(tmp_path).get(key) is not None
+    monkeypatch.setattr("experiments.framework.run_cache.code_version", lambda: "another")
+    assert RunCache(tmp_path).get(key) is None
 
 
 def test_trainings_and_methods_survive_json() -> None:
-    run = _trained(0.5, alpha=((0, 0.1), (10, 0.2)))
+    run = _trained(alpha=((0, 0.1), (10, 0.2)))
     assert Trained.from_dict(json.loads(json.dumps(vars(run)))) == run
     method = compressed("topk(density=0.1)")
     assert Method.from_dict(json.loads(json.dumps({**vars(method), "exclude": ["head"]}))).exclude == ("head",)

@@ -1,4 +1,4 @@
-"""The instrument by which methods are timed: steps that are replayed, and intervals over separate runs."""
+"""How methods are timed: in turns, in steps that are replayed, in separate runs, over links of a rate."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import pytest
 import torch
 
 from experiments.__main__ import main as experiments_main
+from experiments.framework.claims import Rows, ratios, times_faster
 from experiments.framework.instrument import SeparateRuns, joined
-from experiments.framework.methods import FP32, NOTHING, THINWIRE
+from experiments.framework.methods import FP32, NOTHING, THINWIRE, Method
 from experiments.framework.replay import Clock, Compute, ReplayedTask, gradients_along, record
-from experiments.framework.timing import Times
-from experiments.framework.verdicts import faster_in_runs
+from experiments.framework.timing import Times, Timing, rate_text, solve_rate
 from experiments.tasks.models import TIMED_SMOKE
 from harness import run_ranks
 from thinwire_tools import lab
+from thinwire_tools.compare.rank_processes import RankFailed, RankProcesses
 
-GPT = TIMED_SMOKE[0]
+GPT, CNN = TIMED_SMOKE
 
 
 class Machine:
@@ -58,30 +59,22 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return made
 
 
-def test_a_clock_that_is_not_started_lets_no_time_pass(machine: Machine) -> None:
+def test_computing_takes_as_many_times_as_long_and_that_sleep_ends_late_does_not_add_up(machine: Machine) -> None:
     Clock(3).compute(1.0)
     Clock(3).settle()
-    assert machine.now < 0.001
-
-
-@pytest.mark.parametrize("slowdown", [1, 3])
-def test_computing_takes_as_many_times_as_long(machine: Machine, slowdown: int) -> None:
-    clock = Clock(slowdown)
-    clock.start()
-    gradient = torch.randn(8)
-    copy = clock.compute(0.05, gradient)
-    assert machine.now == pytest.approx(slowdown * 0.05, abs=0.0002)
-    assert copy is not None
-    assert copy is not gradient
-    assert torch.equal(copy, gradient)
-
-
-def test_that_sleep_ends_late_does_not_add_up(machine: Machine) -> None:
-    clock = Clock(1)
-    clock.start()
-    for _ in range(100):
-        clock.compute(0.001)
-    assert machine.now == pytest.approx(0.1, abs=0.0002)
+    assert machine.now < 0.001, "a clock that is not started lets no time pass"
+    for slowdown in (1, 3):
+        started, clock = machine.now, Clock(slowdown)
+        clock.start()
+        gradient = torch.randn(8)
+        copy = clock.compute(0.05, gradient)
+        assert machine.now == pytest.approx(started + slowdown * 0.05, abs=0.0002)
+        assert copy is not None
+        assert copy is not gradient
+        assert torch.equal(copy, gradient)
+        for _ in range(50):
+            clock.compute(0.001)
+        assert machine.now == pytest.approx(started + slowdown * 0.1, abs=0.0002)
 
 
 @pytest.mark.parametrize("slowdown", [1, 2])
@@ -186,14 +179,6 @@ def test_gradients_are_recorded_along_a_training_by_all_ranks() -> None:
         assert recorded == pytest.approx(own, rel=1e-4)
 
 
-def test_what_arrives_is_the_mean_of_what_the_ranks_replay() -> None:
-    runs = SeparateRuns("host", False, num_ranks=2, runs=1)
-    methods = (FP32, THINWIRE)
-    (found,) = runs.each(lambda timing: timing.errors(GPT, methods, steps=2, on_turn=lambda *_: None))
-    assert max(found["fp32"]) < 1e-6
-    assert all(0.02 < error < 0.5 for error in found["thinwire"])
-
-
 # --- separate runs
 
 
@@ -239,15 +224,6 @@ def test_runs_are_joined_by_their_median_rounds() -> None:
     assert found.times_faster("b", "a") == 2.0
 
 
-def test_separate_runs_are_judged_by_what_they_differ_by_themselves() -> None:
-    assert faster_in_runs([1.02, 1.03, 1.025]).holds is True
-    assert faster_in_runs([1.02, 1.03, 1.025], 1.1).holds is False
-    unclear = faster_in_runs([1.02, 0.97, 1.025])
-    assert unclear.holds is None
-    assert "cannot be told" in unclear.why
-    assert faster_in_runs([3.0]).holds is None
-
-
 # --- what it can be trusted with
 
 
@@ -271,3 +247,73 @@ def test_replayed_steps_are_compared_with_computed_ones(tmp_path: Path) -> None:
 def test_a_bad_number_of_runs_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert experiments_main(["bench", "instrument", "--runs", "1"]) == 64
     assert "--runs 1" in " ".join(capsys.readouterr().err.split())
+
+
+# --- turns
+
+
+def test_errors_are_those_of_what_arrives() -> None:
+    pytest.importorskip("sklearn")
+    half = Method("half", "half", "#000000", spec="truncate(gamma=2)")
+    with Timing("host", emulated=False) as timing:
+        found = timing.errors(CNN, (FP32, THINWIRE, half), steps=3, on_turn=lambda steps, title: None)
+    assert {name: len(errors) for name, errors in found.items()} == {"fp32": 3, "thinwire": 3, "half": 3}
+    assert max(found["fp32"]) < 1e-6
+    assert all(0.02 < error < 0.5 for error in found["thinwire"])
+    assert all(0.3 < error < 1 for error in found["half"])
+
+
+def test_methods_are_compared_round_by_round() -> None:
+    times = Times({"slow": (2.0, 8.0, 3.0), "fast": (1.0, 2.0, 1.5)}, {})
+    assert times.over("fast", "slow") == [2.0, 4.0, 2.0]
+    assert times.times_faster("slow", "fast") == 0.5
+    assert times.step_s("slow") == 3.0
+    rows: Rows = {name: {"step_s": list(rounds)} for name, rounds in times.rounds.items()}
+    assert ratios(rows, "fast", "slow") == [2.0, 4.0, 2.0]
+    assert times_faster(rows, "slow", "fast") == 0.5
+
+
+def test_the_rate_at_which_a_step_takes_a_time() -> None:
+    def step_s(rate: float) -> float:
+        return 0.2 + 50e6 / rate
+
+    fast, slow = (400e6, step_s(400e6)), (200e6, step_s(200e6))
+    assert solve_rate(fast, slow, 0.4) == pytest.approx(250e6)
+    assert solve_rate(fast, slow, 0.7) == pytest.approx(100e6)
+    # Whatever noise makes of it, it stays near what was measured.
+    assert solve_rate(fast, slow, 0.201) == 8 * 400e6
+    assert solve_rate(fast, slow, 100.0) == 200e6 / 8
+    assert solve_rate((400e6, 0.5), (200e6, 0.4), 1.0) == 400e6
+    assert [rate_text(rate) for rate in (287_600_000, 4_449_000, 1.26e9)] == ["290mbit", "4.4mbit", "1300mbit"]
+    assert lab.parse_rate(rate_text(4_449_000)) == 4_400_000
+
+
+# --- what fails
+
+
+def test_a_rank_that_fails_costs_its_figure_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RankProcesses.run
+
+    def run_and_kill(ranks: RankProcesses, command: dict[str, Any], *args: Any) -> list[dict[str, Any]]:
+        if command["do"] == "train":
+            ranks.process(1).kill()
+        return run(ranks, command, *args)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RankFailed(0, "it ended", "no such module")
+
+    def failures(*parts: str) -> dict[str, str]:
+        assert experiments_main(["fft", "--smoke", "--parts", *parts, "--out", str(tmp_path)]) == 1
+        found = json.loads((tmp_path / "repro-fft.json").read_text())
+        assert {row["figure"] for row in found["results"]} == set(parts) - found["about"]["failures"].keys()
+        return found["about"]["failures"]
+
+    monkeypatch.setattr(lab, "unavailable", lambda: "no right to make namespaces")
+    monkeypatch.setattr(RankProcesses, "run", run_and_kill)
+    assert failures("6", "13", "5") == {"13": "rank 1: ended by signal 9"}
+    assert "no right to make namespaces" in " ".join(capsys.readouterr().out.split())
+    monkeypatch.setattr("thinwire_tools.compare.rank_processes.RankProcesses", refuse)
+    assert failures("6", "16") == {"16": "rank 0: it ended"}
+    assert "no such module" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`python -m experiments all`: what it runs, what becomes of what fails, and the page of all claims."""
+"""`python -m experiments all`: what it runs, what becomes of what fails, the pages of all claims and of each paper."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import json
 import sys
 from pathlib import Path
 
+import experiment_pages
 import pytest
+from captions import CAPTIONS
+from figures import BENCHMARKS, HOLDS
 
 from experiments.__main__ import main as experiments_main
 from experiments.framework import everything
 from experiments.framework.catalogue import CATALOGUE
-from experiments.framework.results_page import page, read
+from experiments.framework.results_page import read
+from experiments.framework.verdicts import outcome
 
 # Stands in for a repetition: writes what one writes, or fails.
 STUB = """
@@ -74,35 +78,82 @@ def test_only_some_run_and_old_figures_of_a_failed_one_do_not_stand_for_it(
 
 
 def test_the_page_from_figures_that_are_there(stubbed: list[list[str]], tmp_path: Path) -> None:
-    benchmarks = Path(__file__).parents[2] / "benchmarks"
-    assert experiments_main(["all", "--from", str(benchmarks), "--out", str(tmp_path)]) == 0
+    assert experiments_main(["all", "--from", str(BENCHMARKS), "--out", str(tmp_path)]) == 0
     assert not stubbed
-    found = {paper.entry.name: paper for paper in read(benchmarks)}
+    found = {paper.entry.name: paper for paper in read(BENCHMARKS)}
     written = (tmp_path / "results.md").read_text()
     for claim in found["cgx"].claims:
         assert " ".join(claim.claim.split()).replace("|", "\\|") in written
     # A later run of one part takes the place of what the whole run found of it.
-    again = json.loads((benchmarks / "repro-fft-16.json").read_text())["results"]
+    again = json.loads((BENCHMARKS / "repro-fft-16.json").read_text())["results"]
     assert [c.claim for c in found["fft"].claims if c.figure == "16"] == [row["claim"] for row in again if row["claim"]]
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"results": [{"figure": "1", "claim": "x"}]}', "[" * 100_000])
-def test_figures_that_are_none_are_refused(content: str, tmp_path: Path, capsys) -> None:
-    (tmp_path / "repro-fft.json").write_text(content)
-    with pytest.raises(ValueError, match=r"repro-fft\.json is not what"):
-        read(tmp_path)
+def test_figures_that_are_none_are_refused(tmp_path: Path, capsys) -> None:
+    for content in ("", "[]", "{}", '{"results": [{"figure": "1", "claim": "x"}]}', "[" * 100_000):
+        (tmp_path / "repro-fft.json").write_text(content)
+        with pytest.raises(ValueError, match=r"repro-fft\.json is not what"):
+            read(tmp_path)
     assert experiments_main(["all", "--from", str(tmp_path), "--out", str(tmp_path)]) == 64
     assert "repro-fft.json" in "".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("arguments", [["--only", "abacus"], ["--from", "/nowhere"]])
-def test_what_makes_no_sense_is_refused(arguments: list[str], tmp_path: Path, capsys) -> None:
-    assert experiments_main(["all", "--out", str(tmp_path / "out"), *arguments]) == 64
-    assert arguments[1] in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+WRONG = [
+    ("all", ["--only", "abacus"], "abacus"),
+    ("all", ["--from", "/nowhere"], "/nowhere"),
+    ("fft", ["--parts", "5", "7"], "choose among 5 6 10"),
+    ("fft", ["--parts", ","], "choose among"),
+    ("fft", ["--seeds", "0"], "at least 1"),
+    ("fft", ["--steps", "1"], "at least 2"),
+    ("fft", ["--rate", "fast"], "not a rate"),
+    ("fft", ["--data", "/nowhere"], "unpack the binary version"),
+    ("intsgd", ["--parts", "a", "d"], "choose among a b times c"),
+    ("lgreco", ["--rate", "50mbit"], "the links of this chapter are 100mbit and 1gbit"),
+    ("fullstack", ["--rate", "1gbit"], "--rate: links have the paper's rates"),
+    ("fullstack", ["--data", "/nowhere"], "is missing"),
+]
 
 
-def test_a_page_without_figures_says_so(tmp_path: Path) -> None:
-    shown = page(read(tmp_path), pages=None)
-    assert shown.count("Not measured yet") == len(CATALOGUE)
-    assert "What is left out" in shown
+def test_wrong_arguments_are_reported_and_nothing_is_made(tmp_path: Path, capsys) -> None:
+    out = tmp_path / "out"
+    for name, arguments, message in WRONG:
+        assert experiments_main([name, "--smoke", "--out", str(out), *arguments]) == 64
+        assert message in " ".join(capsys.readouterr().err.split())
+        assert not out.exists()
+
+
+# --- pages of recorded runs
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in CATALOGUE])
+def test_a_page_has_every_claim_every_table_and_every_picture_of_its_paper(name: str, tmp_path: Path) -> None:
+    assert experiment_pages.experiment(name, tmp_path) == f"Not measured yet: `python -m experiments {name}`."
+    text = experiment_pages.experiment(name)
+    measured = experiment_pages.Measured(name, BENCHMARKS)
+    for row in measured.rows:
+        if claim := row.get("claim"):
+            shown = outcome(row["found"], row.get("why"))
+            part = experiment_pages.PARTS.get(name, {}).get(row["figure"], row["figure"])
+            cells = [cell.replace("|", "\\|") for cell in (part, claim, shown, HOLDS[row["holds"]])]
+            assert f"| {' | '.join(cells)} |" in text
+    made = [list(make(measured)) for make in experiment_pages.TABLES.get(name, ())]
+    assert all(made)
+    tables = [table for several in made for table in several]
+    assert all(table in text for table in tables)
+    assert set(CAPTIONS[name]) == {path.stem for path in (BENCHMARKS / f"repro-{name}").glob("*.svg")}
+    for stem, caption in CAPTIONS[name].items():
+        assert f"![{caption.text}](../benchmarks/repro-{name}/{stem}.svg)\n\n*{caption.text}.*" in text
+        assert not caption.under or any(table.startswith(caption.under) for table in tables)
+
+
+def test_a_later_run_of_a_part_takes_the_place_of_its_figure(tmp_path: Path) -> None:
+    def written(name: str, *rows: tuple[str, float]) -> None:
+        results = [{"name": f"{figure}/a", "figure": figure, "value": value} for figure, value in rows]
+        machine = {"cores": 2, "cpu": "abacus", "memory_bytes": 2**30, "system": "Linux"}
+        record = {"results": results, "about": {}, "machine": machine, "versions": {"torch": "2", "python": "3"}}
+        (tmp_path / name).write_text(json.dumps(record))
+
+    written("repro-fft.json", ("1", 1.0), ("2", 2.0))
+    written("repro-fft-more.json", ("2", 3.0))
+    measured = experiment_pages.Measured("fft", tmp_path)
+    assert {row["figure"]: row["value"] for row in measured.rows} == {"1": 1.0, "2": 3.0}

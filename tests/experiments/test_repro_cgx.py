@@ -1,4 +1,4 @@
-"""``python -m experiments cgx``: the small version from end to end, the methods, every judgement."""
+"""``python -m experiments cgx``: the methods, every judgement."""
 
 from __future__ import annotations
 
@@ -8,76 +8,15 @@ import thinwire
 from experiments.framework.claims import judge
 from experiments.framework.methods import CGX, GRACE, NORM
 from experiments.papers.cgx import measurements, methods
-from experiments.papers.cgx.measurements import CONTROLS, FP32_SHARE, CGXScale, CGXStudy
+from experiments.papers.cgx.measurements import CONTROLS, FP32_SHARE, CGXScale
 from experiments.papers.cgx.paper import PAPER
 from experiments.tasks.models import TIMED
-from small_versions import Small, small_version
 from thinwire.collectives import parse_algorithm
-from thinwire_tools import lab
 
 TABLES = (
     *(methods.FIGURE_3_1, methods.FIGURE_3_3, methods.TABLE_3_4, methods.TABLE_3_6, methods.TABLE_3_7),
     *(methods.TABLE_3_9, methods.QNCCL),
 )
-
-
-# --- the command
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
-    pytest.importorskip("sklearn")
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("scipy")
-    return small_version("cgx", CGXStudy, tmp_path_factory.mktemp("cgx"))
-
-
-@pytest.mark.timeout(400)
-def test_the_small_version_makes_every_part_and_judges_every_claim(small: Small) -> None:
-    assert small.code == 0, small.shown
-    judged = {f"{claim.figure}/{claim.row}": claim for claim in PAPER.claims}
-    assert judged.keys() <= small.rows.keys()
-    for name, row in small.rows.items():
-        assert bool(row["found"]) == (name in judged), name
-        # One round and one seed decide nothing; errors have several steps.
-        assert row["holds"] is None or row["figure"] == "3.4", row
-    for timed in TABLES:
-        assert (small.out / f"cgx-{timed.figure}.svg").read_text().startswith("<?xml")
-    # As many steps as were predicted, and those that find a link's rate, of which the small version has none.
-    assert small.steps == {part: made.steps(PAPER.smoke) for part, made in PAPER.parts.items()}
-
-
-@pytest.mark.timeout(400)
-def test_rows_say_what_was_sent(small: Small) -> None:
-    for model in ("gpt", "cnn"):
-
-        def sent(figure: str, method: str, model: str = model) -> float:
-            return small.rows[f"{figure}/items_per_s/{model}/{method}"]["payload_bytes"]
-
-        # Of so small a network some is raw. INT8 to three others, against 3/2 of fp32.
-        assert 4 < sent("3.6", "fp32") / sent("3.6", "thinwire") < 7.2
-        assert sent("3.6", "fp32") / sent("3.6", "grace") == pytest.approx(2, rel=0.15)
-        assert sent("3.4", "ring") == pytest.approx(sent("3.4", "sra"), rel=0.15)
-        assert sent("3.4", "allgather") == pytest.approx(2 * sent("3.4", "sra"), rel=0.15)
-    assert small.rows["3.4/items_per_s/gpt/ring"]["thesis_relative"] == pytest.approx(236 / 260)
-    mean = small.rows["3.4/error/gpt"]["mean"]
-    assert 0 < mean["sra"] < mean["ring"] < 1
-
-
-@pytest.mark.timeout(400)
-@pytest.mark.network
-@pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
-def test_links_are_recorded_with_what_they_make_of_fp32(small: Small) -> None:
-    links = small.record["about"]["links"]
-    assert len(links) == 4
-    for link in links.values():
-        assert link["rate"] == "100mbit"
-        assert 0 < link["fp32_share"][0] < 1.5
-        assert "fp32 reaches" in link["proportion"]
-    assert [link["ranks_per_node"] for name, link in links.items() if "each node" in name] == [2, 2]
-
-
-# --- the methods
 
 
 def test_every_method_is_one_of_the_thesis() -> None:
@@ -104,9 +43,6 @@ def test_the_thesis_s_own_baseline_calibrates_the_links() -> None:
     assert FP32_SHARE["links"]["cnn"] == pytest.approx(1900 / (2900 / 0.90), abs=0.01)
     assert FP32_SHARE["nodes"]["gpt"] == pytest.approx(32 / (16 * 39), abs=0.01)
     assert FP32_SHARE["nodes"]["cnn"] == pytest.approx(564 / (2 * 2900 / 0.90), abs=0.01)
-
-
-# --- judging
 
 
 def test_quality_is_judged_where_the_control_fails() -> None:

@@ -1,18 +1,16 @@
-"""``python -m experiments fullstack``: the small version from end to end, its page, every judgement."""
+"""``python -m experiments fullstack``: what is trained, every judgement, boundaries within one process."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
-from experiments.__main__ import main as experiments_main
 from experiments.framework.timing import Times
 from experiments.papers.aqsgd.resume import checkpoint_every, kills
 from experiments.papers.fullstack import measurements
-from experiments.papers.fullstack.measurements import NUM_RANKS, StackStudy
+from experiments.papers.fullstack.measurements import NUM_RANKS
 from experiments.papers.fullstack.methods import (
     ACTIVATIONS,
     ADAM,
@@ -23,64 +21,13 @@ from experiments.papers.fullstack.methods import (
     QUANTIZED,
     WARMING,
 )
-from experiments.papers.fullstack.paper import PAPER
+from experiments.papers.fullstack.simulated import Boundary, cross
+from experiments.papers.fullstack.split import Splitting, Training, Views
 from experiments.papers.fullstack.tasks import SMALL, TIMED, Stacked
+from experiments.papers.fullstack.tensors import RowParallel, Sum
 from made_up import run
-from small_versions import Small, small_version
 
-SMOKE = PAPER.smoke
-UNDECIDED = ("figure 5/loss", "figure 5/faster", "adam/", "figure 10/loss", "appendix F", "appendix G/loss")
-
-
-# --- the command
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
-    for needed in ("matplotlib", "scipy", "sklearn"):
-        pytest.importorskip(needed)
-    return small_version("fullstack", StackStudy, tmp_path_factory.mktemp("fullstack"))
-
-
-@pytest.mark.timeout(400)
-def test_the_small_version_makes_every_part_and_judges_every_claim(small: Small) -> None:
-    assert small.code == 0, small.shown
-    # First trainings are made once, and predicted for every part that takes them.
-    assert all(0 < small.steps[part] <= made.steps(SMOKE) for part, made in PAPER.parts.items())
-    judged = {f"{claim.figure}/{claim.row}" for claim in PAPER.claims}
-    assert judged <= small.rows.keys()
-    for name, row in small.rows.items():
-        assert bool(row["found"]) == (name in judged), name
-        # One seed shows no quality, one round no speed.
-        assert row["holds"] is None or not name.startswith(UNDECIDED), row
-    for name in ("5-curves", "5-throughput", "5-time", "adam", "10-split"):
-        assert (small.out / f"fullstack-{name}.svg").read_text().startswith("<?xml")
-
-
-@pytest.mark.timeout(400)
-def test_replicas_stay_alike_and_a_killed_stack_goes_on(small: Small) -> None:
-    assert small.rows["figure 5/alike"]["value"] == int(small.rows["figure 5/alike"]["found"].split()[-2])
-    for figure in ("figure 10", "appendix G"):
-        assert all(small.rows[f"{figure}/table"]["alike"])
-    row = small.rows["resume/bit_identical"]
-    assert row["value"] == len(row["kills"]), row
-    assert len(row["starts"]) == SMOKE.kills
-    assert all(start > SMOKE.small.exact_steps - 1 for start in row["starts"])
-
-
-@pytest.mark.timeout(400)
-def test_either_part_switched_off_sends_more(small: Small) -> None:
-    sent = small.rows["figure 5/throughput"]["step_bytes"]
-    both, task = sent[AQSGD.name], SMOKE.timed
-    assert both < min(sent[ACTIVATIONS.name], sent[ONLY_GRADIENTS.name])
-    assert sent["fp32"] > max(sent[ACTIVATIONS.name], sent[ONLY_GRADIENTS.name])
-    # A header a message, activations in 32 bits, and the first stage's gradient once around two ranks.
-    activations = task.num_micro * (64 + 4 * task.message_values)
-    config = task.model
-    block = 12 * config.width**2 + 13 * config.width
-    gradient = 4 * (config.vocabulary * config.width + config.layers // 2 * block)
-    assert sent["fp32"] == activations + gradient
-
+BITS_3 = "maxabs(bits=3)"
 
 # --- what is trained
 
@@ -94,26 +41,19 @@ def test_replicas_visit_their_own_samples_once_an_epoch() -> None:
         assert len(SMALL.share(1, 0, replica)) == SMALL.steps_per_epoch
     assert sorted(torch.cat([share[0] for share in shares]).tolist()) == list(range(SMALL.samples))
 
-
-def test_a_task_must_fill_the_batches_of_all_replicas() -> None:
     with pytest.raises(ValueError, match="in each of 2 pipelines"):
         Stacked(samples=24, batch=8, held_out_windows=8, num_micro=4)
 
 
-def test_a_stages_gradient_has_about_as_many_values_as_its_activations() -> None:
-    stage = sum(p.numel() for p in TIMED.build(0).parameters()) / 2
-    assert 0.4 < TIMED.batch * TIMED.model.context * TIMED.model.width / stage < 2.5
-
-
-def test_methods_compress_what_they_say() -> None:
+def test_methods_compress_what_they_say_and_kills_come_when_momenta_are_sent() -> None:
     assert AQSGD.forward == "delta(maxabs(bits=3, midrise=True, rounding=nearest))"
     assert AQSGD.gradients == DIRECT.gradients == GRADIENTS
     assert DIRECT.forward == "direct(maxabs(bits=3, midrise=True, rounding=nearest))"
     assert ACTIVATIONS.gradients == ""
     assert ONLY_GRADIENTS.forward == "raw"
-
-
-def test_kills_come_when_momenta_are_sent() -> None:
+    # A stage's gradient has about as many values as its activations.
+    stage = sum(p.numel() for p in TIMED.build(0).parameters()) / 2
+    assert 0.4 < TIMED.batch * TIMED.model.context * TIMED.model.width / stage < 2.5
     every = checkpoint_every(SMALL)
     for kill in kills(SMALL, 4, NUM_RANKS, SMALL.exact_steps):
         assert kill.step // every * every >= SMALL.exact_steps
@@ -136,8 +76,100 @@ def test_times_are_compared_at_the_same_loss() -> None:
     assert measurements.steps_within(other, 10.0) == pytest.approx(2.5)
 
 
-def test_rates_are_the_papers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert experiments_main(["fullstack", "--rate", "1gbit", "--out", str(tmp_path / "out")]) == 64
-    assert "--rate: links have the paper's rates" in " ".join(capsys.readouterr().err.split())
-    assert experiments_main(["fullstack", "--data", "nowhere", "--out", str(tmp_path / "out")]) == 64
-    assert "is missing" in " ".join(capsys.readouterr().err.split())
+def values(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- a boundary
+
+
+def test_raw_messages_arrive_as_they_are_and_are_counted() -> None:
+    boundary, a = Boundary("raw", "b", (5, 4), 0), values(3, 5, 4)
+    assert torch.equal(boundary.send(a, [0, 1, 2]), a)
+    assert boundary.dense_bytes == 4 * a.numel() <= boundary.sent_bytes
+
+
+def test_a_first_visit_is_exact_and_changes_get_small() -> None:
+    boundary, a = Boundary(f"delta({BITS_3})", "b", (16, 32), 0), values(2, 16, 32)
+    assert torch.equal(boundary.send(a, [4, 9]), a)
+    errors = []
+    for _ in range(3):
+        errors.append(float((boundary.send(a + 0.1, [4, 9]) - a - 0.1).abs().mean()))
+        assert boundary.alike
+    direct = float((Boundary(BITS_3, "b", (16, 32), 0).send(a + 0.1, [4, 9]) - a - 0.1).abs().mean())
+    assert errors[2] < errors[1] < errors[0] < direct / 4
+
+
+def test_a_window_updates_its_own_part_of_a_message_only() -> None:
+    boundary, frame = Boundary("delta(raw)", "b", (2, 4, 4), 0), values(1, 2, 4, 4)
+    corner = [(slice(None), slice(0, 3), slice(1, 4))]
+    seen = frame[:, :, 0:3, 1:4]
+    assert torch.equal(boundary.send(seen, [0], corner), seen)
+    kept = boundary._load(boundary.receiver, [0], frame)
+    assert torch.equal(kept[:, :, 0:3, 1:4], seen)
+    assert not kept[:, :, 3].any()
+    assert not kept[:, :, :, 0].any()
+    # Another crop of the same image finds what it shares with the first.
+    boundary.send(frame[:, :, 1:4, 0:3], [0], [(slice(None), slice(1, 4), slice(0, 3))])
+    kept = boundary._load(boundary.receiver, [0], frame)
+    torch.testing.assert_close(kept[:, :, 1:4, 0:3], frame[:, :, 1:4, 0:3])
+    torch.testing.assert_close(kept[:, :, 0, 1:4], frame[:, :, 0, 1:4])
+    assert boundary.alike
+
+
+def test_gradients_go_back_compressed() -> None:
+    a = values(4, 8, 32).requires_grad_()
+    there, back = Boundary("raw", "f", (8, 32), 0), Boundary("topk(density=0.2) | maxabs(bits=8)", "b", (), 1)
+    weight = values(4, 8, 32, seed=1)
+    (cross(a, there, back, range(4)) * weight).sum().backward()
+    assert a.grad is not None
+    kept = a.grad != 0
+    assert 0.15 < float(kept.float().mean()) <= 0.21
+    assert float(weight.abs()[kept].min()) >= float(weight.abs()[~kept].max()) - 0.05
+    torch.testing.assert_close(a.grad[kept], weight[kept], atol=0.05, rtol=0.02)
+    assert back.sent_bytes < 0.3 * back.dense_bytes
+
+
+# --- split learning
+
+
+def test_a_view_lies_where_its_window_says() -> None:
+    pixels = torch.arange(2 * 64.0).view(2, 1, 8, 8)
+    views = Views(torch.tensor([False, True]), torch.tensor([0, 2]), torch.tensor([2, 1]))
+    seen = views.apply(pixels, 1)
+    assert views.samples(torch.tensor([5, 6])) == [10, 13]
+    for index, image in enumerate((pixels[0], pixels[1].flip(2))):
+        padded = torch.nn.functional.pad(image, (1, 1, 1, 1))
+        assert torch.equal(seen[index], padded[views.windows(8, 1)[index]])
+    # A position of the second cut stands for four pixels.
+    assert views.windows(2, 4)[1] == (slice(None), slice(0, 2), slice(0, 2))
+
+
+def test_split_training_without_compression_is_plain_training() -> None:
+    pytest.importorskip("sklearn")
+    task = Splitting(most_images=24, clients=2, local_epochs=1, rounds=1)
+    raw, plain = (Training(task, "raw", "raw", 3) for _ in range(2))
+    ids = torch.arange(8)
+    loss = raw._step(ids)
+    images = task.images
+    views = Views.draw(8, task.padding, plain.generator)
+    seen = views.apply(images.normalised(images.train[ids]), task.padding)
+    expected = torch.nn.functional.cross_entropy(plain.model(seen), images.train_labels[ids])
+    expected.backward()
+    plain.optimizer.step()
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    for ours, theirs in zip(raw.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+# --- sums
+
+
+def test_a_row_parallel_layer_is_the_layer_itself_without_compression() -> None:
+    linear, x = torch.nn.Linear(8, 4), values(2, 5, 8).requires_grad_()
+    layer = RowParallel(linear, Sum("raw", "s", (5, 4), 2, 0), 2)
+    layer.samples = [0, 1]
+    torch.testing.assert_close(layer(x), linear(x))
+    (gradient,) = torch.autograd.grad(layer(x).square().sum(), x)
+    (expected,) = torch.autograd.grad(linear(x).square().sum(), x)
+    torch.testing.assert_close(gradient, expected)

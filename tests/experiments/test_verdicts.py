@@ -1,4 +1,4 @@
-"""How claims are judged: by intervals, against margins, and what is inconclusive."""
+"""How claims are judged: by intervals, against margins, by times to a loss, and what is inconclusive."""
 
 from __future__ import annotations
 
@@ -10,18 +10,24 @@ from statistics import median, variance
 
 import pytest
 
+from experiments.framework.findings import plain
+from experiments.framework.power import TASKS, Task, by_name, differences, measured, power, powers
+from experiments.framework.time_to_loss import Course, courses, reached, sooner
 from experiments.framework.verdicts import (
     RUN_SCATTER,
     Judgement,
     all_hold,
     exceeds,
     faster,
+    faster_in_runs,
     if_seen,
     larger,
     matches,
-    outcome,
 )
 from thinwire_tools.compare.statistics import estimate
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+TASK = Task("task", "loss", "file", "loss/*", "loss/control*")
 
 
 @pytest.mark.parametrize(
@@ -75,17 +81,11 @@ def test_times_of_one_run_are_judged_with_what_runs_differ_by() -> None:
     assert faster([3.0]).holds is None
     # No clock took part: what differs between runs has no say.
     assert larger([1.1] * 8).holds is True
-
-
-def test_recorded_reasons_are_shown_in_plain_words() -> None:
-    assert outcome("0.9x", faster([1.1] * 8).why) == "0.9x; the interval (±15 %) contains the bound"
-    assert outcome("+0 %", matches(estimate([0.05, -0.05, 0.0]), 0.005).why).startswith(
-        "+0 %; half of the interval (8.4 %) is wider"
-    )
-    assert outcome("+0 %", exceeds(estimate([0.01, -0.01, 0.0])).why) == "+0 %; the interval (±1.7 %) contains zero"
-    assert outcome("+0 %", if_seen(False, Judgement(True)).why) == "+0 %; the control was not clearly worse"
-    assert outcome("+0 %", matches(estimate([0.0]), 0.005).why) == "+0 %; one training, so there is no interval"
-    assert outcome("+0 %", "") == outcome("+0 %", None) == "+0 %"
+    # Separate runs show themselves what they differ by.
+    assert faster_in_runs([1.02, 1.03, 1.025]).holds is True
+    assert faster_in_runs([1.02, 1.03, 1.025], 1.1).holds is False
+    assert "cannot be told" in faster_in_runs([1.02, 0.97, 1.025]).why
+    assert faster_in_runs([1.02, 0.97, 1.025]).holds is faster_in_runs([3.0]).holds is None
 
 
 def test_a_claim_of_parts_fails_with_any_of_them() -> None:
@@ -101,6 +101,8 @@ def test_a_task_whose_control_does_not_fail_says_nothing() -> None:
     assert "control" in if_seen(False, Judgement(False)).why
 
 
+# --- what runs differ by
+
 _TWICE = {
     "aqsgd": (
         "table 2/throughput",
@@ -115,18 +117,17 @@ _TWICE = {
 
 def test_what_runs_differ_by_is_that_of_the_runs_recorded_more_than_once() -> None:
     """Medians over rounds of fp32's time over a method's, run by run."""
-    folder = Path(__file__).parents[2] / "benchmarks"
     found = defaultdict(list)
     for paper, (name, files, links) in _TWICE.items():
         for file in files:
-            record = json.loads((folder / f"{file}.json").read_text())
+            record = json.loads((BENCHMARKS / f"{file}.json").read_text())
             by_round = next(row["by_round"] for row in record["results"] if row["name"] == name)
             for at in links:
                 rounds = list(by_round.values())[at]
                 for method in rounds.keys() - {"fp32"}:
                     pairs = zip(rounds["fp32"], rounds[method], strict=True)
                     found[paper, at, method].append(median(math.log(base / own) for base, own in pairs))
-    rows = json.loads((folder / "cgx-earlier.json").read_text())["results"]
+    rows = json.loads((BENCHMARKS / "cgx-earlier.json").read_text())["results"]
     timed = {tuple(row["name"].split("/")): row["step_s"] for row in rows if "/items_per_s/" in row["name"]}
     for (figure, kind, model, method), own in timed.items():
         base = timed.get((figure, kind, model, "fp32"))
@@ -137,3 +138,103 @@ def test_what_runs_differ_by_is_that_of_the_runs_recorded_more_than_once() -> No
     pooled = math.sqrt(sum(variance(values) * (len(values) - 1) for values in several) / freedom)
     assert pooled == pytest.approx(RUN_SCATTER, abs=0.001)
     assert freedom == 72
+
+
+# --- time to a loss
+
+_BASE = Course([2, 4, 6], [[4.0, 3.0, 2.0], [4.0, 3.0, 2.2]], [(6, "slow")])
+_OURS = Course([2, 4, 6], [[4.0, 3.0, 2.5], [4.0, 3.0, 2.2]], [(2, "slow"), (4, "fast")])
+_ROUNDS = {"slow": (10.0,) * 6, "fast": (1.0,) * 6}
+
+
+def test_first_steps_may_take_as_long_as_those_of_another_method_and_losses_lie_between_known_ones() -> None:
+    step_s = {"slow": 10.0, "fast": 1.0}
+    assert _OURS.seconds(1.5, step_s) == 15.0
+    assert _OURS.seconds(5.0, step_s) == 23.0
+    assert _BASE.seconds(5.0, step_s) == 50.0
+    assert reached([0, 10, 20], [5.0, 3.0, 2.0], 4.0) == pytest.approx(5.0)
+    assert reached([0, 10, 20], [5.0, 6.0, 2.0], 5.0) == 0
+    assert reached([0, 10, 20], [5.0, 3.0, 2.0], 1.0) is None
+
+
+def test_methods_are_compared_at_the_worse_end_seed_by_seed() -> None:
+    found = sooner(_OURS, _BASE, _ROUNDS)
+    assert found.ratios == ((pytest.approx(50 / 24),) * 6, (60 / 24,) * 6)
+    assert found.loss == pytest.approx((2.5 + 2.2) / 2)
+    assert found.steps == (6.0, 5.5)
+    assert found.times == pytest.approx(math.sqrt(50 / 24 * 60 / 24))
+    assert found.text.endswith("after 6.0 steps against 5.5, of 1000 ms against 10000")
+    diverged = Course([2, 4, 6], [[4.0, math.inf, math.inf]] * 2, _OURS.pace)
+    with pytest.raises(ValueError, match="diverged"):
+        sooner(diverged, _BASE, _ROUNDS)
+
+
+def test_the_interval_contains_what_seeds_differ_by_and_what_rounds_do() -> None:
+    alike = sooner(_OURS, Course(_BASE.steps, _OURS.losses, _BASE.pace), _ROUNDS)
+    assert alike.above(2.0).holds is True
+    assert alike.above(3.0).holds is False
+    assert alike.above(2.5).holds is None
+    seeds = sooner(_OURS, Course([1, 2, 6], [[4.0, 2.4, 2.0], [4.0, 3.0, 2.2]], _BASE.pace), _ROUNDS)
+    rounds = sooner(_OURS, _BASE, {**_ROUNDS, "slow": (1.0, 10.0) * 3})
+    for uncertain in (seeds, rounds):
+        assert (uncertain.above(1.0).detectable or 0.0) > 2 * (alike.above(1.0).detectable or 0.0)
+    one = sooner(Course([2], [[1.0]], [(2, "fast")]), Course([2], [[1.0]], [(2, "slow")]), _ROUNDS)
+    assert one.above(1.0).why.startswith("one training")
+
+
+def test_a_row_keeps_courses() -> None:
+    row = json.loads(json.dumps(plain(courses(ours=_OURS))))
+    assert sooner(Course.of({"courses": row}, "ours"), _BASE, _ROUNDS) == sooner(_OURS, _BASE, _ROUNDS)
+    kept = json.loads(json.dumps(plain(courses(ours=Course([1], [[math.inf]], [(1, "slow")])))))
+    assert Course.of({"courses": kept}, "ours").ends == [math.inf]
+
+
+# --- the difference that a task shows
+
+
+def _row(values: list[float], baseline: list[float]) -> dict[str, list[float]]:
+    return {"losses": values, "fp32_losses": baseline}
+
+
+def test_the_control_and_the_least_that_is_told_apart() -> None:
+    base = [2.0, 2.0, 2.0]
+    rows = {
+        "loss/same": _row([2.02, 1.98, 2.0], base),
+        "loss/worse": _row([2.04, 2.042, 2.038], base),
+        "loss/control": _row([2.2, 2.21, 2.19], base),
+        "other": _row([9.0, 9.0, 9.0], base),
+    }
+    found = measured(TASK, rows)
+    assert found is not None
+    assert (found.num_methods, found.num_seeds, found.control_fails) == (3, 3, True)
+    assert found.least == pytest.approx(0.02)
+    assert found.deviation == pytest.approx((0.01 + 0.001) / 2)
+    del rows["loss/worse"]
+    rows["loss/control"] = rows["loss/same"]
+    blind = measured(TASK, rows)
+    assert blind is not None
+    assert not blind.control_fails
+    assert math.isinf(blind.least)
+
+
+def test_accuracies_are_points_lost_and_a_row_of_several_methods_is_a_row_of_each() -> None:
+    accuracy = Task("task", "accuracy", "file", "*")
+    assert differences(accuracy, {"own": [0.9, 0.8], "fp32": [0.95, 0.9]}, {}) == pytest.approx([0.05, 0.1])
+    assert measured(TASK, {"loss/a": _row([1.0], [2.0])}) is None
+    assert measured(TASK, {}) is None
+    table = {"name": "table", "loss": {"fp32": [1.0, 2.0], "a": [1.1, 2.4]}, "counts": {"clients": 16}}
+    rows = by_name([table])
+    assert set(rows) == {"table", "table/loss/fp32", "table/loss/a"}
+    task = Task("task", "loss", "file", "table/loss/*", baseline="table/loss/fp32")
+    assert differences(task, rows["table/loss/a"], rows) == pytest.approx([0.1, 0.2])
+
+
+def test_every_task_and_control_is_in_the_recorded_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = powers(BENCHMARKS)
+    assert [one.task for one in found] == list(TASKS)
+    assert all((one.control is not None) == bool(one.task.control) for one in found)
+    assert power(json=tmp_path / "power.json") == 0
+    assert "recorded" in capsys.readouterr().out
+    assert len(json.loads((tmp_path / "power.json").read_text())["results"]) == len(TASKS)
+    assert power(from_=tmp_path / "none") == 2
+    assert "no recorded runs" in capsys.readouterr().err

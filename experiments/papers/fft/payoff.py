@@ -1,4 +1,4 @@
-"""Where compression pays: equations 1 to 3 of the FFT paper (section 3.3), and the throughputs that go into them."""
+"""Sizes of the FFT paper's messages, and the throughputs of what makes them (section 3.3)."""
 
 from __future__ import annotations
 
@@ -39,21 +39,6 @@ class Throughputs:
     def seconds_per_byte(self) -> float:
         """``2/T_m + 1/T_f + 1/T_p + 1/T_s``."""
         return 2 / self.convert + 1 / self.transform + 1 / self.pack + 1 / self.select
-
-
-def compression_seconds(num_bytes: float, speeds: Throughputs) -> float:
-    """Equation 1: seconds to compress ``num_bytes``; the paper takes as many to decompress."""
-    return num_bytes * speeds.seconds_per_byte
-
-
-def communication_seconds(num_bytes: float, bandwidth: float, ratio: float) -> float:
-    """Equation 2: seconds on a link of ``bandwidth`` bytes per second after compression by ``ratio``."""
-    return num_bytes / (bandwidth * ratio)
-
-
-def saved_seconds(num_bytes: float, bandwidth: float, ratio: float) -> float:
-    """Equation 3: seconds of communication that compression by ``ratio`` saves."""
-    return communication_seconds(num_bytes, bandwidth, 1.0) - communication_seconds(num_bytes, bandwidth, ratio)
 
 
 def ratio_with_bitmap(ratio: float) -> float:

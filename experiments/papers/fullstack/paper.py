@@ -56,9 +56,9 @@ def _against(ours: Sequence[float], others: Sequence[float]) -> str:
 Losses = Callable[[Rows], Sequence[float]]
 
 
-def _of_table(name: str, key: str = "loss") -> Losses:
+def _of_table(name: str) -> Losses:
     """By seed, from the row of a part that trains in one process."""
-    return lambda rows: rows["table"][key][name]
+    return lambda rows: rows["table"]["loss"][name]
 
 
 def _compared(

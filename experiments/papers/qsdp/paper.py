@@ -9,7 +9,7 @@ from itertools import product
 from statistics import fmean, median
 from typing import Any
 
-from experiments.framework.claims import Claim, Rows, ahead, ratios, times_faster
+from experiments.framework.claims import Claim, Rows, ratios, times_faster
 from experiments.framework.findings import share
 from experiments.framework.paper import Paper, Part, command
 from experiments.framework.time_to_loss import Course, Sooner, sooner
@@ -541,7 +541,7 @@ def _speeds() -> Iterator[Claim]:
         f"{THESIS_RATIOS[1, 1] / THESIS_RATIOS[_MOST, 1]:.2f}x as fast against "
         f"{THESIS_RATIOS[1, 1] / THESIS_RATIOS[1, _MOST]:.2f}x",
         lambda rows: "{:.2f}x against {:.2f}x, {}".format(*gained(rows), rows[whole]["where"]),
-        ahead(weights, gradients, key="by_round"),
+        lambda rows: faster(ratios(rows, weights, gradients, "by_round")),
         over_link=True,
         value=lambda rows: gained(rows)[0] / gained(rows)[1],
         unit="x",

@@ -1,0 +1,212 @@
+"""Small versions of ``python -m experiments bench ...``: each trains or measures all that it compares."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from experiments.__main__ import main as experiments_main
+from experiments.bench import crops, deltas, families, first_epoch, keeping, peers, pipelines, stores, sums
+from experiments.bench.bursts import bursts
+from experiments.bench.formats import BITS, FORMATS, KINDS, TREATMENTS
+from experiments.bench.masks import METHODS, REFERENCE, Method, train
+from experiments.bench.optimizer import optimizer
+from experiments.bench.peers import COMPRESSORS, PEER
+from experiments.bench.streams import streams
+from thinwire.compressors import parse
+from thinwire_tools.compare.gpt import GPTConfig
+from thinwire_tools.compare.tasks import GPTTask
+
+Rows = dict[str, dict[str, Any]]
+BY_NAME = {method.name: method for method in METHODS}
+
+
+def second_parts(rows: Rows) -> set[str]:
+    return {name.partition("/")[2] for name in rows}
+
+
+def of_bursts(rows: Rows) -> None:
+    # A million weights in 2 bits, with scales and headers.
+    for way in ("at once", "streaming"):
+        assert rows[f"sent_bytes/{way}"]["value"] > 1.05e6 * 2 / 8
+    assert rows["step_s/streaming"]["value"] >= 0.02
+
+
+def of_compressors(rows: Rows) -> None:
+    for spec in families.SMOKE:
+        name = str(parse(spec))
+        assert 0 < rows[f"relative_error/{name}"]["value"] < 4
+        assert -1 <= rows[f"cosine/{name}"]["value"] <= 1
+        assert 0 < rows[f"bytes_per_element/{name}"]["value"] < 4.2
+        assert rows[f"encode_x_copy/{name}"]["value"] > 0
+        assert rows[f"decode_x_copy/{name}"]["seconds"] > 0
+    assert rows["relative_error/powersgd(rank=2)"]["meets"] == "summed"
+    assert rows["relative_error/terngrad()"]["meets"] == "gathered"
+    claim = rows["fft_error_over/counted/terngrad()"]
+    assert claim["holds"] == (claim["value"] < 1)
+
+
+def of_crops(rows: Rows) -> None:
+    assert second_parts(rows) == set(crops.METHODS)
+    fp32, aware, nothing = (rows[f"fewer/{name}"]["value"] for name in (crops.FP32, crops.AWARE, "nothing kept"))
+    assert fp32 < 1 < aware < nothing
+
+
+def of_deltas(rows: Rows) -> None:
+    found = {name: row["value"] for name, row in rows.items()}
+    assert {name.removeprefix("loss/") for name in found if name.startswith("loss/")} == {
+        method.name for method in deltas.METHODS
+    }
+    assert found["sent_bytes/W4 as changes, G8"] == found["sent_bytes/W4 G8"] < found["sent_bytes/fp32"] / 4
+    assert found["sent_bytes/alone"] == 0
+    assert found["difference/W2 G8"] > 0.02 > abs(found["difference/W4 as changes, G8"])
+
+
+def of_first_epoch(rows: Rows) -> None:
+    assert second_parts(rows) >= {first_epoch.FP32, first_epoch.AQSGD, *first_epoch.SPECS}
+    assert rows[f"above_fp32/{first_epoch.FP32}"]["value"] == rows[f"error/{first_epoch.FP32}"]["value"] == 0
+    control, gaussian = (rows[f"error/{name}"]["value"] for name in (first_epoch.CONTROL, "gaussian(bits=4)"))
+    assert control > 2 * gaussian > 0
+
+
+def of_formats(rows: Rows) -> None:
+    assert set(rows) == {"/".join(map(str, at)) for at in product(KINDS, BITS, FORMATS, TREATMENTS)}
+    for kind, name, way in product(KINDS, FORMATS, TREATMENTS):
+        two, three, four = (rows[f"{kind}/{bits}/{name}/{way}"]["value"] for bits in BITS)
+        assert 0 < four < three < two < 1
+
+
+def of_keeping(rows: Rows) -> None:
+    assert {name.split("/", 2)[2] for name in rows} == set(keeping.METHODS)
+    for title in ("five epochs", "one epoch"):
+        kept, fewer = (
+            {name: rows[f"{title}/{what}/{name}"]["value"] for name in keeping.METHODS}
+            for what in ("kept_bytes", "fewer")
+        )
+        assert rows[f"{title}/loss/{keeping.FP32}"]["value"] == kept[keeping.FP32] == 0
+        assert kept["16 centres, 2 bits"] < kept["256 centres, 2 bits"]
+        assert kept["direct, 2 bits"] == 0 < kept["messages of samples, 2 bits"]
+        assert fewer["direct, 2 bits"] > fewer["16 centres, 2 bits"] > 1
+
+
+def of_optimizer(rows: Rows) -> None:
+    assert all(row["value"] > 0 for row in rows.values())
+    assert "cpu_seconds/CompressedAdamW, update" in rows
+    assert rows["cpu_seconds/torch.optim.AdamW(fused=True)"]["over_fused"] == 1.0
+    copy, pre = rows["cpu_seconds/copy_"], rows["cpu_seconds/CompressedAdamW, pre"]
+    assert copy["of_copy"] == 1.0
+    assert pre["of_copy"] == pytest.approx(9 / 2 * copy["value"] / pre["value"])
+
+
+def of_peers(rows: Rows) -> None:
+    """thinwire in fp32 trains as torchft does."""
+    of_peer, exact, few = (rows[f"1gbit/loss/{method}"]["value"] for method in (PEER, *COMPRESSORS))
+    assert exact == pytest.approx(of_peer, rel=1e-5)
+    assert few != exact
+    by_peer, exact, few = (rows[f"1gbit/sent_bytes/{method}"]["value"] for method in (PEER, *COMPRESSORS))
+    assert exact == pytest.approx(by_peer, rel=0.2)
+    assert 8 * few < exact
+
+
+def of_stores(rows: Rows) -> None:
+    for schedule, name in product(stores.SCHEDULES, stores.METHODS):
+        # Eight micro-batches of 30 ms, and three more of them before the last rank has the first one.
+        assert rows[f"step_s/{name}/{schedule}/1gbit"]["value"] > 8 * 0.03
+        difference = rows.get(f"difference/{name}/{schedule}/1gbit")
+        assert (difference is None) == (name == stores.DIRECT)
+        assert difference is None or difference["lower"] < difference["value"] < difference["upper"]
+
+
+def of_streams(rows: Rows) -> None:
+    assert len(rows) == 2 * 2 * 2
+    for link, pause in product(("50mbit/20ms", "50mbit/20ms/0.1%"), ("0 s", "1 s")):
+        one, three = (rows[f"{link}/{pause}/{number}"] for number in (1, 3))
+        # Two messages, one after the other, of 2.2 Mbit in all.
+        assert min(*one["all"], *three["all"]) > 0.02 + 0.8 * 2.2e6 / 2 / 50e6
+        assert one["gain"] == 1
+        assert three["gain"] == pytest.approx(one["value"] / three["value"])
+
+
+def of_sums(rows: Rows) -> None:
+    assert second_parts(rows) == set(sums.METHODS)
+    assert rows[f"loss/{sums.FP32}"]["value"] == 0 != rows[f"loss/{sums.CONTROL}"]["value"]
+    methods = (sums.CONTROL, "direct(maxabs(bits=4))", "delta(maxabs(bits=4))")
+    control, direct, delta = (rows[f"fewer/{name}"]["value"] for name in methods)
+    assert control > direct > delta
+
+
+class Bench(NamedTuple):
+    run: Callable[[Path], int]
+    check: Callable[[Rows], None]
+    needs: str = "torch"
+
+
+def _command(*words: str) -> Callable[[Path], int]:
+    return lambda path: experiments_main(["bench", *words, "--smoke", "--json", str(path)])
+
+
+_LINKS = ("50mbit/20ms", "50mbit/20ms/0.1%")
+BENCHES = {
+    "compressors": Bench(_command("compressors"), of_compressors),
+    "crops": Bench(_command("crops", "--seeds", "1"), of_crops, "sklearn"),
+    "deltas": Bench(_command("deltas", "--seeds", "2"), of_deltas),
+    "first-epoch": Bench(_command("first-epoch", "--seeds", "1"), of_first_epoch),
+    "formats": Bench(_command("formats"), of_formats),
+    "keeping": Bench(_command("keeping", "--seeds", "1"), of_keeping),
+    "optimizer": Bench(lambda path: optimizer(size_mb=4, turns=1, json=path), of_optimizer),
+    "sums": Bench(_command("sums", "--seeds", "1", "--num-ranks", "2"), of_sums),
+}
+OVER_LINKS = {
+    "bursts": Bench(lambda path: bursts(size_mb=4.2, every=12, step_ms=20, rounds=1, json=path), of_bursts),
+    "peers": Bench(lambda p: peers.peers(rates=("1gbit",), steps=30, every=10, seeds=1, json=p), of_peers, PEER),
+    "stores": Bench(lambda path: stores.stores(rates=("1gbit",), steps=1, rounds=2, json=path), of_stores),
+    "streams": Bench(lambda path: streams(links=_LINKS, size_mb=1, numbers=(1, 3), repeats=2, json=path), of_streams),
+}
+
+
+def _check(bench: Bench, path: Path) -> None:
+    pytest.importorskip(bench.needs)
+    assert bench.run(path) == 0
+    bench.check({row["name"]: row for row in json.loads(path.read_text())["results"]})
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", BENCHES)
+def test_the_small_version_measures_what_it_should(name: str, tmp_path: Path) -> None:
+    _check(BENCHES[name], tmp_path / "figures.json")
+
+
+@pytest.mark.network
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", OVER_LINKS)
+def test_the_small_version_over_emulated_links_measures_what_it_should(name: str, tmp_path: Path) -> None:
+    _check(OVER_LINKS[name], tmp_path / "figures.json")
+
+
+@pytest.mark.parametrize(("name", "schedule"), [("PyTorch", "1f1b"), ("fw3 bw6", "zero-bubble")])
+def test_steps_of_pipelines_take_what_stages_compute_and_more(name: str, schedule: str) -> None:
+    computed = [[[0.002, 0.004, 0.002]]] * pipelines.RANKS
+    (taken,) = pipelines.run(pipelines.METHODS[name], schedule, computed, 1, None)
+    assert taken >= pipelines.CHUNKS * 0.006
+
+
+@pytest.mark.parametrize("masks", ["own", "mean", "owners", "known"])
+def test_updates_of_one_worker_that_are_sent_whole_are_those_of_adamw(masks: str) -> None:
+    whole = _loss(Method("whole", "updates", masks=masks), workers=1)
+    assert whole == pytest.approx(_loss(BY_NAME[REFERENCE], workers=1), rel=1e-6)
+    assert _loss(Method("sparse", "updates", masks=masks, density=0.01), workers=1) != pytest.approx(whole, rel=1e-4)
+
+
+def test_momenta_that_are_sent_whole_are_those_of_the_mean_gradient() -> None:
+    whole = _loss(Method("whole", "momenta", "AdamS", "owners", late=True), workers=2)
+    assert whole == pytest.approx(_loss(BY_NAME["AdamS, fp32"], workers=2), rel=1e-6)
+
+
+def _loss(method: Method, workers: int) -> float:
+    task = GPTTask(model=GPTConfig(width=32, layers=1, context=16), steps=4, batch=2, held_out_windows=8)
+    return train(method, task, workers, seed=0, rate=1e-2)["loss"]
