@@ -145,9 +145,10 @@ def transcribed(block: str, num_ranks: int, bits: int, steps: list[list[np.ndarr
     return outcomes, dict(zip(LAYERS if block == "layer" else ["all"], r, strict=True))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 5])
-@pytest.mark.parametrize("block", ["layer", "global"])
-@pytest.mark.parametrize("bits", [2, 4, 8, 32])
+@pytest.mark.parametrize(
+    ("bits", "block", "num_ranks"),
+    [(2, "layer", 5), (4, "global", 2), (8, "layer", 1), (8, "global", 5), (32, "layer", 2)],
+)
 def test_it_is_the_formula_of_the_paper(block: str, num_ranks: int, bits: int) -> None:
     """Propositions 2 and 4, over steps whose gradients shrink by half each."""
     world = World(parse(f"intsgd(bits={bits}, rounding=determ, block={block})"), num_ranks)  # type: ignore[arg-type]
@@ -167,12 +168,10 @@ def test_it_is_the_formula_of_the_paper(block: str, num_ranks: int, bits: int) -
 def test_scales_are_alike_on_all_ranks_and_other_machines() -> None:
     """Sums of squares do not depend on threads; their order is fixed."""
     x = torch.randn(300_001, generator=torch.Generator().manual_seed(0))
-    threads = torch.get_num_threads()
-    found = set()
-    for number in (1, 2, 3):
+    threads, found = torch.get_num_threads(), set()
+    for number in (1, 2, 3, threads):
         torch.set_num_threads(number)
         found.add(float(square_sums([x])))
-    torch.set_num_threads(threads)
     assert len(found) == 1
     assert found.pop() == pytest.approx(math.fsum(float(v) ** 2 for v in x.double()), rel=1e-14)
     assert float(square_sums([torch.zeros(0)])) == 0.0
@@ -189,17 +188,16 @@ def test_scales_are_alike_on_all_ranks_and_other_machines() -> None:
 ADVERSARIAL = [3.4e38, -3.4e38, 1e30, -1e30, 1.0, -1.0, 0.5, 1e-3, 1e-45, 0.0]
 
 
-@pytest.mark.parametrize("rounding", ["random", "determ"])
 @pytest.mark.parametrize("make_one", [IntSGD, HeuristicIntSGD])
-def test_no_sum_overflows_for_any_number_of_ranks(make_one, rounding: str) -> None:
+def test_no_sum_overflows_for_any_number_of_ranks(make_one) -> None:
     """n ranks that all send their largest integers, for every n up to 1024."""
     for bits, most in ((8, 127), (32, 1024)):
         for num_ranks in range(1, most + 1):
-            compressor = make_one(bits=bits, rounding=rounding, num_ranks=num_ranks)
-            assert compressor.clip >= 1
-            assert num_ranks * compressor.clip <= 2 ** (bits - 1) - 1
-    worlds = [(8, (1, 2, 3, 7, 16, 63, 64, 127)), (32, (1, 2, 3, 100, 513, 1000, 1024))]
-    for bits, numbers in [*worlds, (4, (1, 2, 18)), (2, (1, 2, 127))] if make_one is IntSGD else worlds:
+            clip = make_one(bits=bits, num_ranks=num_ranks).clip
+            assert 1 <= clip <= (2 ** (bits - 1) - 1) // num_ranks
+    worlds = [(8, (1, 3, 127), "random"), (8, (2,), "determ"), (32, (1, 100), "random"), (32, (3,), "determ")]
+    few_bits = [(4, (1, 18), "random"), (2, (127,), "random")] if make_one is IntSGD else []
+    for bits, numbers, rounding in [*worlds, *few_bits]:
         for num_ranks in numbers:
             world = World(make_one(bits=bits, rounding=rounding), num_ranks)
             world.step(sample(world, 0, 1e-6))
@@ -216,11 +214,8 @@ def test_no_sum_overflows_for_any_number_of_ranks(make_one, rounding: str) -> No
             assert bool(torch.isfinite(received[0]).all())
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 100, 1000])
-@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize(("bits", "num_ranks"), [(8, 3), (8, 100), (32, 2)])
 def test_sums_are_those_of_big_integers(bits: int, num_ranks: int) -> None:
-    if bits == 8 and num_ranks > 127:
-        return
     world = World(IntSGD(bits=bits), num_ranks)
     for step in range(3):
         world.step(sample(world, step, 10.0**-step), step)  # `World.step` compares them
@@ -228,20 +223,17 @@ def test_sums_are_those_of_big_integers(bits: int, num_ranks: int) -> None:
     assert any(world.sums[0])
 
 
-@pytest.mark.parametrize("make_one", [IntSGD, HeuristicIntSGD])
-def test_more_ranks_than_codes_are_refused_with_what_works(make_one) -> None:
-    with pytest.raises(ValueError, match=rf"cannot serve 128 ranks.*Take {make_one.spec_name}\(bits=32\)"):
-        for_world(make_one(bits=8), 128, 1000)
-    assert make_one(bits=32).for_world(128, 1000).clip == (2**31 - 1) // 128
+def test_more_ranks_than_codes_are_refused_with_what_works() -> None:
+    for make_one in (IntSGD, HeuristicIntSGD):
+        with pytest.raises(ValueError, match=rf"cannot serve 128 ranks.*Take {make_one.spec_name}\(bits=32\)"):
+            for_world(make_one(bits=8), 128, 1000)
+        assert make_one(bits=32).for_world(128, 1000).clip == (2**31 - 1) // 128
 
-
-def test_int8_is_refused_when_the_wire_is_made() -> None:
     class Many:
         rank, world_size = 0, 200
 
-    plan = thinwire.Plan.build(SHAPES, "intsgd(bits=8)")
     with pytest.raises(ValueError, match="cannot serve 200 ranks"):
-        thinwire.Wire(plan, SHAPES, Many())  # type: ignore[arg-type]
+        thinwire.Wire(thinwire.Plan.build(SHAPES, "intsgd(bits=8)"), SHAPES, Many())  # type: ignore[arg-type]
 
 
 def test_ranks_draw_apart_so_that_errors_average_out() -> None:
@@ -269,11 +261,11 @@ def test_ranks_draw_apart_so_that_errors_average_out() -> None:
 # ---- Edges ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", ["intsgd(bits=8)", "intsgd(bits=8, block=global)", "intsgd(bits=32)"])
+@pytest.mark.parametrize("spec", ["intsgd(bits=8, block=global)", "intsgd(bits=32)"])
 def test_scales_stay_finite_when_gradients_vanish_and_come_back(spec: str) -> None:
     world = World(parse(spec), 3)  # type: ignore[arg-type]
     zeros = [torch.zeros(world.numel)] * 3
-    for step in range(200):
+    for step in range(120):
         for got in world.step(zeros, step):
             assert torch.equal(got, torch.zeros(world.numel))
     part = [Part(piece, slice(0, 0)) for piece in world.pieces]
@@ -282,14 +274,13 @@ def test_scales_stay_finite_when_gradients_vanish_and_come_back(spec: str) -> No
     # All is clipped at first; after a few steps the scale has found the gradients again.
     ranks = sample(world, 1)
     mean = torch.stack(ranks).mean(0)
-    off = [float((world.step(ranks, 200 + step)[0] - mean).norm() / mean.norm()) for step in range(40)]
+    off = [float((world.step(ranks, 120 + step)[0] - mean).norm() / mean.norm()) for step in range(40)]
     assert all(math.isfinite(o) for o in off)
     assert off[0] > 0.5
     assert max(off[-5:]) < 1.1
 
 
-@pytest.mark.parametrize("num_ranks", [2, 64])
-@pytest.mark.parametrize("spec", ["intsgd(bits=8)", "intsgd(bits=32)", "intsgd(bits=8, block=global)"])
+@pytest.mark.parametrize(("spec", "num_ranks"), [("intsgd(bits=8)", 16), ("intsgd(bits=8, block=global)", 2)])
 def test_a_layer_that_starts_at_zero_recovers_within_one_step(spec: str, num_ranks: int) -> None:
     world = World(parse(spec), num_ranks)  # type: ignore[arg-type]
     first = sample(world, 0)
@@ -317,23 +308,6 @@ def test_the_published_heuristic_rounds_the_exponent_down_and_has_one_for_a_buff
     assert int((got[:1200] != 0).sum()) == 0
     unit = 4.0 / 127
     assert float((got / unit - (got / unit).round()).abs().max()) < 1e-3
-
-
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("spec", ["intsgd(bits=8)", "heuristic_intsgd(bits=8)", "intsgd(bits=32, block=global)"])
-def test_what_is_not_finite_on_one_rank_is_nan_on_all(spec: str, poison: float) -> None:
-    world = World(parse(spec), 3)  # type: ignore[arg-type]
-    for step in range(2):
-        world.step(sample(world, step), step)
-    before = world.slot("b") if spec.startswith("intsgd") else 0.0
-    ranks = sample(world, 2)
-    ranks[1][1203] = poison  # of layer b
-    for got in world.step(ranks, 2):
-        assert bool(torch.isnan(got[1200:1207]).all())
-        assert bool(torch.isfinite(got[:1200]).all())
-        assert bool(torch.isfinite(got[1207:]).all())
-    if spec.startswith("intsgd"):
-        assert world.slot("b") == before
 
 
 def test_a_profiled_scale_uses_its_codes_and_is_ruined_by_one_value() -> None:
@@ -389,8 +363,9 @@ def test_clipped_values_are_counted_and_warned_of_once() -> None:
 # ---- A world over threads -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", ["intsgd(bits=8)", "intsgd(bits=32, block=global)"])
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("spec", "before", "after"), [("intsgd(bits=8)", 2, 3), ("intsgd(bits=32, block=global)", 3, 1)]
+)
 def test_another_world_size_keeps_the_scales(spec: str, before: int, after: int) -> None:
     def first(transport):
         wire = make(transport, spec)
@@ -433,30 +408,3 @@ def test_a_layer_trained_later_opens_exactly() -> None:
     assert all(same(a, b) for a, b in zip(*answers, strict=True))
     found = [torch.allclose(means["c.weight"], want, atol=1e-6) for means, want in zip(answers[0], exact, strict=True)]
     assert found == [True, False, False]
-
-
-def test_a_spec_may_hold_words_of_python() -> None:
-    assert parse("intsgd(block=global)") == IntSGD(block="global")
-    assert str(parse("intsgd(bits=32, block=global)")) == "intsgd(bits=32, block=global)"
-    with pytest.raises(ValueError, match="block must be layer or global, not 'class'"):
-        parse("intsgd(block=class)")
-
-
-@pytest.mark.parametrize("rounding", ["random", "determ"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_the_scale_follows_a_gradient_that_falls(num_ranks: int, rounding: str) -> None:
-    world = World(parse(f"intsgd(bits=8, rounding={rounding})"), num_ranks)  # type: ignore[arg-type]
-    errors = []
-    for step in range(8):
-        ranks = sample(world, step, 1.0 if step < 5 else 0.01)
-        mean = torch.stack(ranks).mean(0)
-        errors.append(float((world.step(ranks, step)[0] - mean).norm() / mean.norm()))
-    assert max(errors[6:]) < 2.0, errors
-
-
-def test_steps_without_a_gradient_leave_the_scale_as_it_decays() -> None:
-    world = World(parse("intsgd(bits=8)"), 2)  # type: ignore[arg-type]
-    world.step(sample(world, 0), 0)
-    before = world.slot("a")
-    world.step([torch.zeros(world.numel) for _ in range(2)], 1)
-    assert world.slot("a") == pytest.approx(0.9 * before)
