@@ -408,3 +408,16 @@ def test_a_layer_trained_later_opens_exactly() -> None:
     assert all(same(a, b) for a, b in zip(*answers, strict=True))
     found = [torch.allclose(means["c.weight"], want, atol=1e-6) for means, want in zip(answers[0], exact, strict=True)]
     assert found == [True, False, False]
+
+
+def test_the_scale_follows_a_gradient_that_falls_but_not_one_of_zero() -> None:
+    world = World(parse("intsgd(bits=8)"), 4)  # type: ignore[arg-type]
+    errors = []
+    for step in range(8):
+        ranks = sample(world, step, 1.0 if step < 5 else 0.01)
+        mean = torch.stack(ranks).mean(0)
+        errors.append(float((world.step(ranks, step)[0] - mean).norm() / mean.norm()))
+    assert max(errors[6:]) < 2.0, errors
+    before = world.slot("a")
+    world.step([torch.zeros(world.numel)] * 4, 8)
+    assert world.slot("a") == pytest.approx(0.9 * before)
