@@ -147,18 +147,6 @@ def test_nothing_that_is_gathered() -> None:
     assert run_threads(lambda transport: list(gather_buffers(layout, transport).ahead), 2) == [[], []]
 
 
-def test_closing_drops_them() -> None:
-    def run(transport: Transport) -> tuple[int, int]:
-        buffers = transport.open(_everybody(2))
-        for step in range(2):
-            _swap(transport, buffers, step)
-        before = len(buffers.posted)
-        transport.close()
-        return before, len(buffers.posted)
-
-    assert _run_ahead(run, 2) == [(2, 0)] * 2
-
-
 # ---- Over gloo ------------------------------------------------------------------------------------------------------
 
 

@@ -8,25 +8,11 @@ from itertools import product
 
 import pytest
 import torch
-from test_laws import SPECS as REGISTERED
+from test_laws import ALIKE, SPECS
 
+from summed_world import SummedWorld
 from thinwire import parse
-from thinwire.compressors import (
-    CodecCall,
-    Coded,
-    Key,
-    Parts,
-    Piece,
-    Segments,
-    State,
-    SumCall,
-    Summed,
-    Wrapper,
-    cold_start,
-    ef,
-    first_state,
-    for_world,
-)
+from thinwire.compressors import CodecCall, Coded, Key, Piece, Segments, Summed, Wrapper, ef, first_state
 from thinwire.integrations.optimizer_pairing import warn_of_pairing
 from thinwire.optim import CompressedAdamW
 from thinwire.plan import Plan
@@ -35,44 +21,12 @@ SHAPE = (32, 24)
 NUMEL = 32 * 24
 
 
-class Ranks:
-    """A world of ranks in one process, each with its state, which all-reduce one layer with a summed compressor."""
+def world_of(spec: str, num_ranks: int) -> SummedWorld:
+    return SummedWorld(parse(spec), num_ranks, {"layer": SHAPE})
 
-    def __init__(self, spec: str, num_ranks: int) -> None:
-        compressor = for_world(parse(spec), num_ranks, NUMEL)
-        assert isinstance(compressor, Summed)
-        self.cold_start, self.compressor, self.num_ranks, self.step = cold_start(compressor), compressor, num_ranks, 0
-        self.piece = Piece("layer", 0, NUMEL, 0, 0, SHAPE)
-        segments = Segments.build([self.piece])
-        states = [first_state(compressor, torch.zeros(NUMEL), segments) for _ in range(num_ranks)]
-        self.states: list[State] = [state for state in states if state is not None]
 
-    def residuals(self) -> torch.Tensor:
-        return torch.stack([state.now["residual"] for state in self.states])
-
-    def mean(self, inputs: torch.Tensor) -> torch.Tensor:
-        """What every rank receives of ``inputs`` [ranks, numel]."""
-        compressor = self.cold_start if self.step == 0 and self.cold_start is not None else self.compressor
-        assert isinstance(compressor, Summed)
-        flats = [x.clone() for x in inputs]
-        sums = compressor.sums(SHAPE, torch.float32)
-        parts = tuple(Parts.build([(self.piece, s.numel)]) for s in sums)
-        buffers = [torch.zeros(self.num_ranks, s.numel, dtype=s.dtype) for s in sums]
-        running = []
-        for rank, (x, state) in enumerate(zip(flats, self.states, strict=True)):
-            key = Key(1000 * self.step + rank, self.step)
-            call = SumCall(parts, tuple(buffer[rank] for buffer in buffers), key, state, 1 / self.num_ranks)
-            running.append(compressor.rounds(x, x, call))
-        for s, buffer in zip(sums, buffers, strict=True):
-            for rounds in running:
-                next(rounds)
-            buffer[:] = buffer.sum(0, dtype=s.dtype) if s.op == "sum" else buffer.amax(0)
-        for rounds in running:
-            next(rounds, None)
-        self.states = [state.swapped() for state in self.states]
-        self.step += 1
-        assert all(torch.equal(x, flats[0]) for x in flats)
-        return flats[0]
+def residuals(world: SummedWorld) -> torch.Tensor:
+    return torch.stack([state.now["residual"] for state in world.states])
 
 
 SUMMED = [
@@ -96,24 +50,24 @@ def _gradients(step: int, num_ranks: int, apart: float = 1.0) -> torch.Tensor:
 @pytest.mark.parametrize("spec", SUMMED)
 def test_no_gradient_is_lost(spec: str) -> None:
     """Inputs and residuals before equal outputs and residuals after, summed over the ranks (law 7)."""
-    ranks = Ranks(spec, 4)
+    ranks = world_of(spec, 4)
     rtol = 2.0**-6 if "cast" in spec else 1e-4
     for step in range(10):
-        before, inputs = ranks.residuals(), _gradients(step, 4)
-        received = ranks.mean(inputs)
-        unsent = (inputs + before).sum(0) - 4 * received - ranks.residuals().sum(0)
+        before, inputs = residuals(ranks), _gradients(step, 4)
+        received = ranks.step(inputs)
+        unsent = (inputs + before).sum(0) - 4 * received - residuals(ranks).sum(0)
         assert float(unsent.abs().max()) <= rtol * float((inputs + before).abs().max())
 
 
 @pytest.mark.parametrize("spec", ["ef(randk(density=0.2))", "ef(cast(bf16))", *(s for s in SUMMED if "int" in s)])
 def test_residuals_do_not_grow_where_ranks_differ_and_integers_send_the_mean_in_the_long_run(spec: str) -> None:
     """A rank whose gradient differs from the mean in every step keeps only what it did not send itself."""
-    ranks, norms, received, given = Ranks(spec, 8), [], torch.zeros(NUMEL), torch.zeros(NUMEL)
+    ranks, norms, received, given = world_of(spec, 8), [], torch.zeros(NUMEL), torch.zeros(NUMEL)
     for step in range(120):
         inputs = _gradients(step, 8)
-        received += ranks.mean(inputs)
+        received += ranks.step(inputs)
         given += inputs.mean(0)
-        norms.append(float(ranks.residuals().norm(dim=1).mean()))
+        norms.append(float(residuals(ranks).norm(dim=1).mean()))
     assert max(norms[90:]) <= 1.5 * max(norms[20:50]) + 1e-6
     assert "int" not in spec or float((received - given).norm() / given.norm()) < 0.01
 
@@ -160,15 +114,15 @@ def test_what_fails_under_adam_warns_and_says_what_to_use() -> None:
 
 def test_the_mean_residual_of_powersgd_stays_bounded_while_ranks_drift_apart() -> None:
     """Over 300 steps the residuals' mean, which is what has not been sent, does not grow; the deviations cancel."""
-    ranks, means, unsent = Ranks("ef(powersgd(rank=2))", 4), [], torch.zeros(NUMEL, dtype=torch.float64)
+    ranks, means, unsent = world_of("ef(powersgd(rank=2))", 4), [], torch.zeros(NUMEL, dtype=torch.float64)
     for step in range(300):
         inputs = _gradients(step, 4)
-        unsent += inputs.double().mean(0) - ranks.mean(inputs).double()
-        means.append(float(ranks.residuals().mean(0).norm()))
+        unsent += inputs.double().mean(0) - ranks.step(inputs).double()
+        means.append(float(residuals(ranks).mean(0).norm()))
     assert max(means[200:]) <= 1.5 * max(means[50:150])
     # Nothing was lost by rounding, though the deviations are more than ten times as long by now.
-    assert float(ranks.residuals().norm(dim=1).mean()) > 10 * means[-1]
-    assert float((ranks.residuals().double().mean(0) - unsent).norm()) <= 0.02 * float(unsent.norm())
+    assert float(residuals(ranks).norm(dim=1).mean()) > 10 * means[-1]
+    assert float((residuals(ranks).double().mean(0) - unsent).norm()) <= 0.02 * float(unsent.norm())
 
 
 def _descend(spec: str, rates: list[float]) -> float:
@@ -213,11 +167,11 @@ def test_weighted_residuals_need_a_learning_rate() -> None:
 
 def test_terngrad_with_a_shared_scale_adds_up_its_integers_and_is_unbiased() -> None:
     """All ranks take the largest magnitude of any of them, so what arrives is k/n of it."""
-    ranks, inputs = Ranks("shared_terngrad", 2), _gradients(0, 2)
+    ranks, inputs = world_of("shared_terngrad", 2), _gradients(0, 2)
     inputs[1] *= 4.0
     scale = inputs.abs().max()
-    assert set((ranks.mean(inputs) * 2 / scale).round(decimals=4).tolist()) <= {-2.0, -1.0, 0.0, 1.0, 2.0}
-    received = torch.stack([ranks.mean(inputs) for _ in range(200)])
+    assert set((ranks.step(inputs) * 2 / scale).round(decimals=4).tolist()) <= {-2.0, -1.0, 0.0, 1.0, 2.0}
+    received = torch.stack([ranks.step(inputs) for _ in range(200)])
     # The variance of one rank's element is at most s·|g|.
     deviation = float((scale * inputs.abs().sum() / 2**2 / 200).sqrt())
     assert float((received.mean(0) - inputs.mean(0)).norm()) < 1.3 * deviation
@@ -233,7 +187,7 @@ def test_whether_minmax_contracts_is_what_its_traits_say() -> None:
         assert (error < 1.0) == compressor.traits.contracts, (compressor, error)
 
 
-_BUCKETS = (16, 128, 1024, 4096)
+_BUCKETS = (16, 1024)
 _QUANTIZERS = {
     f"{kind}(bits={{bits}}, bucket={{bucket}}{more})": range(least, 9)
     for kind, more, least in [
@@ -283,10 +237,11 @@ def _check_contraction(spec: str) -> None:
 
 def test_what_contracts_by_its_traits_does() -> None:
     """Normally distributed values are larger than the error, and residuals of heavy-tailed ones do not grow."""
-    for spec in REGISTERED:
-        _check_contraction(spec)
+    for spec in SPECS:
+        if spec not in ALIKE:
+            _check_contraction(spec)
     for quantizer, of_bits in _QUANTIZERS.items():
-        for bits in sorted({*of_bits} & {1, 2, 3, 4, 6, 8}):
+        for bits in sorted({*of_bits} & {1, 2, 3, 4, 8}):
             for bucket in _BUCKETS:
                 _check_contraction(quantizer.format(bits=bits, bucket=bucket))
 
