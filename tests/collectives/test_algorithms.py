@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,12 +14,11 @@ from test_collectives import MIXED, gradient, layers_of
 
 import thinwire
 from harness import run_ranks, run_threads
-from nets import make, train
+from nets import assert_replicas_identical, make, train
 from thinwire import MessageError, PeerFailedError
 from thinwire.collectives import (
     Algorithm,
     CollectiveCall,
-    Hierarchical,
     Layout,
     World,
     all_gather,
@@ -29,7 +29,7 @@ from thinwire.collectives import (
     reduce_scatter,
     sent_bytes,
 )
-from thinwire.collectives.algorithms import balanced_shares
+from thinwire.collectives.algorithms import Tree, balanced_shares
 from thinwire.compressors import RESIDUAL, State
 
 SPECS = [
@@ -78,38 +78,37 @@ def run_all(layout: Layout, inputs, *, steps: int = 1, state_of=lambda rank: Non
     return run_threads(run, layout.world_size)
 
 
-@pytest.mark.parametrize("spec", [*SPECS, "allgather"])
-def test_a_spec_is_its_text(spec: str) -> None:
-    assert str(parse_algorithm(spec)) == spec
-    assert parse_algorithm(str(parse_algorithm(spec))) == parse_algorithm(spec)
-
-
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8])
-def test_trees_reach_everybody(spec: str, num_ranks: int) -> None:
-    algorithm, world = algorithm_of(spec, num_ranks), world_of(num_ranks)
-    if "server=1" in spec and num_ranks == 1:
-        with pytest.raises(ValueError, match="there are 1 ranks"):
-            algorithm.shares(world)
-        return
-    for owner, share in enumerate(algorithm.shares(world)):
-        if not share:
+def test_trees_reach_everybody() -> None:
+    for spec, num_ranks in itertools.product(SPECS, (1, 2, 3, 4, 5, 8)):
+        algorithm, world = algorithm_of(spec, num_ranks), world_of(num_ranks)
+        if "server=1" in spec and num_ranks == 1:
+            with pytest.raises(ValueError, match="there are 1 ranks"):
+                algorithm.shares(world)
             continue
-        tree = algorithm.tree(owner, world)
-        assert sorted([owner, *itertools.chain(*tree.children)]) == list(range(num_ranks))
-        for rank, parent in enumerate(tree.parents):
-            if parent is not None:
-                assert rank in tree.children[parent]
-                assert tree.depth[rank] == tree.depth[parent] + 1
-                assert tree.height[parent] > tree.height[rank]
-        deepest = {"ring": num_ranks - 1, "tree": math.ceil(math.log2(num_ranks))}.get(spec.partition("(")[0], 2)
-        assert max(tree.depth) <= deepest
+        for owner, share in enumerate(algorithm.shares(world)):
+            if share:
+                _check_tree(algorithm.tree(owner, world), owner, spec)
+
+
+def _check_tree(tree: Tree, owner: int, spec: str) -> None:
+    num_ranks = len(tree.parents)
+    assert sorted([owner, *itertools.chain(*tree.children)]) == list(range(num_ranks))
+    for rank, parent in enumerate(tree.parents):
+        if parent is not None:
+            assert rank in tree.children[parent]
+            assert tree.depth[rank] == tree.depth[parent] + 1
+            assert tree.height[parent] > tree.height[rank]
+    deepest = {"ring": num_ranks - 1, "tree": math.ceil(math.log2(num_ranks))}.get(spec.partition("(")[0], 2)
+    assert max(tree.depth) <= deepest, spec
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("num_ranks", [2, 3, 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_ranks_end_with_the_same_bytes_and_the_mean(spec: str, num_ranks: int, dtype: torch.dtype) -> None:
+def test_all_ranks_end_with_the_same_bytes_and_the_mean(spec: str) -> None:
+    for num_ranks, dtype in ((2, torch.float32), (3, torch.bfloat16), (5, torch.float32)):
+        _check_means(spec, num_ranks, dtype)
+
+
+def _check_means(spec: str, num_ranks: int, dtype: torch.dtype) -> None:
     layout = laid_out(spec, num_ranks, dtype=dtype)
     inputs = [gradient(rank, layout.numel, dtype) for rank in range(num_ranks)]
     answers = run_all(layout, inputs, steps=2)
@@ -158,28 +157,6 @@ def test_bytes_are_the_formulas() -> None:
     assert sent("sra", between_nodes=True) == [1] * n
 
 
-def test_the_error_of_a_ring_grows_with_the_ranks() -> None:
-    """For n ranks a ring's variance is about (n-1)/2 times that of a scatter-reduce-all-gather's worker side."""
-    numel = 1 << 16
-    layers = layers_of((numel, "minmax(bits=4)"))
-    variance = {}
-    for n, spec in itertools.product((2, 4, 8), ("sra", "ring", "tree", "allgather")):
-        inputs = [gradient(rank, numel) for rank in range(n)]
-        if spec == "allgather":
-            decoded = [thinwire.parse("minmax(bits=4)").roundtrip(x, key=rank) for rank, x in enumerate(inputs)]
-            result = torch.stack(decoded).mean(0)
-        else:
-            result = run_all(laid_out(spec, n, layers), inputs)[0][0][0]
-        variance[n, spec] = float((result - torch.stack(inputs).mean(0)).double().square().mean())
-    assert variance[2, "ring"] == variance[2, "sra"]
-    for n in (4, 8):
-        assert variance[n, "allgather"] < variance[n, "sra"] < variance[n, "tree"] < variance[n, "ring"]
-        # Independent gradients: partial sums have ranges that grow with the root of their number.
-        worker = variance[n, "allgather"] * (n - 1) / n
-        ring = sum(range(1, n)) / n**2 * variance[2, "allgather"] * 2
-        assert variance[n, "ring"] - variance[n, "sra"] + worker == pytest.approx(ring, rel=0.25)
-
-
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_residual_is_kept(spec: str) -> None:
     """Law 7 along every tree: inputs = n · outputs + residuals, on workers and owners, over several steps."""
@@ -201,8 +178,10 @@ def test_the_residual_is_kept(spec: str) -> None:
     assert float(unsent[:, :4096].abs().max()) > 0.01
 
 
-@pytest.mark.parametrize("spec", ["sra", "ring", "tree", "hierarchical", "hierarchical(across=leaders)"])
-@pytest.mark.parametrize("failing", [0, 3])
+@pytest.mark.parametrize(
+    ("spec", "failing"),
+    [("sra", 0), ("ring", 3), ("tree", 0), ("hierarchical", 3), ("hierarchical(across=leaders)", 0)],
+)
 def test_all_ranks_hear_of_a_failure_and_the_next_step_works(spec: str, failing: int) -> None:
     of = laid_out(spec, 5, layers_of((40_000, "minmax"), (100, "raw")))
 
@@ -236,7 +215,7 @@ def test_votes_need_an_owner_who_counts_them() -> None:
     assert torch.equal(by_sra.sign(), by_server.sign())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50)
 @given(rates=st.lists(st.floats(0.1, 100.0), min_size=1, max_size=9))
 def test_shares_keep_all_links_busy_alike(rates: list[float]) -> None:
     shares = balanced_shares(rates)
@@ -305,35 +284,40 @@ def test_the_halves_of_an_all_reduce(spec: str) -> None:
     assert all(torch.equal(gathered, answers[0][1]) for _, gathered in answers)
 
 
-def _train(rank: int, spec: str, nodes: tuple[str, ...], rules: str = "ef(minmax(bits=4))"):
+ALGORITHMS = ("tree", "allgather", "parameter_server", "sra(rates=measured)")
+TWO_NODES = ("left", "left", "right", "right")
+
+
+def _train(rank: int, spec: str, nodes: Sequence[str] = ()):
     """Some steps of DDP over gloo."""
     if nodes:
         os.environ["THINWIRE_NODE"] = nodes[rank]
     model = make(rank)
-    wire = thinwire.compress(model, rules, network=thinwire.Network(algorithm=spec), skip_if_slower=False)
-    losses = train(model, rank, 8)
-    parameters = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    return losses, parameters, wire.stats.payload_sent_bytes, wire.wire_bytes_per_step(), str(wire.algorithm)
+    wire = thinwire.compress(
+        model, "ef(minmax(bits=4))", network=thinwire.Network(algorithm=spec), skip_if_slower=False
+    )
+    losses = train(model, rank, 4)
+    assert losses[-1] < losses[0]
+    assert_replicas_identical(model)
+    assert wire.stats.payload_sent_bytes > 3 * wire.wire_bytes_per_step() > 0
+    return str(wire.algorithm), wire.wire_bytes_per_step()
 
 
-@pytest.mark.parametrize("spec", ["ring", "tree", "allgather", "parameter_server", "sra(rates=measured)"])
-def test_training_over_each_algorithm(spec: str) -> None:
-    answers = run_ranks(_train, 3, spec, ())
-    for losses, parameters, sent, per_step, said in answers:
-        assert losses[-1] < losses[0]
-        assert torch.equal(parameters, answers[0][1])
-        assert sent > 7 * per_step > 0
-        assert said == answers[0][4]
-    assert ("rates=(" in answers[0][4]) == ("measured" in spec)
-
-
-@pytest.mark.parametrize("across", ["slices", "leaders"])
-def test_nodes_are_found(across: str) -> None:
-    spec = str(Hierarchical(across=across))
-    answers = run_ranks(_train, 4, spec, ("left", "left", "right", "right"))
-    for losses, parameters, *_ in answers:
-        assert losses[-1] < losses[0]
-        assert torch.equal(parameters, answers[0][1])
-    one_node = run_ranks(_train, 4, spec, ())
+def _train_each(rank: int):
+    trained = [_train(rank, spec)[0] for spec in ALGORITHMS]
     # Inside one node fp32 would go everywhere; across two, one of two hops is compressed.
-    assert sum(a[3] for a in one_node) > 1.2 * sum(a[3] for a in answers)
+    bytes_sent = []
+    for across in ("slices", "leaders"):
+        spec = f"hierarchical(across={across})"
+        bytes_sent.append((_train(rank, spec)[1], _train(rank, spec, TWO_NODES)[1]))
+        del os.environ["THINWIRE_NODE"]
+    return trained, torch.tensor(bytes_sent)
+
+
+def test_training_over_each_algorithm_finds_nodes_and_rates() -> None:
+    answers = run_ranks(_train_each, 4)
+    for trained, _ in answers:
+        assert trained == answers[0][0]
+        assert ["rates=(" in text for text in trained] == ["measured" in spec for spec in ALGORITHMS]
+    one_node, two_nodes = torch.stack([of_rank for _, of_rank in answers]).sum(0).T
+    assert bool((one_node > 1.2 * two_nodes).all())

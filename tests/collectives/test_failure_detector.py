@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import Any
@@ -31,19 +31,21 @@ def everywhere(num_ranks: int, call: Callable[[int], Any]) -> list[Any]:
         return list(pool.map(call, range(num_ranks)))
 
 
+def connected(ranks: Sequence[int], store: dist.Store | None = None) -> list[FailureDetector]:
+    store = store or dist.HashStore()
+    return everywhere(len(ranks), lambda r: FailureDetector.connect(store, "test", ranks, r, timedelta(seconds=20)))
+
+
 @pytest.fixture
-def detectors() -> Iterator[list[FailureDetector]]:
-    store = dist.HashStore()
-    made = everywhere(4, lambda r: FailureDetector.connect(store, "test", (0, 2, 4, 6), r, timedelta(seconds=20)))
+def detectors(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FailureDetector]]:
+    monkeypatch.setattr(failures, "GRACE_S", 1.2)
+    made = connected((0, 2, 4, 6))
     yield made
     for one in made:
         one.close()
 
 
-def test_the_rank_that_is_behind_is_named_by_its_number_in_the_default_group(
-    detectors: list[FailureDetector], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(failures, "GRACE_S", 1.2)
+def test_the_rank_that_is_behind_is_named_by_its_number_in_the_default_group(detectors: list[FailureDetector]) -> None:
     for one in (detectors[0], detectors[1], detectors[3]):
         one.advance()
     errors = everywhere(4, lambda rank: detectors[rank].explain(ERROR))
@@ -56,11 +58,13 @@ def test_the_rank_that_is_behind_is_named_by_its_number_in_the_default_group(
 
 @pytest.mark.parametrize("gone_on", [True, False])
 def test_a_call_that_only_one_rank_has_made_is_named_unless_the_others_are_late(
-    detectors: list[FailureDetector], monkeypatch: pytest.MonkeyPatch, gone_on: bool
+    detectors: list[FailureDetector], gone_on: bool
 ) -> None:
-    monkeypatch.setattr(failures, "GRACE_S", 1.2)
+    """Those that have ended, also by an error, are not."""
     with detectors[2].calling("a call that ends"):
         pass
+    with pytest.raises(KeyError), detectors[1].calling("another one"):
+        raise KeyError
     detectors[2].calling("load_state_dict()").__enter__()
     detectors[2].advance()
     for one in detectors:
@@ -70,19 +74,6 @@ def test_a_call_that_only_one_rank_has_made_is_named_unless_the_others_are_late(
         assert error.rank == (4 if gone_on else 2), error
         wanted = "it is in load_state_dict(), which all ranks must call, and rank 0, 2, 6 has not"
         assert not gone_on or error.reason == wanted
-
-
-def test_a_call_that_an_error_has_ended_is_not_the_cause(
-    detectors: list[FailureDetector], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(failures, "GRACE_S", 1.2)
-    with pytest.raises(KeyError), detectors[2].calling("load_state_dict()"):
-        raise KeyError
-    detectors[2].advance()
-    for one in detectors:
-        one.advance()
-    for error in everywhere(4, lambda rank: detectors[rank].explain(ERROR)):
-        assert "load_state_dict" not in str(error)
 
 
 def test_what_waits_for_all_ranks_ends_when_one_of_them_leaves(detectors: list[FailureDetector]) -> None:
@@ -97,12 +88,15 @@ def test_what_waits_for_all_ranks_ends_when_one_of_them_leaves(detectors: list[F
     assert (error.rank, error.reason) == (2, "it communicates no more: OSError: no more files")
 
 
-def test_a_rank_that_is_short_of_files_stops_the_others() -> None:
+def test_a_rank_that_fails_before_it_comes_or_is_short_of_files_stops_the_others() -> None:
     store = dist.HashStore()
     with pytest.raises(OSError, match="Too many open files"):
         FailureDetector.connect(_Short(store), "test", (3, 7), 1, timedelta(seconds=20))
-    with pytest.raises(PeerFailedError, match=r"rank 7 on .* failed: OSError: .* Too many open files"):
-        FailureDetector.connect(store, "test", (3, 7), 0, timedelta(seconds=20))
+    announce_error(store, "other", 1, TypeError("no model"))
+    for key, names in (("test", "OSError: .* Too many open files"), ("other", "TypeError: no model")):
+        with pytest.raises(PeerFailedError, match=rf"rank 7 on .* failed: {names}") as error:
+            FailureDetector.connect(store, key, (3, 7), 0, timedelta(seconds=20))
+        assert error.value.rank == 7
 
 
 class _Short:
@@ -115,12 +109,6 @@ class _Short:
         raise OSError(24, "Too many open files")
 
 
-def test_a_rank_that_has_left_is_named(detectors: list[FailureDetector]) -> None:
-    detectors[1].close()
-    for error in everywhere(4, lambda rank: detectors[rank].explain(ERROR) if rank != 1 else None):
-        assert error is None or (error.rank == 2 and "detach()" in error.reason)
-
-
 def test_the_first_to_fail_is_named_and_not_the_one_that_failed_because_of_it(detectors: list[FailureDetector]) -> None:
     """Rank 2 ends; rank 0 fails because of it, and ends before the others look."""
     first, second, *others = detectors
@@ -131,48 +119,36 @@ def test_the_first_to_fail_is_named_and_not_the_one_that_failed_because_of_it(de
         assert (error.rank, error.reason) == (2, "it communicates no more: ValueError: bad batch")
 
 
-def test_what_one_rank_has_found_is_what_all_of_them_say(
-    detectors: list[FailureDetector], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(failures, "GRACE_S", 0.2)
+def test_what_one_rank_has_found_is_what_all_of_them_say(detectors: list[FailureDetector]) -> None:
     assert detectors[1].explain(ERROR, 3).rank == 6
     for error in everywhere(4, lambda rank: detectors[rank].explain(ERROR, 2)):
         assert (error.rank, error.reason) == (6, "it is alive, and its connections are broken")
 
 
-def test_a_rank_whose_heartbeats_have_stopped_is_told_by_its_connections(
-    detectors: list[FailureDetector], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("silent_s", "error", "reason"),
+    [
+        (0.6, "Connection closed by peer", "its process has ended"),
+        (2.2, "Timed out waiting 8000ms for recv operation", "no heartbeat has come from it for"),
+    ],
+)
+def test_a_rank_that_has_stopped_is_told_from_one_that_has_ended_by_its_connections(
+    detectors: list[FailureDetector], monkeypatch: pytest.MonkeyPatch, silent_s: float, error: str, reason: str
 ) -> None:
-    monkeypatch.setattr(failures.Board, "exchange", _silent_at(2, failures.Board.exchange))
-    time.sleep(0.6)
-    lost = detectors[1].explain(TransportError("receiving failed: Connection closed by peer"), 2)
-    assert (lost.rank, lost.reason) == (4, "its process has ended")
-
-
-def test_a_rank_that_has_stopped_is_told_from_one_that_has_ended(
-    detectors: list[FailureDetector], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(failures.Board, "exchange", _silent_at(2, failures.Board.exchange))
-    time.sleep(1.5)
-    error = detectors[1].explain(TransportError("receiving failed: Timed out waiting 8000ms for recv operation"), 2)
-    assert error.rank == 4
-    assert "no heartbeat has come from it for" in str(error)
-
-
-def _silent_at(place: int, exchange: Callable[[Any], None]) -> Callable[[Any], None]:
-    def silent(board: Any) -> None:
-        if board.rank == place:
-            time.sleep(5.0)
-        else:
-            exchange(board)
-
-    return silent
+    exchange, over = failures.Board.exchange, threading.Event()
+    monkeypatch.setattr(
+        failures.Board, "exchange", lambda board: over.wait(5.0) if board.rank == 2 else exchange(board)
+    )
+    time.sleep(silent_s)
+    found = detectors[1].explain(TransportError(f"receiving failed: {error}"), 2)
+    over.set()
+    assert found.rank == 4
+    assert reason in str(found)
 
 
 def test_the_rank_that_has_the_store_stays_until_its_last_words_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "rank_of_store", lambda store: 4)
-    store = dist.HashStore()
-    made = everywhere(3, lambda r: FailureDetector.connect(store, "test", (2, 4, 6), r, timedelta(seconds=20)))
+    made = connected((2, 4, 6))
     made[1].close(ValueError("tired"))
     for place in (0, 2):
         assert made[place].board.records[1].ended == "it communicates no more: ValueError: tired"
@@ -221,12 +197,11 @@ BAD += [b'{"host": "x", "failed": [%d, "y"]}' % rank for rank in (9, -1)]
 BAD += [b'{"host": "x", "error": [1, "y"]}']
 
 
-@pytest.mark.parametrize("data", BAD, ids=range(len(BAD)))
-def test_a_record_that_is_damaged_is_none(data: bytes) -> None:
-    with pytest.raises(ValueError):
-        Record.read(data, 4)
-    with pytest.raises(ValueError):
-        failures.Cause.read(data)
+def test_a_record_that_is_damaged_is_none() -> None:
+    for data in BAD:
+        for read in (lambda data: Record.read(data, 4), failures.Cause.read):
+            with pytest.raises(ValueError):
+                read(data)
 
 
 def test_a_record_comes_back_within_bounds() -> None:
@@ -237,7 +212,7 @@ def test_a_record_comes_back_within_bounds() -> None:
 
 def test_what_a_stranger_writes_into_the_store_ends_no_detector() -> None:
     store = dist.HashStore()
-    made = everywhere(3, lambda r: FailureDetector.connect(store, "test", (0, 1, 2), r, timedelta(seconds=20)))
+    made = connected((0, 1, 2), store)
     for key in ("test/1", "test/cause"):
         store.set(key, "{")
     time.sleep(1.2)
@@ -264,14 +239,6 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert error.value.rank == 5
 
 
-def test_a_rank_that_fails_before_it_comes_stops_the_others() -> None:
-    store = dist.HashStore()
-    announce_error(store, "test", 1, TypeError("no model"))
-    with pytest.raises(PeerFailedError, match=r"rank 7 on .* failed: TypeError: no model") as error:
-        FailureDetector.connect(store, "test", (3, 7), 0, timedelta(seconds=20))
-    assert (error.value.rank, error.value.reason) == (7, "TypeError: no model")
-
-
 @pytest.mark.parametrize("announced", [True, False], ids=["failed", "did not come"])
 def test_rank_0_stays_until_the_others_know_which_rank_failed(announced: bool) -> None:
     """The store lives there, and whoever finds it gone would blame rank 0."""
@@ -292,7 +259,7 @@ def test_rank_0_stays_until_the_others_know_which_rank_failed(announced: bool) -
         assert [meet(2).rank, first.result(20).rank] == [1, 1]
 
 
-VICTIMS = {"one": (1,), "two": (0, 1), "store": (0,)}
+VICTIMS = {"one": (1,), "two": (0, 1)}
 
 
 def _dies(rank: int, how: str) -> tuple[int | None, str | None]:
@@ -316,31 +283,23 @@ def test_killed_ranks_are_named_by_all_others(how: str) -> None:
         assert "has ended" in answer[1]
 
 
-def _never_calls(rank: int) -> tuple[str, int | None]:
-    from nets import make
-
-    model = make(rank)
-    if rank == 1:
-        time.sleep(1.5)
-        return "", None
-    with pytest.raises(TransportError, match="every rank must make this call") as error:
-        thinwire.compress(model, network=thinwire.Network(timeout=timedelta(seconds=0.5)))
-    return str(error.value), error.value.rank
-
-
-def test_a_rank_that_never_calls_compress_is_named() -> None:
-    text, rank = run_ranks(_never_calls, 2)[0]
-    assert rank == 1, text
-
-
-def _wrong_model(rank: int) -> tuple[str, int | None]:
+def _differs(rank: int) -> tuple[tuple[str, int | None], str, int | None]:
+    """Rank 1 compresses another kind of model, and then none."""
     from nets import make
 
     model = make(rank)
     with pytest.raises((TypeError, PeerFailedError)) as error:
         thinwire.compress(model.module if rank else model)
-    return type(error.value).__name__, getattr(error.value, "rank", None)
+    first = type(error.value).__name__, getattr(error.value, "rank", None)
+    if rank == 1:
+        time.sleep(1.5)
+        return first, "", None
+    with pytest.raises(TransportError, match="every rank must make this call") as error:
+        thinwire.compress(model, network=thinwire.Network(timeout=timedelta(seconds=0.5)))
+    return first, str(error.value), error.value.rank
 
 
-def test_another_kind_of_model_on_one_rank_stops_all() -> None:
-    assert run_ranks(_wrong_model, 2) == [("PeerFailedError", 1), ("TypeError", None)]
+def test_a_rank_that_never_calls_compress_is_named_and_another_kind_of_model_on_one_stops_all() -> None:
+    (first, text, rank), (second, *_) = run_ranks(_differs, 2)
+    assert (first, second) == (("PeerFailedError", 1), ("TypeError", None))
+    assert rank == 1, text

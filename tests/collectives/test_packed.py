@@ -7,25 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import example, given, settings, strategies as st
 from test_algorithms import SPECS as ALGORITHMS, algorithm_of, world_of
 
 from harness import run_threads
 from thinwire import PeerFailedError
-from thinwire.collectives import (
-    CollectiveCall,
-    DeviceBuffers,
-    DeviceLoopbackTransport,
-    Layer,
-    Layout,
-    LoopbackTransport,
-    complete,
-    device_all_reduce,
-    packed_sums,
-    sum_buffers,
-    summed_all_reduce,
-)
+from thinwire.collectives import CollectiveCall, Layout, complete, packed_sums
 from thinwire.collectives.layout import Sum
-from thinwire.compressors import CodecCall, Packed, Piece, Segments, State, Summed, for_world, parse
+from thinwire.compressors import CodecCall, Packed, Piece, Segments, for_world, parse
 from thinwire.compressors._core.integers import Integers
 
 NUMEL = 100_003
@@ -46,9 +35,13 @@ def layout_of(limit: int, algorithm: str, num_ranks: int, numel: int = NUMEL) ->
     return replace(whole, sums=(s,)), s
 
 
-@pytest.mark.parametrize(("limit", "terms"), [(1, 1), (1, 2), (1, 4), (3, 5), (7, 2), (7, 18), (1, 127), (127, 1)])
-@pytest.mark.parametrize("numel", [1, 100, 1022, 1023, 1024, 5000])
+@given(limit=st.sampled_from([1, 3, 7, 127]), terms=st.integers(1, 127), numel=st.integers(1, 5000))
+@settings(max_examples=30)
+@example(1, 127, 1022)
+@example(7, 18, 1023)
+@example(127, 1, 1024)
 def test_integers_come_back_from_their_bits(limit: int, terms: int, numel: int) -> None:
+    terms = min(terms, 127 // limit)
     packed = Packed(limit, terms)
     sums = integers(limit * terms, 0, max(numel, 100))[:numel]
     values = torch.full((packed.spread_numel(numel),), math.nan)
@@ -77,8 +70,12 @@ def test_a_bound_that_8_bits_cannot_hold_is_refused() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, "allgather"])
-@pytest.mark.parametrize(("num_ranks", "limit"), [(2, 1), (3, 7), (5, 1)])
-def test_sums_are_exact_by_every_algorithm(algorithm: str, num_ranks: int, limit: int) -> None:
+def test_sums_are_exact_by_every_algorithm(algorithm: str) -> None:
+    for num_ranks, limit in ((2, 1), (3, 7), (5, 1)):
+        _check_sums(algorithm, num_ranks, limit)
+
+
+def _check_sums(algorithm: str, num_ranks: int, limit: int) -> None:
     layout, _ = layout_of(limit, algorithm, num_ranks)
     wanted = torch.stack([integers(limit, rank) for rank in range(num_ranks)]).sum(0).to(torch.int8)
     assert int(wanted.abs().max()) == limit * num_ranks
@@ -115,44 +112,14 @@ def test_partial_sums_widen_by_hop() -> None:
     assert widths["sra"] == {1: 2, 4: 4}
 
 
-@pytest.mark.parametrize(("num_ranks", "bits"), [(2, 2.5), (3, 2.5), (4, 3.0), (5, 3.0)])
-def test_two_bits_take_three_on_the_wire_at_most(num_ranks: int, bits: float) -> None:
+def test_two_bits_take_three_on_the_wire_at_most() -> None:
     """Counted as all-reduces are: what a rank sends, over 2(n−1)/n of the integers. The scales take 1.6 % more."""
-    layout, s = layout_of(1, "sra", num_ranks, numel=1 << 20)
-    of = layout.packed_layout(s)
-    for rank in range(num_ranks):
-        sent = 8 * of.sent_bytes(rank) / (2 * (num_ranks - 1) / num_ranks * s.numel)
-        assert bits < sent < 1.03 * bits
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 5])
-def test_a_device_sends_the_same_bits(num_ranks: int) -> None:
-    """`device_all_reduce`, on CPU tensors, ends as native sums do, and counts the bytes of packed ones."""
-    cpu, shape = torch.device("cpu"), (150, 200)
-    compressor = for_world(parse("intsgd(bits=2)"), num_ranks, math.prod(shape))
-    assert isinstance(compressor, Summed)
-    layout = Layout.build([Layer("w", 0, shape, compressor)], num_ranks, torch.float32)
-    devices = DeviceLoopbackTransport.world(LoopbackTransport.world(num_ranks), cpu)
-
-    def state() -> State:
-        found = State.fresh(layout.slots, layout.numel, layers={"w": shape})
-        found.layers["w"].now["r"].fill_(float(layout.numel))
-        return found
-
-    def x_of(rank: int) -> torch.Tensor:
-        return torch.randn(layout.numel, generator=torch.Generator().manual_seed(rank))
-
-    def run(transport):
-        here, there = x_of(transport.rank), x_of(transport.rank)
-        complete(summed_all_reduce(here, layout, transport, sum_buffers(layout), CollectiveCall(0, 0, state=state())))
-        device = devices[transport.rank]
-        buffers = DeviceBuffers.allocate(layout, transport.rank, cpu)
-        device_all_reduce(there, layout, device, buffers, CollectiveCall(0, 0, state=state()))
-        return torch.equal(here, there), transport.sent_bytes, device.sent_bytes, buffers.sent_bytes
-
-    for alike, native, packed, told in run_threads(run, num_ranks):
-        assert alike
-        assert packed == told < 0.45 * native
+    for num_ranks, bits in ((2, 2.5), (3, 2.5), (4, 3.0), (5, 3.0)):
+        layout, s = layout_of(1, "sra", num_ranks, numel=1 << 20)
+        of = layout.packed_layout(s)
+        for rank in range(num_ranks):
+            sent = 8 * of.sent_bytes(rank) / (2 * (num_ranks - 1) / num_ranks * s.numel)
+            assert bits < sent < 1.03 * bits
 
 
 def test_a_rank_that_fails_is_an_error_for_all() -> None:

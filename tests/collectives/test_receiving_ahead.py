@@ -147,18 +147,6 @@ def test_nothing_that_is_gathered() -> None:
     assert run_threads(lambda transport: list(gather_buffers(layout, transport).ahead), 2) == [[], []]
 
 
-def test_closing_drops_them() -> None:
-    def run(transport: Transport) -> tuple[int, int]:
-        buffers = transport.open(_everybody(2))
-        for step in range(2):
-            _swap(transport, buffers, step)
-        before = len(buffers.posted)
-        transport.close()
-        return before, len(buffers.posted)
-
-    assert _run_ahead(run, 2) == [(2, 0)] * 2
-
-
 # ---- Over gloo ------------------------------------------------------------------------------------------------------
 
 
@@ -172,7 +160,7 @@ def _good_and_bad(rank: int) -> None:
     """Exchanges that succeed and that fail on one rank, with buffers of several sizes that come and go."""
     transport = _transport()
     buffers = transport.open(_everybody(3))
-    for step in range(30):
+    for step in range(20):
         if step % 10 == 5:
             buffers = transport.open(_everybody(3, num_bytes=256 + 64 * step, phases=1 + step % 3))
         failing = step % 4 == 3
@@ -197,7 +185,7 @@ def _in_two_threads(rank: int) -> None:
     def exchange(transport: Transport, pause_s: float) -> None:
         try:
             both = [transport.open(_everybody(2, num_bytes=1 << 16)) for _ in range(2)]
-            for step in range(50):
+            for step in range(30):
                 _swap(transport, both[step % 2], step)
                 time.sleep(pause_s * ((rank + step) % 2))
         except BaseException as error:  # noqa: BLE001 - raised below
@@ -245,7 +233,7 @@ def test_a_rank_that_has_ended_is_an_error_with_its_name() -> None:
 def _dropped(rank: int) -> tuple[list[int], list[int]]:
     """Groups whose buffers, transport and process group go in every order, with receives posted."""
     files, threads = [], []
-    for turn in range(12):
+    for turn in range(9):
         transport = _transport()
         buffers = transport.open(_everybody(2))
         for step in range(3):
@@ -295,15 +283,15 @@ buffers = transport.open(_everybody(2))
 for step in range(3):
     _swap(transport, buffers, step)
 assert buffers.posted
-if {destroys}:
+if transport.rank:
     dist.destroy_process_group()
 print("ended")
 """
 
 
-@pytest.mark.parametrize("destroys", [False, True])
-def test_a_program_ends_with_receives_posted(destroys: bool, tmp_path) -> None:
-    text = _PROGRAM.format(path=sys.path, store=str(tmp_path / "store"), destroys=destroys)
+def test_a_program_ends_with_receives_posted(tmp_path) -> None:
+    """Whether it destroys its group, as rank 1 does, or not."""
+    text = _PROGRAM.format(path=sys.path, store=str(tmp_path / "store"))
     command = [sys.executable, "-X", "faulthandler", "-c", text]
     ranks = [subprocess.Popen([*command, str(rank)], stdout=-1, stderr=-1, text=True) for rank in range(2)]
     try:

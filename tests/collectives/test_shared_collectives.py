@@ -2,34 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
-import test_algorithms
-import test_collectives
-import test_gathered
-from test_algorithms import (  # noqa: F401
-    test_all_ranks_end_with_the_same_bytes_and_the_mean,
-    test_all_ranks_hear_of_a_failure_and_the_next_step_works,
-    test_slices_change_no_bit,
-    test_the_halves_of_an_all_reduce,
-    test_the_residual_is_kept,
-)
-from test_collectives import test_not_a_number_reaches_every_rank  # noqa: F401
-from test_gathered import (  # noqa: F401
-    test_a_size_that_cannot_be_is_refused,
-    test_all_ranks_end_with_the_same_bytes_and_the_mean_of_what_was_sent,
-    test_all_ranks_hear_of_a_failure_and_the_next_step_works as test_gathering_fails,
-    test_counts_inside_a_bounded_message_are_not_believed,
-)
+import test_algorithms as algorithms
+import test_collectives as collectives
+import test_gathered as gathered
 
 import harness
 from thinwire.collectives.shared_memory import unavailable
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
+CASES: list[tuple[Callable[..., None], tuple[object, ...]]] = [
+    (algorithms.test_all_ranks_end_with_the_same_bytes_and_the_mean, ("sra",)),
+    (algorithms.test_all_ranks_end_with_the_same_bytes_and_the_mean, ("tree",)),
+    (algorithms.test_all_ranks_end_with_the_same_bytes_and_the_mean, ("hierarchical(inside=same, across=slices)",)),
+    (algorithms.test_all_ranks_end_with_the_same_bytes_and_the_mean, ("hierarchical(inside=dense, across=leaders)",)),
+    (algorithms.test_all_ranks_hear_of_a_failure_and_the_next_step_works, ("ring", 3)),
+    (algorithms.test_all_ranks_hear_of_a_failure_and_the_next_step_works, ("hierarchical", 0)),
+    (algorithms.test_the_halves_of_an_all_reduce, ("sra",)),
+    (algorithms.test_the_residual_is_kept, ("ring",)),
+    (algorithms.test_the_residual_is_kept, ("hierarchical(inside=dense, across=slices)",)),
+    (collectives.test_not_a_number_reaches_every_rank, ()),
+    (gathered.test_all_ranks_end_with_the_same_bytes_and_the_mean_of_what_was_sent, (gathered.FIXED, 5)),
+    (gathered.test_all_ranks_end_with_the_same_bytes_and_the_mean_of_what_was_sent, (gathered.BOUNDED, 3)),
+    (gathered.test_all_ranks_hear_of_a_failure_and_the_next_step_works, (gathered.BOUNDED, 2)),
+]
 
-@pytest.fixture(autouse=True, params=[lambda rank: 0, lambda rank: rank // 2], ids=["one node", "nodes of two"])
+
+@pytest.fixture(params=[lambda rank: 0, lambda rank: rank // 2], ids=["one node", "nodes of two"])
 def _shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (test_collectives, test_gathered, test_algorithms):
+    for module in (collectives, gathered, algorithms):
         monkeypatch.setattr(module, "run_threads", partial(harness.run_threads, node_of=request.param))
+
+
+@pytest.mark.usefixtures("_shared")
+@pytest.mark.parametrize(("test", "arguments"), CASES)
+def test_over_shared_memory(test: Callable[..., None], arguments: tuple[object, ...]) -> None:
+    test(*arguments)
+
+
+@pytest.mark.usefixtures("_shared")
+@pytest.mark.parametrize(
+    "test", [algorithms.test_slices_change_no_bit, gathered.test_counts_inside_a_bounded_message_are_not_believed]
+)
+def test_over_shared_memory_with_changes(test: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    test(monkeypatch)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -112,22 +113,16 @@ def test_memory_is_given_back() -> None:
         assert shared_kb() - before < 10 << 10
 
 
-def test_an_empty_segment_and_a_negative_one() -> None:
+def test_sizes_that_cannot_be_or_change() -> None:
     with Segment(0) as mine:
         assert mine.memory.numel() == Segment.from_ticket(mine.ticket, 0).memory.numel() == 0
     with pytest.raises(ValueError, match="at least 0"):
         Segment(-1)
-
-
-def test_a_refusal_of_the_system_leaves_nothing() -> None:
     before = open_files()
     for num_bytes in (1 << 62, 1 << 63, 1 << 64):
         with pytest.raises(SharedMemoryError, match=f"gives no {num_bytes} bytes"):
             Segment(num_bytes)
-    assert open_files() == before
-
-
-def test_a_segment_cannot_change_its_size() -> None:
+    assert open_files() == before, "a refusal of the system leaves nothing"
     with Segment(1000) as mine:
         _, fd, _ = read_ticket(mine.ticket)
         for size in (0, 1 << 20):
@@ -135,57 +130,48 @@ def test_a_segment_cannot_change_its_size() -> None:
                 os.ftruncate(fd, size)
 
 
-class TestHostileTickets:
-    """Each is refused, and no file stays open."""
+@pytest.fixture
+def _nothing_left() -> Iterator[None]:
+    before = open_files(), mappings()
+    yield
+    assert (open_files(), mappings()) == before
 
-    def refused(self, ticket: torch.Tensor, num_bytes: int, match: str) -> None:
-        before = open_files(), mappings()
-        with pytest.raises(SharedMemoryError, match=match):
-            Segment.from_ticket(ticket, num_bytes)
-        assert (open_files(), mappings()) == before
 
-    def test_too_small(self) -> None:
-        with Segment(1000) as mine:
-            assert Segment.from_ticket(mine.ticket, 1000).memory.numel() == 1000
-            self.refused(mine.ticket, 1001, "has 1064 bytes, expected 1065")
+def refused(ticket: torch.Tensor, num_bytes: int, match: str = r"not a segment|cannot map") -> None:
+    with pytest.raises(SharedMemoryError, match=match):
+        Segment.from_ticket(ticket, num_bytes)
 
-    def test_another_token(self) -> None:
-        with Segment(64) as mine, Segment(64) as other:
-            pid, fd, _ = read_ticket(mine.ticket)
-            self.refused(ticket_of(pid, fd, read_ticket(other.ticket)[2]), 64, "another segment")
 
-    def test_closed(self) -> None:
-        mine = Segment(64)
-        mine.close()
-        self.refused(mine.ticket, 64, "cannot map")
+@pytest.mark.usefixtures("_nothing_left")
+def test_tickets_of_other_segments_are_refused() -> None:
+    with Segment(1000) as mine, Segment(64) as other:
+        assert Segment.from_ticket(mine.ticket, 1000).memory.numel() == 1000
+        refused(mine.ticket, 1001, "has 1064 bytes, expected 1065")
+        pid, fd, _ = read_ticket(mine.ticket)
+        refused(ticket_of(pid, fd, read_ticket(other.ticket)[2]), 64, "another segment")
+    refused(mine.ticket, 64, "cannot map")
+    for ticket in (torch.zeros(31, dtype=torch.uint8), torch.zeros(8, dtype=torch.int32)):
+        refused(ticket, 0, "a ticket is")
+    for pid in (0, -1, 1 << 40):
+        refused(ticket_of(pid, 3, bytes(16)), 0)
 
-    def test_a_process_that_is_none(self) -> None:
-        for pid in (0, -1, 1 << 40):
-            self.refused(ticket_of(pid, 3, bytes(16)), 0, r"not a segment|cannot map")
 
-    def test_other_kinds_of_files(self) -> None:
-        reading, writing = os.pipe()
-        with open("/dev/null") as null, tempfile.TemporaryFile() as file, tempfile.TemporaryDirectory() as folder:
-            file.write(bytes(4096))
-            file.flush()
-            unsealed = os.memfd_create("unsealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(unsealed, 4096)
-            opened = os.open(folder, os.O_RDONLY)
-            for fd in (reading, writing, null.fileno(), file.fileno(), unsealed, opened, -1, 1 << 40):
-                self.refused(ticket_of(os.getpid(), fd, bytes(16)), 64, r"not a segment|cannot map")
-            for fd in (reading, writing, unsealed, opened):
-                os.close(fd)
-
-    def test_one_that_cannot_be_written(self) -> None:
-        fd = os.memfd_create("readonly", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, 4096)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE)
-        self.refused(ticket_of(os.getpid(), fd, bytes(16)), 64, "cannot map")
-        os.close(fd)
-
-    def test_what_is_no_ticket(self) -> None:
-        for ticket in (torch.zeros(31, dtype=torch.uint8), torch.zeros(8, dtype=torch.int32)):
-            self.refused(ticket, 0, "a ticket is")
+@pytest.mark.usefixtures("_nothing_left")
+def test_tickets_of_other_kinds_of_files_are_refused() -> None:
+    reading, writing = os.pipe()
+    with open("/dev/null") as null, tempfile.TemporaryFile() as file, tempfile.TemporaryDirectory() as folder:
+        file.write(bytes(4096))
+        file.flush()
+        unsealed, readonly = (os.memfd_create("made up", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) for _ in range(2))
+        for fd in (unsealed, readonly):
+            os.ftruncate(fd, 4096)
+        fcntl.fcntl(readonly, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE)
+        opened = os.open(folder, os.O_RDONLY)
+        for fd in (reading, writing, null.fileno(), file.fileno(), unsealed, opened, -1, 1 << 40):
+            refused(ticket_of(os.getpid(), fd, bytes(16)), 64)
+        refused(ticket_of(os.getpid(), readonly, bytes(16)), 64, "cannot map")
+        for fd in (reading, writing, unsealed, readonly, opened):
+            os.close(fd)
 
 
 # ---- Between processes --------------------------------------------------------------------------------------------
@@ -222,11 +208,9 @@ def died(rank: int) -> None:
     raise TransportError(f"rank {rank} has died")
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_messages_go_round(size: int) -> None:
+def test_messages_go_round() -> None:
     """Thousands of them, over the wrap of the counters; one file descriptor is held per process that is watched."""
-    answers = run_ranks(ping_pong, size, size, (1 << 32) - 1500, 3000, 5000)
-    assert answers == [(size, [])] * size
+    assert run_ranks(ping_pong, 3, 3, (1 << 32) - 800, 1600, 5000) == [(3, [])] * 3
 
 
 def wait_for_the_dead(rank: int, how: str) -> float:
@@ -238,7 +222,7 @@ def wait_for_the_dead(rank: int, how: str) -> float:
             # Like a worker of a data loader: it outlives its parent, with all that it inherited.
             pid = os.fork()
             if not pid:
-                time.sleep(8.0)
+                time.sleep(4.0)
                 os._exit(0)
         if how == "exit":
             os._exit(0)
@@ -254,50 +238,44 @@ def wait_for_the_dead(rank: int, how: str) -> float:
     return time.monotonic() - start
 
 
-@pytest.mark.parametrize("how", ["kill", "exit", "fork"])
+@pytest.mark.parametrize("how", ["exit", "fork"])
 def test_a_dead_rank_is_noticed(how: str) -> None:
     first, second = run_ranks(wait_for_the_dead, 2, how, may_die=True)
     assert second is None
     assert isinstance(first, float), first
-    assert first < 6.0
+    assert first < 3.0
 
 
 def wait_for_the_killed(rank: int) -> float:
-    """Rank 1 is killed while rank 0 waits already."""
-    processes, segments = exchange(rank, LINE_BYTES, 2)
+    """Rank 1 is killed while rank 0 waits already; memory that was never a file of /dev/shm leaves none there."""
+    before = set(os.listdir("/dev/shm"))
+    processes, segments = exchange(rank, 16 << 20, 2)
     if rank == 1:
+        segments[1].memory[LINE_BYTES:].fill_(1)
         time.sleep(0.7)
         Word(segments[1].memory, LINE_BYTES - 8).post(1)
         os.kill(os.getpid(), signal.SIGKILL)
-    check = processes[1].is_alive
+    check, start = processes[1].is_alive, time.monotonic()
     with pytest.raises(TransportError, match="rank 1 has died"):
         await_word(Word(segments[1].memory, 0), 2, lambda: None if check() else died(1), **LIMITS)
-    end = time.monotonic()
     assert Word(segments[1].memory, LINE_BYTES - 8).value == 1
-    return end
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if "thinwire" in name}
+    return time.monotonic() - start
 
 
-def test_a_rank_killed_during_the_wait_is_noticed() -> None:
-    start = time.monotonic()
-    end, _ = run_ranks(wait_for_the_killed, 2, may_die=True)
-    assert isinstance(end, float), end
-    assert end - start < 25.0
+def test_a_rank_killed_during_the_wait_is_noticed_and_leaves_nothing() -> None:
+    took, _ = run_ranks(wait_for_the_killed, 2, may_die=True)
+    assert isinstance(took, float), took
+    assert took < 9.0
 
 
 def test_a_silent_rank_is_noticed_in_time() -> None:
+    limits = {**LIMITS, "timeout_s": 0.2, "waiting": "receiving from rank 5"}
     with Segment(LINE_BYTES) as mine:
-        for timeout_s in (0.05, 0.5):
-            start = time.monotonic()
-            with pytest.raises(TransportError, match=f"rank 5: nothing came within {timeout_s:g} s"):
-                await_word(
-                    Word(mine.memory, 0),
-                    1,
-                    lambda: None,
-                    timeout_s=timeout_s,
-                    spin_s=0.0,
-                    waiting="receiving from rank 5",
-                )
-            assert timeout_s <= time.monotonic() - start < timeout_s + 10.0
+        start = time.monotonic()
+        with pytest.raises(TransportError, match=r"rank 5: nothing came within 0\.2 s"):
+            await_word(Word(mine.memory, 0), 1, lambda: None, **limits)
+        assert 0.2 <= time.monotonic() - start < 10.0
 
 
 def test_a_process_that_ended_is_dead_before_it_is_buried() -> None:
@@ -315,19 +293,6 @@ def test_a_process_that_ended_is_dead_before_it_is_buried() -> None:
             Process(pid)
 
 
-def kill_after_making(rank: int) -> None:
-    exchange(rank, 16 << 20, 2)[1][rank].memory.fill_(1)
-    dist.barrier()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_nothing_is_left_behind() -> None:
-    """Two ranks are killed while they share memory that was never a file of /dev/shm."""
-    before = set(os.listdir("/dev/shm"))
-    run_ranks(kill_after_making, 2, may_die=True)
-    assert not {name for name in set(os.listdir("/dev/shm")) - before if "thinwire" in name}
-
-
 # ---- Nodes --------------------------------------------------------------------------------------------------------
 
 
@@ -340,14 +305,8 @@ def same_node(rank: int, names: list[str]) -> list[bool]:
 
 
 def test_ranks_of_one_host_know_each_other() -> None:
-    answers = run_ranks(same_node, 4, ["", "a", "a", "b"])
-    assert answers == [
-        [True, False, False, False],
-        [False, True, True, False],
-        [False, True, True, False],
-        [False, False, False, True],
-    ]
-    assert run_ranks(same_node, 2, ["", ""]) == [[True, True]] * 2
+    names = ["", "a", "a", "b", ""]
+    assert run_ranks(same_node, 5, names) == [[mine == other for other in names] for mine in names]
 
 
 IDENTITY = f"""
@@ -367,13 +326,15 @@ def python(code: str, *before: str, **environment: str) -> subprocess.CompletedP
 
 
 @pytest.mark.network
-def test_another_namespace_is_another_node() -> None:
+def test_another_namespace_is_another_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """An emulated host (a network namespace) counts as one, unless its node is named; a container always does."""
     if subprocess.run(["unshare", "--net", "--pid", "--fork", "--mount-proc", "true"]).returncode:
         pytest.skip("this machine gives no namespaces")
-    plain, named, why = python(IDENTITY).stdout.splitlines()
+    plain = str(node_identity().tolist())
+    monkeypatch.setenv(VARIABLE, "one")
+    named = str(node_identity().tolist())
+    monkeypatch.delenv(VARIABLE)
     assert plain != named
-    assert why == "None"
     for options in (["--net"], ["--pid", "--fork", "--mount-proc"]):
         other, other_named, why = python(IDENTITY, "unshare", *options).stdout.splitlines()
         assert other != plain, options

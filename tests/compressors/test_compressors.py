@@ -18,13 +18,9 @@ from thinwire.compressors import (
     Coded,
     Key,
     Levels,
-    Part,
-    Parts,
     Piece,
     PowerSGD,
     Segments,
-    State,
-    SumCall,
     TopK,
     Unsuited,
     at_step,
@@ -49,33 +45,23 @@ def relative_error(spec: str, x: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    "spec",
-    [
-        "minmax(bits=2)",
-        "qsgd(bits=4)",
-        "qsgd(bits=3, norm=linf)",
-        "maxabs(bits=3)",
-        "terngrad",
-        "natural",
-        "lattice(bits=3, bucket=64)",
-        "rangefloat(bits=6, rounding=stochastic, learn_at=(0,))",
-        "randk(density=0.25)",
-    ],
+    "spec", ["lattice(bits=3, bucket=64)", "rangefloat(bits=6, rounding=stochastic, learn_at=(0,))", "qsgd(bits=4)"]
 )
-def test_unbiased_within_four_standard_errors_over_ten_thousand_draws(spec: str) -> None:
+def test_unbiased_within_four_standard_errors_over_two_thousand_draws(spec: str) -> None:
+    """Also where all elements are off together, as those of a lattice that is shifted as a whole are."""
     compressor = parse(spec)
     assert compressor.traits.unbiased
     x = normal(256)
     along, total = [], []
-    for key in range(10_000):
+    for key in range(2000):
         off = compressor.roundtrip(x, key=key).double() - x.double()
         along.append(float(off @ x.double()))
         total.append(float(off.sum()))
     for draws in (torch.tensor(along), torch.tensor(total)):
-        assert abs(float(draws.mean())) <= 4 * float(draws.std()) / 100
+        assert abs(float(draws.mean())) <= 4 * float(draws.std()) / 2000**0.5
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**20), bits=st.integers(1, 4), multiple=st.integers(1, 6), spread=st.floats(0.0, 1.0))
 def test_lemma_4_of_the_thesis(seed: int, bits: int, multiple: int, spread: float) -> None:
     """E‖Q_δ(x) − x‖² ≤ (δ/δ*)·E_r‖x*_r − x‖² for δ* = multiple·δ and whatever x*_r is chosen on the coarse lattice."""
@@ -108,14 +94,6 @@ def test_the_lattice_is_shifted_as_a_whole_and_alike_on_all_ranks() -> None:
     off = (lattice.roundtrip(x, key=3) - x)[:128]
     step = float((x[:128].max() - x[:128].min()) / 7)
     assert float(off.abs().max()) <= step / 2 * 1.001
-
-
-def test_levels_that_learned_err_less() -> None:
-    x = normal(1024, 1024)  # buckets of a normal distribution: few values near the ends
-    for bits in (2, 3, 4):
-        uniform = float((Levels(bits, 1024, (), 0).roundtrip(x) - x).norm())
-        learned = float((Levels(bits, 1024, (0,), 0).roundtrip(x) - x).norm())
-        assert learned < 0.9 * uniform
 
 
 def test_levels_are_ascending_and_small_layers_take_minmax() -> None:
@@ -209,59 +187,20 @@ def test_thresholds_count_what_finds_no_room() -> None:
         used_bytes(few, message, segments.pieces[0])
 
 
-def _power_steps(layers: dict[str, torch.Tensor], rank: int, steps: int = 1) -> dict[str, torch.Tensor]:
-    """What arrives of all layers in the last of some steps, in a world of one."""
-    compressor = PowerSGD(rank)
-    flat = torch.cat([layer.reshape(-1) for layer in layers.values()])
-    state = State.fresh(compressor.slots, flat.numel(), layers={n: tuple(v.shape) for n, v in layers.items()})
-    pieces, start = [], 0
-    for name, layer in layers.items():
-        pieces.append(Piece(name, start, layer.numel(), 0, 0, tuple(layer.shape)))
-        start += layer.numel()
-    x = flat.clone()
-    for _ in range(steps):
-        x = flat.clone()
-        places, buffers = [], []
-        for number in range(2):
-            parts, at = [], 0
-            for piece in pieces:
-                numel = compressor.sums(piece.layer_shape, torch.float32)[number].numel
-                parts.append(Part(piece, slice(at, at + numel)))
-                at += numel
-            places.append(Parts(tuple(parts)))
-            buffers.append(torch.zeros(at))
-        for _ in compressor.rounds(x, x, SumCall(tuple(places), tuple(buffers), Key.derive(0), state)):
-            pass
-        state = state.swapped()
-    return {p.name: x[p.elements].view(p.layer_shape) for p in pieces}
-
-
-def test_powersgd_finds_a_matrix_of_its_rank_and_batches_those_alike() -> None:
-    low = normal(60, 3) @ normal(3, 80, seed=1)
-    got = _power_steps({"a": low}, rank=3)["a"]
-    assert float((got - low).norm() / low.norm()) < 1e-4
-    many = {f"layer{i}": normal(40, 30, seed=i) for i in range(5)} | {"other": normal(90, 20)}
-    together = _power_steps(many, rank=2, steps=3)
-    for name, layer in many.items():
-        alone = _power_steps({name: layer}, rank=2, steps=3)[name]
-        assert torch.allclose(together[name], alone, atol=1e-5)
-
-
-def test_powersgd_survives_zero_columns() -> None:
-    """After gradients of zero, or of too low a rank, all directions are found again."""
-    compressor = PowerSGD(4)
+def test_powersgd_finds_a_matrix_of_its_rank_also_after_gradients_of_zero() -> None:
+    """After them, or those of too low a rank, all directions are found again."""
     piece = Piece("layer", 0, 60 * 80, 0, 0, (60, 80))
-    x = torch.zeros(60 * 80)
-    state = first_state(compressor, x, Segments.build([piece]))
-    assert state is not None
-    sum_alone(compressor, x, piece, x.dtype, key=Key.derive(0), state=state)
-    assert torch.equal(x, torch.zeros(60 * 80))
-    full = normal(60, 4) @ normal(4, 80, seed=1)
-    for _ in range(3):
-        state = state.swapped()
-        x = full.reshape(-1).clone()
-        sum_alone(compressor, x, piece, x.dtype, key=Key.derive(0), state=state)
-    assert float((x.view(60, 80) - full).norm() / full.norm()) < 1e-3
+    for rank, zeros in ((3, 0), (4, 1)):
+        compressor, x = PowerSGD(rank), torch.zeros(60 * 80)
+        state = first_state(compressor, x, Segments.build([piece]))
+        full = normal(60, rank) @ normal(rank, 80, seed=1)
+        for step in range(4 * zeros + 1):
+            assert state is not None
+            x = torch.zeros(60 * 80) if step < zeros else full.reshape(-1).clone()
+            sum_alone(compressor, x, piece, x.dtype, key=Key.derive(0), state=state)
+            assert step >= zeros or torch.equal(x, torch.zeros(60 * 80))
+            state = state.swapped()
+        assert float((x.view(60, 80) - full).norm() / full.norm()) < 1e-3
 
 
 def test_majority_of_signs() -> None:
@@ -383,39 +322,28 @@ def _error(values: torch.Tensor, levels: torch.Tensor) -> float:
     return float((levels[nearest] - values).norm())
 
 
-@pytest.mark.parametrize("bits", [2, 4])
-def test_levels_reach_lloyds_error_in_three_learnings(bits: int) -> None:
-    compressor = Levels(bits, 1024, (0, 1, 2), 0)
-    levels = torch.arange(1 << bits) / ((1 << bits) - 1)
+def test_levels_reach_lloyds_error_in_three_learnings() -> None:
+    compressor = Levels(3, 1024, (0, 1, 2), 0)
+    levels = torch.arange(8) / 7
     for seed in range(3):
-        drawn = torch.randn(12, 1024, generator=torch.Generator().manual_seed(seed))
+        drawn = normal(12, 1024, seed=seed)
         levels = compressor.learn(drawn.reshape(-1), {"levels": levels})["levels"]
     low, high = drawn.amin(1, keepdim=True), drawn.amax(1, keepdim=True)
     scaled = ((drawn - low) / (high - low)).reshape(-1).double()
-    lloyd = torch.linspace(0, 1, 1 << bits).double()
-    for _ in range(2000):
+    lloyd = torch.linspace(0, 1, 8).double()
+    for _ in range(500):
         nearest = torch.bucketize(scaled, (lloyd[1:] + lloyd[:-1]) / 2)
         sums = torch.zeros_like(lloyd).index_add_(0, nearest, scaled)
         lloyd = sums / torch.bincount(nearest, minlength=lloyd.numel())
     assert _error(scaled, levels.double()) < 1.03 * _error(scaled, lloyd)
+    uniform, learned = (Levels(3, 1024, learn_at, 0).roundtrip(drawn) for learn_at in ((), (0,)))
+    assert float((learned - drawn).norm()) < 0.9 * float((uniform - drawn).norm())
 
 
 def test_levels_start_as_the_same_bits_on_every_machine() -> None:
     # `torch.linspace` counts from both ends in steps of the vector width.
     first = Levels(5).slots[0].first((400, 400), "weight")
     assert first.tolist() == [float(torch.tensor(float(i)) / 31.0) for i in range(32)]
-
-
-@pytest.mark.parametrize("spec", ["topk(density={})", "randk(density={})", "topk(density={}) | minmax(bits=8)"])
-def test_a_density_may_follow_a_schedule(spec: str) -> None:
-    schedule = "((0, 0.25), (4, 0.0625), (8, 0.01))"
-    for wrapped in ("{}", "ef({})"):
-        compressor = parse(wrapped.format(spec.format(schedule)))
-        assert parse(str(compressor)) == compressor
-        for step, density in ((0, 0.25), (3, 0.25), (4, 0.0625), (7, 0.0625), (8, 0.01), (1000, 0.01)):
-            assert at_step(compressor, step, None) == parse(wrapped.format(spec.format(density)))
-    with pytest.raises(ValueError, match="steps ascending from 0"):
-        parse(spec.format("((1, 0.25),)"))
 
 
 def test_dgc_with_nesterov_momentum_is_that_of_its_authors() -> None:
@@ -439,20 +367,25 @@ def test_dgc_with_nesterov_momentum_is_that_of_its_authors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "later"),
+    "spec",
     [
-        ("powersgd(rank=((0, 8), (2, 2)))", "powersgd(rank=2)"),
-        ("globaltopk(density=((0, 0.5), (2, 0.01)))", "globaltopk(density=0.01)"),
-        ("dgc(topk(density=((0, 0.5), (2, 0.01))), clip=2.0)", "dgc(topk(density=0.01), clip=2.0)"),
-        ("ef(powersgd(rank=((0, 8), (2, 2))))", "ef(powersgd(rank=2))"),
+        "topk(density={})",
+        "ef(randk(density={}))",
+        "ef(topk(density={}) | minmax(bits=8))",
+        "globaltopk(density={})",
+        "dgc(topk(density={}), clip=2.0)",
+        "powersgd(rank={})",
+        "ef(powersgd(rank={}))",
     ],
 )
-def test_ranks_and_densities_may_follow_a_schedule(spec: str, later: str) -> None:
-    scheduled = thinwire.parse(spec)
-    assert thinwire.parse(str(scheduled)) == scheduled
-    assert at_step(scheduled, 2, None) == at_step(scheduled, 9, None) == thinwire.parse(later)
-    first = at_step(scheduled, 1, None)
-    assert first.wire_bytes((64, 96)) == scheduled.wire_bytes((64, 96)) > thinwire.parse(later).wire_bytes((64, 96))
+def test_ranks_and_densities_may_follow_a_schedule(spec: str) -> None:
+    values = (8, 4, 2) if "rank=" in spec else (0.25, 0.0625, 0.01)
+    scheduled = parse(spec.format(f"((0, {values[0]}), (4, {values[1]}), (8, {values[2]}))"))
+    assert parse(str(scheduled)) == scheduled
+    of = [parse(spec.format(value)) for value in values]
+    for step, present in ((0, of[0]), (3, of[0]), (4, of[1]), (7, of[1]), (8, of[2]), (1000, of[2])):
+        assert at_step(scheduled, step, None) == present
+    assert of[0].wire_bytes((64, 96)) == scheduled.wire_bytes((64, 96)) > of[2].wire_bytes((64, 96))
     with pytest.raises(ValueError, match="schedule of its own"):
         family(scheduled)
 
@@ -503,73 +436,6 @@ def test_atomo_sends_rank_terms_of_the_singular_values_and_is_unbiased() -> None
             parse("atomo(rank=2)").fit(shape)
 
 
-@pytest.mark.parametrize("cast", [False, True])
-def test_fft_with_a_diminishing_share_converges(cast: bool) -> None:
-    """θ² = L·η (Theorem 3.5), without error feedback: descent on a quadratic with L = 1 comes to its minimum."""
-    fft = parse(f"fft(theta=diminishing, block=64, feedback=False, cast={cast})")
-    curvatures, x, shares = torch.logspace(-1, 0, 512), normal(512), []
-    first = float((curvatures * x**2).sum())
-    for step in range(200):
-        rate = 0.25 / (1 + step / 50)
-        present = at_step(fft, step, rate)
-        assert isinstance(present, FFT)
-        assert isinstance(present.theta, float)
-        assert present.theta**2 <= rate < (present.theta + 1 / 64) ** 2
-        shares.append(present.theta)
-        x = x - rate * present.roundtrip(curvatures * x, step)
-    assert shares[0] == 0.5
-    assert shares == sorted(shares, reverse=True)
-    assert float((curvatures * x**2).sum()) < 0.01 * first
-
-
-def test_descent_with_weights_on_a_shifted_lattice_converges_on_a_quadratic() -> None:
-    """QSDP's iteration (theorem 2), ``x ← Q(x − η/β·∇f(x))``, gets as close as its rounding allows.
-
-    Small steps, which nearest rounding takes back, get through on average where the lattice is shifted at random.
-    """
-    rate, curvatures, target = 0.05, torch.linspace(1.0, 2.0, 510), 0.9 * torch.tanh(normal(510))
-    delta = 2.0 / 255  # 8 bits between the two ends, which stay
-    ends, losses = torch.tensor([-1.0, 1.0]), {}
-    for spec in ("lattice(bits=8, bucket=512)", "minmax(bits=8, bucket=512, rounding=nearest)"):
-        quantise, x, found = parse(spec), torch.zeros(510), []
-        for step in range(300):
-            moved = x - rate / 2.0 * curvatures * (x - target)
-            x = quantise.roundtrip(torch.cat((ends, moved)), step)[2:].clamp(-1.0, 1.0)
-            found.append(float((curvatures * (x - target) ** 2).sum()) / 2)
-        losses[spec.split("(")[0]] = sum(found[200:]) / 100
-    # A step's error of δ²/12, of which 1 − ηλ/β is left in the next one.
-    kept = (1 - rate / 2.0 * curvatures) ** 2
-    assert losses["lattice"] < 1.5 * float((curvatures * delta**2 / 24 / (1 - kept)).sum())
-    assert losses["minmax"] > 10 * losses["lattice"]
-
-
-def test_descent_with_weights_on_a_shifted_lattice_and_quantised_gradients_converges_on_a_quadratic() -> None:
-    """QSDP's iteration with both quantised (corollary 3), ``x ← Q(x − η/β·Q'(g(x)))``, gets as close as both
-    roundings allow; weights rounded to nearest do not, although gradients are rounded at random."""
-    rate, curvatures, target = 0.05, torch.linspace(1.0, 2.0, 510), 0.9 * torch.tanh(normal(510))
-    delta = 2.0 / 255
-    ends, gradients, losses = torch.tensor([-1.0, 1.0]), parse("minmax(bits=4, bucket=512)"), {}
-    lost: list[torch.Tensor] = []
-    for spec in ("lattice(bits=8, bucket=512)", "minmax(bits=8, bucket=512, rounding=nearest)"):
-        quantise, x, found = parse(spec), torch.zeros(510), []
-        for step in range(3000):
-            gradient = curvatures * (x - target)
-            sent = gradients.roundtrip(gradient, step)
-            if step >= 200 and spec.startswith("lattice"):
-                lost.append((sent - gradient).square())
-            moved = x - rate / 2.0 * sent
-            x = quantise.roundtrip(torch.cat((ends, moved)), 10_000 + step)[2:].clamp(-1.0, 1.0)
-            found.append(float((curvatures * (x - target) ** 2).sum()) / 2)
-        losses[spec.split("(")[0]] = sum(found[200:]) / 2800
-    # All weights are shifted alike, so it takes thousands of steps to see a mean.
-    # A step's error: δ²/12 of weights, and (η/β)² times the variance of a gradient that was sent.
-    variance = delta**2 / 12 + (rate / 2.0) ** 2 * torch.stack(lost).mean(0)
-    kept = (1 - rate / 2.0 * curvatures) ** 2
-    predicted = float((curvatures / 2 * variance / (1 - kept)).sum())
-    assert 0.6 * predicted < losses["lattice"] < 1.5 * predicted
-    assert losses["minmax"] > 5 * losses["lattice"]
-
-
 _SPREADS = {
     "normal": normal(1 << 13),
     "cubes": normal(1 << 13) ** 3,
@@ -580,26 +446,27 @@ _SPREADS = {
 }
 
 
-@pytest.mark.parametrize("bits", [4, 6, 8, 10, 12, 15])
 @pytest.mark.parametrize("spread", _SPREADS)
-def test_a_mantissa_is_found_in_few_trials(spread: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mantissa_is_found_in_few_trials(spread: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It loses as little as the best of all mantissas, whose least squared error each is tried for here."""
-    values, trials = _SPREADS[spread], 0
+    values, trials = _SPREADS[spread], []
     top = float(values.abs().max())
     encode = kernels.rangefloat_encode
 
     def counted(*args, **options) -> None:
-        nonlocal trials
-        trials += 1
+        trials.append(None)
         encode(*args, **options)
 
-    monkeypatch.setattr(kernels, "rangefloat_encode", counted)
-    chosen = best_mantissa(values, top, bits, "nearest")
-    assert trials <= 6
-    errors = {}
-    for mantissa in range(bits):
-        with contextlib.suppress(ValueError):
-            kernels.rangefloat_eps(bits, mantissa, top)
-            fixed = parse(f"rangefloat(bits={bits}, mantissa={mantissa}, range={top})")
-            errors[mantissa] = float((fixed.roundtrip(values) - values).norm())
-    assert errors[chosen] <= 1.001 * min(errors.values())
+    for bits in (4, 8, 15):
+        trials.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "rangefloat_encode", counted)
+            chosen = best_mantissa(values, top, bits, "nearest")
+        assert len(trials) <= 6
+        errors = {}
+        for mantissa in range(bits):
+            with contextlib.suppress(ValueError):
+                kernels.rangefloat_eps(bits, mantissa, top)
+                fixed = parse(f"rangefloat(bits={bits}, mantissa={mantissa}, range={top})")
+                errors[mantissa] = float((fixed.roundtrip(values) - values).norm())
+        assert errors[chosen] <= 1.001 * min(errors.values())

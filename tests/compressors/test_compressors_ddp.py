@@ -1,4 +1,4 @@
-"""Every compressor through compress() on a DDP model: it trains, replicas agree, bytes are those of the formula."""
+"""Every compressor through compress() on a DDP model: it trains, replicas agree, it is measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from nets import assert_replicas_identical, make, train, trained
 SPECS = (
     "qsgd(bits=4)",
     "maxabs(bits=4, scale=row)",
-    "maxabs(bits=4, scale=layer)",
     "terngrad",
     "shared_terngrad(deviations=2.5)",
     "atomo(rank=2)",
@@ -35,33 +34,30 @@ SPECS = (
     "powersgd(rank=2)",
     "dgc(topk(density=((0, 0.25), (2, 0.1))), nesterov=True)",
     "intsgd(bits=8)",
+    "intdiana(bits=2)",
     "heuristic_intsgd(bits=8, rounding=random)",
     "ef(intsgd(bits=8, rounding=determ))",
 )
-_STEPS = 5
+_STEPS = 4
 
 
-def _train(rank: int, specs: tuple[str, ...]) -> list[str]:
+def _train(rank: int, specs: tuple[str, ...]) -> None:
     for spec in specs:
         model = make(rank)
         wire = thinwire.compress(model, spec, skip_if_slower=False, checks=thinwire.Checks(1, measure_every=2))
-        optimizer = torch.optim.SGD(trained(model), lr=0.02)
-        train(model, rank, _STEPS, optimizer=optimizer)
+        train(model, rank, _STEPS, optimizer=torch.optim.SGD(trained(model), lr=0.02))
         assert_replicas_identical(model)
         stats = wire.stats
-        assert stats.steps == stats.compressed_steps == _STEPS
+        assert stats.steps == stats.compressed_steps == stats.parity_checks == _STEPS, spec
         assert all(bool(torch.isfinite(p).all()) for p in model.parameters()), spec
         assert [step for step, _ in stats.alpha] == [0, 2], (spec, stats.alpha)
         assert stats.to_dict()["alpha"] == stats.alpha[-1][1]
         assert all(isinstance(value, int | float) for value in stats.to_dict().values())
         # An unbiased choice of few terms errs by more than the gradient itself.
         assert all(0.0 <= alpha < 4.0 for _, alpha in stats.alpha), (spec, stats.alpha)
-        assert stats.parity_checks == _STEPS
-    return [*specs]
 
 
-@pytest.mark.parametrize("half", [0, 1])
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_it_trains(half: int, num_ranks: int) -> None:
-    specs = SPECS[half::2]
-    assert run_ranks(_train, num_ranks, specs, timeout_s=110.0, group_timeout_s=60.0) == [[*specs]] * num_ranks
+@pytest.mark.filterwarnings("ignore:.*values were clipped")
+@pytest.mark.parametrize(("num_ranks", "specs"), [(2, SPECS[::2]), (3, SPECS[1::2])])
+def test_it_trains(num_ranks: int, specs: tuple[str, ...]) -> None:
+    run_ranks(_train, num_ranks, specs, timeout_s=110.0, group_timeout_s=60.0)

@@ -32,9 +32,8 @@ def _scales(rank: int, spec: str, lr: float) -> dict[str, float]:
     return {key.split("/")[2]: float(value) for key, value in state.items() if "/r/" in key}
 
 
-@pytest.mark.parametrize("lr", [0.05, 2.0**-6])
-def test_the_two_forms_are_equal_for_plain_sgd_at_a_constant_learning_rate(lr: float) -> None:
-    options = "bits=8, rounding=determ"
+def test_the_two_forms_are_equal_for_plain_sgd_at_a_constant_learning_rate() -> None:
+    lr, options = 0.05, "bits=8, rounding=determ"
     of_gradients = run_ranks(_scales, 2, f"intsgd({options})", lr)[0]
     of_steps, elsewhere = run_ranks(_scales, 2, f"intsgd({options}, scale=params)", lr)
     assert of_steps == elsewhere
@@ -56,27 +55,20 @@ def _schedules(rank: int, spec: str) -> tuple[list[float], float, list[int]]:
     return losses, wire.stats.clipped, encoded
 
 
-@pytest.mark.parametrize("spec", [PARAMS, "intsgd(bits=8, scale=params, block=global)"])
-def test_groups_momentum_and_schedules_that_begin_and_end_at_zero(spec: str) -> None:
-    for losses, clipped, encoded in run_ranks(_schedules, 2, spec):
+def test_groups_momentum_and_schedules_that_begin_and_end_at_zero() -> None:
+    for losses, clipped, encoded in run_ranks(_schedules, 2, "intsgd(bits=8, scale=params, block=global)"):
         # The first step is at a learning rate of 0 and says nothing: the second is exact, too.
         assert encoded[:3] == [0, 0, 43584]
         assert sum(losses[-5:]) < 0.4 * sum(losses[:5])
         assert clipped < 0.01
 
 
-def _resumes(rank: int, steps: int) -> tuple[bytes, bytes]:
+def _resumes(rank: int) -> tuple[bytes, bytes]:
     def attach(model: DDP, **options: int) -> tuple[torch.optim.Optimizer, thinwire.Wire]:
         optimizer = _groups(model, momentum=0.9)
         return optimizer, thinwire.compress(model, PARAMS, skip_if_slower=False, optimizer=optimizer, **options)
 
-    return resume(rank, partial(attach, seed=5), attach, at=steps, steps=8)[:2]
-
-
-@pytest.mark.parametrize("steps", [1, 4])
-def test_resume_is_bit_identical(steps: int) -> None:
-    for straight, resumed in run_ranks(_resumes, 2, steps):
-        assert straight == resumed
+    return resume(rank, partial(attach, seed=5), attach, at=3, steps=6)[:2]
 
 
 def _skips(rank: int) -> list[float]:
@@ -96,13 +88,6 @@ def _skips(rank: int) -> list[float]:
     return found
 
 
-def test_a_skipped_step_moves_no_scale() -> None:
-    first, second = run_ranks(_skips, 2)
-    assert first == second
-    assert first[3] == first[2]
-    assert len({*first}) == 5
-
-
 def _refused(rank: int) -> list[str]:
     model = make(rank)
     errors = []
@@ -113,14 +98,6 @@ def _refused(rank: int) -> list[str]:
     optimizer = torch.optim.SGD(trained(model), lr=0.1)
     thinwire.compress(model, PARAMS, skip_if_slower=False, optimizer=optimizer)
     return errors
-
-
-def test_what_it_refuses_and_why() -> None:
-    missing, adam, partial = run_ranks(_refused, 2)[0]
-    assert "compress(..., optimizer=...)" in missing
-    assert "Adam" in adam
-    assert "scale=gradient" in adam
-    assert "does not hold it" in partial
 
 
 def _hooks(rank: int) -> tuple[int, int]:
@@ -135,5 +112,19 @@ def _hooks(rank: int) -> tuple[int, int]:
     return before, len(hooks)
 
 
-def test_detach_takes_its_hooks_from_the_optimizer() -> None:
-    assert run_ranks(_hooks, 2) == [(1, 0)] * 2
+def _all_of_it(rank: int) -> tuple[tuple[bytes, bytes], list[float], list[str], tuple[int, int]]:
+    return _resumes(rank), _skips(rank), _refused(rank), _hooks(rank)
+
+
+def test_it_resumes_skips_steps_refuses_other_optimizers_and_takes_its_hooks_away() -> None:
+    first, second = run_ranks(_all_of_it, 2)
+    assert first[1] == second[1]
+    for (straight, resumed), scales, (missing, adam, partly), hooks in (first, second):
+        assert straight == resumed
+        assert scales[3] == scales[2], "the step was left out"
+        assert len({*scales}) == 5
+        assert "compress(..., optimizer=...)" in missing
+        assert "Adam" in adam
+        assert "scale=gradient" in adam
+        assert "does not hold it" in partly
+        assert hooks == (1, 0)

@@ -1,4 +1,5 @@
-"""Laws of every compressor that concern its whole way through a Wire: loss scales, and layers that come late."""
+"""Laws of every compressor that concern its whole way through a Wire: loss scales, steps that are not finite,
+checkpoints, and layers that come late."""
 
 from __future__ import annotations
 
@@ -7,12 +8,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from test_laws import SPECS
+from test_laws import FAMILIES
 from torch import Tensor
 
 from harness import run_threads
-from thinwire import Plan, Wire, parse
-from thinwire.compressors import Delta, FollowsOptimizer, find_mixin
+from thinwire import Plan, Wire
 from thinwire.plan import Filter
 from thinwire.runtime import WireSettings
 
@@ -21,44 +21,66 @@ NUM_RANKS = 2
 Gradients = dict[str, Tensor]
 
 
-def serves_gradients(spec: str) -> bool:
-    compressor = parse(spec)
-    following = find_mixin(compressor, FollowsOptimizer)
-    return not isinstance(compressor, Delta) and not (following is not None and following.follows_optimizer)
-
-
-ON_WIRES = [spec for spec in SPECS if serves_gradients(spec)]
-
-
 def gradient(rank: int, step: int) -> Gradients:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return {name: torch.randn(shape, generator=generator) * 1e-2 for name, shape in SHAPES.items()}
+
+
+def wire_of(spec: str, transport) -> Wire:
+    return Wire(Plan.build(SHAPES, spec, Filter()), SHAPES, transport, WireSettings())
+
+
+def step_on(wire: Wire, found: Gradients, loss_scale: float = 1.0) -> Gradients:
+    """What arrives of a rank's gradients."""
+    layers = tuple((name, SHAPES[name]) for name in found)
+    flat = torch.cat([value.reshape(-1) for value in found.values()]) * loss_scale
+    wire.begin_step()
+    flat = wire.reduce(flat, layers, loss_scale=loss_scale).wait() / loss_scale
+    parts = flat.split([math.prod(shape) for _, shape in layers])
+    return {name: part.clone() for (name, _), part in zip(layers, parts, strict=True)}
+
+
+def same(one: Gradients, other: Gradients) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
 
 
 def means(spec: str, steps: Sequence[tuple[float, Callable[[int], Gradients]]]) -> list[Gradients]:
     """What arrives in each of ``steps``: pairs of a loss scale and the gradients of a rank."""
 
     def run(transport) -> list[Gradients]:
-        wire = Wire(Plan.build(SHAPES, spec, Filter()), SHAPES, transport, WireSettings())
-        arrived = []
-        for loss_scale, gradients in steps:
-            found = gradients(transport.rank)
-            layers = tuple((name, SHAPES[name]) for name in found)
-            flat = torch.cat([value.reshape(-1) for value in found.values()]) * loss_scale
-            wire.begin_step()
-            flat = wire.reduce(flat, layers, loss_scale=loss_scale).wait() / loss_scale
-            parts = flat.split([math.prod(shape) for _, shape in layers])
-            arrived.append({name: part.clone() for (name, _), part in zip(layers, parts, strict=True)})
-        return arrived
+        wire = wire_of(spec, transport)
+        return [step_on(wire, gradients(transport.rank), loss_scale) for loss_scale, gradients in steps]
 
     first, *others = run_threads(run, NUM_RANKS)
-    for other in others:
-        for mine, its in zip(first, other, strict=True):
-            assert all(torch.equal(mine[name], its[name]) for name in mine), "ranks differ"
+    assert all(same(*pair) for other in others for pair in zip(first, other, strict=True)), "ranks differ"
     return first
 
 
-@pytest.mark.parametrize("spec", ON_WIRES)
+@pytest.mark.parametrize("spec", FAMILIES)
+def test_a_step_that_is_not_finite_moves_nothing_and_a_resumed_run_goes_on_bit_for_bit(spec: str) -> None:
+    def run(transport) -> list[Gradients]:
+        straight = wire_of(spec, transport)
+        for step in range(3):
+            step_on(straight, gradient(transport.rank, step))
+        before, poisoned = straight.state_dict(), gradient(transport.rank, 3)
+        if transport.rank == 1:
+            poisoned["late"][3, 3] = math.nan
+        assert not step_on(straight, poisoned)["late"].isfinite().all()
+        state = straight.state_dict()
+        assert same({key: value for key, value in before.items() if "/" in key}, state)
+        resumed, arrived = wire_of(spec, transport), []
+        resumed.load_state_dict(state)
+        for step in (4, 5):
+            arrived.append(step_on(straight, gradient(transport.rank, step)))
+            assert same(arrived[-1], step_on(resumed, gradient(transport.rank, step)))
+        return arrived
+
+    first, second = run_threads(run, NUM_RANKS)
+    assert all(same(*pair) for pair in zip(first, second, strict=True))
+    assert all(bool(value.isfinite().all()) for found in first for value in found.values())
+
+
+@pytest.mark.parametrize("spec", FAMILIES)
 def test_the_loss_scale_changes_nothing_that_arrives(spec: str) -> None:
     exact = means(spec, [(1.0, lambda rank, step=step: gradient(rank, step)) for step in range(3)])
     for scales in ((2.0**16,) * 3, (1.0, 2.0**10, 0.25)):
@@ -86,12 +108,13 @@ def zero(rank: int) -> Gradients:
     return {**gradient(rank, 77), "late": torch.zeros(SHAPES["late"])}
 
 
-@pytest.mark.parametrize("before", [without, zero])
-@pytest.mark.parametrize("spec", ON_WIRES)
-def test_a_layer_that_comes_late_arrives_as_well_as_one_that_was_there(spec: str, before) -> None:
+@pytest.mark.parametrize("spec", FAMILIES)
+def test_a_layer_that_comes_late_arrives_as_well_as_one_that_was_there(spec: str) -> None:
     steps = [lambda rank, step=step: gradient(rank, step) for step in range(3)]
-    there, late = errors(spec, steps), errors(spec, [before, before, *steps])
-    assert all(b <= 1.2 * a + 0.02 for a, b in zip(there, late, strict=True)), f"{late} and not {there}"
+    there = errors(spec, steps)
+    for before in (without, zero):
+        late = errors(spec, [before, before, *steps])
+        assert all(b <= 1.2 * a + 0.02 for a, b in zip(there, late, strict=True)), f"{late} and not {there}"
 
 
 @pytest.mark.parametrize("spec", ["rangefloat(bits=8)", "ef(rangefloat(bits=8))", "levels(learn_at=(0,), min_numel=0)"])
@@ -112,11 +135,8 @@ def test_an_error_where_something_is_learned_is_raised_on_every_rank(monkeypatch
     monkeypatch.setattr("thinwire.compressors.RangeFloat.chosen", broken)
 
     def run(transport) -> str:
-        wire = Wire(Plan.build(SHAPES, "rangefloat", Filter()), SHAPES, transport, WireSettings())
-        wire.begin_step()
-        flat = gradient(transport.rank, 0)["late"].reshape(-1)
         try:
-            wire.reduce(flat, (("late", SHAPES["late"]),)).wait()
+            step_on(wire_of("rangefloat", transport), gradient(transport.rank, 0))
         except Exception as error:  # noqa: BLE001 - compared below
             return f"{type(error).__name__}: {error}"
         return "nothing raised"

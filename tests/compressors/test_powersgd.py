@@ -49,7 +49,7 @@ def first_q(compressor: Compressor) -> Tensor:
     return slot.first(SHAPE, NAME).view(SHAPE[1], -1)
 
 
-@pytest.mark.parametrize("rank", [1, 2, 4])
+@pytest.mark.parametrize("rank", [1, 3])
 def test_ranks_receive_what_the_algorithm_gives(rank: int) -> None:
     spec = f"ef(powersgd(rank={rank}))"
 
@@ -124,8 +124,6 @@ def test_factors_of_16_bits_take_half_the_bytes_and_what_they_lose_is_sent_later
     lost = error("powersgd(rank=1, dtype=bf16, feedback=False)", 20)
     assert kept < 3e-4 < 5e-4 < lost
     assert error("ef(powersgd(rank=1))", 20) < 1e-5
-    with pytest.raises(ValueError, match="dtype must be fp32 or bf16, not 'fp16'"):
-        parse("powersgd(rank=1, dtype=fp16)")
 
 
 @needs_native
