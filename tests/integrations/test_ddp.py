@@ -112,32 +112,6 @@ def test_start_keeps_the_first_steps_dense() -> None:
         assert (stats["steps"], stats["compressed_steps"]) == (5, 2)
 
 
-def _sparse(rank: int) -> tuple[bool, str]:
-    gradients, said = [], ""
-    for options in ({}, {"start": 1}):
-        torch.manual_seed(0)
-        embedding = nn.EmbeddingBag(200, 64, sparse=True)
-        model = DDP(embedding)
-        if options:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                wire = thinwire.compress(model, skip_if_slower=False, **options)
-            said = wire.unsuited["weight"] + "".join(str(warning.message) for warning in caught)
-        for _ in range(2):
-            embedding.zero_grad()
-            model(torch.tensor([[rank, 5, 7 + rank]])).sum().backward()
-        assert embedding.weight.grad is not None
-        gradients.append(embedding.weight.grad.to_dense())
-    return torch.equal(*gradients), said
-
-
-def test_a_sparse_gradient_stays_raw_and_it_is_said_why() -> None:
-    for exact, said in run_ranks(_sparse, 2):
-        assert exact
-        assert said.startswith("its gradients are sparse (EmbeddingBag(sparse=True)), and are sent as they are")
-        assert "nothing is compressed" in said
-
-
 def _scaler_and_clipping(rank: int) -> tuple[list[float], list[float], float]:
     model = make(rank)
     thinwire.compress(model, skip_if_slower=False)

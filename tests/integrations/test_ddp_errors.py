@@ -76,6 +76,7 @@ def test_a_killed_rank_is_a_transport_error(spec: str, transport: str, num_ranks
 
 
 def _stuck_after_meeting(rank: int, port: int) -> tuple[int | None, str]:
+    dist.barrier()  # or another rank may still be connecting to what is destroyed here
     dist.destroy_process_group()
     # As torchrun does it: the store of a file words its errors differently.
     address = f"tcp://127.0.0.1:{port}"

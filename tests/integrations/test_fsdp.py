@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import thinwire
@@ -140,114 +140,87 @@ def test_without_masters_the_weights_are_what_was_sent() -> None:
     assert same([answer["whole"] for answer in answers])
 
 
-def _accumulates(rank: int, size: int) -> dict[str, Any]:
+# --- as under FSDP2 alone -------------------------------------------------------------------------------------------
+
+Pair = tuple[Any, Any]
+"""What FSDP2 alone makes, and what it makes with raw messages of ours."""
+
+
+def _accumulates(rank: int, size: int) -> Pair:
     stock, raw, coded = build(), build(), build()
     wire = compress(raw)
     compress(coded, W8G8, W8G8)
-    losses = [train(model, 4, accumulate=3) for model in (stock, raw, coded)]
+    before, after, losses = (train(model, 4, accumulate=3) for model in (stock, raw, coded))
+    assert losses[-1] == pytest.approx(before[-1], rel=0.05)
+    # Two blocks and the root; three micro-batches, in which the blocks are gathered twice, the root once.
     stats = wire.stats
-    return {"losses": losses, "counts": (stats.steps, stats.reductions, stats.gathers)}
+    assert (stats.steps, stats.reductions, stats.gathers) == (4, 12, 4 * 3 * (2 + 2 + 1))
+    return before, after
 
 
-def test_gradient_accumulation() -> None:
-    for answer in run_ranks(_accumulates, 2, 2):
-        stock, raw, coded = answer["losses"]
-        torch.testing.assert_close(raw, stock, rtol=1e-5, atol=1e-6)
-        assert coded[-1] == pytest.approx(stock[-1], rel=0.05)
-        # Two blocks and the root; three micro-batches, in which the blocks are gathered twice, the root once.
-        assert answer["counts"] == (4, 12, 4 * 3 * (2 + 2 + 1))
-
-
-def _accumulates_shards(rank: int, size: int) -> Any:
+def _accumulates_shards(rank: int, size: int) -> Pair:
     """Micro-batches that are reduced one by one: gradients are added to those that are there."""
-    models = [build(), build()]
-    wire = compress(models[1])
-    grads = []
-    for model in models:
+    stock, ours = build(), build()
+    wire = compress(ours)
+    for model in (stock, ours):
         for part in range(3):
             x, y = batch(part, rank)
             (model(x) - y).square().mean().backward()
-        grads.append([p.grad.full_tensor() for p in model.parameters()])
-    return grads, wire.stats.overlapped
+    assert wire.stats.overlapped == 3
+    return _grads(stock), _grads(ours)
 
 
-def test_gradients_are_added_to_those_that_are_there() -> None:
-    for (before, after), overlapped in run_ranks(_accumulates_shards, 2, 2):
-        torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
-        assert overlapped == 3
+def _grads(model: Any) -> list[torch.Tensor]:
+    return [p.grad.full_tensor() for p in model.parameters()]
 
 
-def _divided(rank: int, size: int) -> list[Any]:
-    return [_divided_by(how, rank, size) for how in ("factor", "sum")]
-
-
-def _divided_by(how: str, rank: int, size: int) -> Any:
-    grads = []
-    for ours in (False, True):
-        model = build()
-        if how == "factor":
-            model.set_gradient_divide_factor(1.0)
-            for block in model.blocks:
-                block.set_gradient_divide_factor(8.0)
-        else:
-            for module in (model, *model.blocks):
-                module.set_force_sum_reduction_for_comms(True)
-        if ours:
-            compress(model)
-        elif how == "factor":
+def _divided_by_factors(rank: int, size: int) -> Pair:
+    stock, ours = build(), build()
+    x, y = batch(0, rank)
+    for model in (stock, ours):
+        for module, factor in ((model, 1.0), *((block, 8.0) for block in model.blocks)):
             # gloo has no PREMUL_SUM: what stock FSDP2 would do with it.
-            for module, factor in ((model, 1.0), *((block, 8.0) for block in model.blocks)):
-                module.set_gradient_divide_factor(float(size))
-                module.factor = size / factor
-        x, y = batch(0, rank)
+            module.set_gradient_divide_factor(factor if model is ours else float(size))
+            module.factor = size / factor
+    compress(ours)
+    for model in (stock, ours):
         (model(x) - y).square().mean().backward()
-        if how == "factor" and not ours:
-            for module in (*model.blocks, model):
-                for parameter in module.parameters():
-                    if not getattr(parameter, "seen", False):
-                        parameter.seen = True
-                        parameter.grad.mul_(module.factor)
-        grads.append([p.grad.full_tensor() for p in model.parameters()])
-    return grads
+    for name, parameter in stock.named_parameters():
+        parameter.grad.mul_(stock.blocks[0].factor if name.startswith("blocks") else stock.factor)
+    return _grads(stock), _grads(ours)
 
 
-def test_gradient_divide_factors() -> None:
-    for before, after in (found for answers in run_ranks(_divided, 2, 2) for found in answers):
-        torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
+def _summed(rank: int, size: int) -> Pair:
+    stock, ours = build(), build()
+    x, y = batch(0, rank)
+    compress(ours)
+    for model in (stock, ours):
+        for module in (model, *model.blocks):
+            module.set_force_sum_reduction_for_comms(True)
+        (model(x) - y).square().mean().backward()
+    return _grads(stock), _grads(ours)
 
 
-def _tied_and_frozen(rank: int, size: int) -> dict[str, Any]:
-    models = []
-    for _ in range(2):
-        model = build(net=lambda: Net(tied=True, spare=True))
+def _tied_and_frozen(rank: int, size: int) -> Pair:
+    stock, ours = (build(net=lambda: Net(tied=True, spare=True)) for _ in range(2))
+    for model in (stock, ours):
         model.blocks[1].up.weight.requires_grad_(False)
-        models.append(model)
-    stock, ours = models
     stock.blocks[0].set_reduce_scatter_unused_params(True)
     wire = compress(ours)
-    frozen = whole(ours)["blocks.1.up.weight"]
-    losses = [train(model, 4, optimizer=torch.optim.SGD(model.parameters(), lr=0.01)) for model in models]
-    kept = torch.equal(whole(ours)["blocks.1.up.weight"], frozen)
-    for model in models:
-        model.blocks[1].up.weight.requires_grad_(True)
-    for found, model in zip(losses, models, strict=True):
-        found += train(model, 4, first=4, optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
     names = [name for name in wire.plan if name.startswith("weights/")]
-    return {"losses": losses, "kept": kept, "names": names, "whole": whole(ours), "stock": whole(stock)}
+    assert names.count("weights/head.weight") == 1
+    assert "weights/tail.weight" not in names
+    frozen = whole(ours)["blocks.1.up.weight"]
+    optimizers = {model: torch.optim.SGD(model.parameters(), lr=0.01) for model in (stock, ours)}
+    losses = [train(model, 4, optimizer=optimizer) for model, optimizer in optimizers.items()]
+    assert torch.equal(whole(ours)["blocks.1.up.weight"], frozen)
+    for found, (model, optimizer) in zip(losses, optimizers.items(), strict=True):
+        model.blocks[1].up.weight.requires_grad_(True)
+        found += train(model, 4, first=4, optimizer=optimizer)
+    return (losses[0], whole(stock)), (losses[1], whole(ours))
 
 
-def test_tied_frozen_thawed_and_unused_parameters() -> None:
-    answers = run_ranks(_tied_and_frozen, 2, 2)
-    for answer in answers:
-        stock, ours = answer["losses"]
-        torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(answer["whole"], answer["stock"], rtol=1e-5, atol=1e-6)
-        assert answer["kept"]
-        assert answer["names"].count("weights/head.weight") == 1
-        assert "weights/tail.weight" not in answer["names"]
-
-
-def _other_dimension(rank: int, size: int) -> dict[str, Any]:
+def _other_dimension(rank: int, size: int) -> Pair:
     def place(parameter: nn.Parameter) -> Shard | None:
         return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % 2 == 0 else None
 
@@ -255,15 +228,64 @@ def _other_dimension(rank: int, size: int) -> dict[str, Any]:
     compress(raw)
     compress(coded, W8G8, W8G8)
     losses = [train(model, 5)[-1] for model in (stock, raw, coded)]
-    dims = {p.placements[0].dim for p in raw.parameters()}
-    return {"losses": losses, "dims": dims, "whole": whole(raw), "stock": whole(stock)}
+    assert {p.placements[0].dim for p in raw.parameters()} == {0, 1}
+    assert losses[2] == pytest.approx(losses[0], rel=0.05)
+    return whole(stock), whole(raw)
 
 
-def test_shards_of_another_dimension() -> None:
-    for answer in run_ranks(_other_dimension, 2, 2):
-        assert answer["dims"] == {0, 1}
-        torch.testing.assert_close(answer["whole"], answer["stock"], rtol=1e-5, atol=1e-6)
-        assert answer["losses"][2] == pytest.approx(answer["losses"][0], rel=0.05)
+def _sharded_together(rank: int, size: int) -> Pair:
+    """Modules that were sharded together have one buffer."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 7))
+        mesh = init_device_mesh("cpu", (size,))
+        fully_shard([model[0], model[2]], mesh=mesh)
+        models.append(fully_shard(model, mesh=mesh))
+    wire = compress(models[1])
+    before, after = (train(model, 4) for model in models)
+    assert wire.stats.gathers == 8
+    return before, after
+
+
+def _read_at_once(rank: int, size: int) -> Pair:
+    """An optimizer inside backward reads each gradient as soon as it is there."""
+    stock, ours = build(), build()
+    for model in (stock, ours):
+        optimizers = {p: torch.optim.SGD([p], lr=0.05) for p in model.parameters()}
+
+        def step(parameter: torch.Tensor, optimizers: Any = optimizers) -> None:
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+    wire = compress(ours)
+    for model in (stock, ours):
+        for i in range(4):
+            x, y = batch(i, rank)
+            (model(x) - y).square().mean().backward()
+    assert wire.stats.overlapped == 0
+    return whole(stock), whole(ours)
+
+
+LIKE_STOCK = [_accumulates, _accumulates_shards, _divided_by_factors, _summed, _tied_and_frozen, _other_dimension]
+LIKE_STOCK += [_sharded_together, _read_at_once]
+
+
+def _like_stock(rank: int, size: int) -> dict[str, Pair]:
+    return {run.__name__: run(rank, size) for run in LIKE_STOCK}
+
+
+def test_raw_messages_change_nothing_in_settings_of_fsdp() -> None:
+    for found in run_ranks(_like_stock, 2, 2):
+        for name, (before, after) in found.items():
+            torch.testing.assert_close(
+                after, before, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+# --- secondary shards, replicas and algorithms ----------------------------------------------------------------------
 
 
 def _secondary(rank: int, size: int) -> list[dict[str, Any]]:
@@ -363,31 +385,3 @@ def _compiled(rank: int, size: int) -> dict[str, Any]:
 def test_torch_compile() -> None:
     for answer in run_ranks(_compiled, 2, 2, timeout_s=120.0):
         torch.testing.assert_close(answer["compiled"], answer["eager"], rtol=1e-4, atol=1e-5)
-
-
-def _read_at_once(rank: int, size: int) -> Any:
-    """An optimizer inside backward reads each gradient as soon as it is there."""
-    found = []
-    for ours in (False, True):
-        model = build()
-        optimizers = {p: torch.optim.SGD([p], lr=0.05) for p in model.parameters()}
-
-        def step(parameter: torch.Tensor, optimizers: Any = optimizers) -> None:
-            optimizers[parameter].step()
-            optimizers[parameter].zero_grad()
-
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(step)
-        wire = compress(model) if ours else None
-        for i in range(4):
-            x, y = batch(i, rank)
-            (model(x) - y).square().mean().backward()
-        found.append(whole(model))
-    assert wire is not None
-    return found, wire.stats.overlapped
-
-
-def test_gradients_that_a_hook_reads_are_waited_for() -> None:
-    for (before, after), overlapped in run_ranks(_read_at_once, 2, 2):
-        torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
-        assert overlapped == 0

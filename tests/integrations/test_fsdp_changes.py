@@ -84,56 +84,40 @@ def test_changes_cost_a_tenth_of_the_error_of_quantised_weights_and_go_with_16_b
         assert float((mine[-1]["arrived"].float() - mine[-1]["mine"].float()).abs().max()) < 0.02
 
 
-def _settles(rank: int, size: int) -> list[float]:
-    """Losses of evaluations without a step between them, and that of weights in full precision."""
+def _rests(rank: int, size: int) -> tuple[list[float], list[float]]:
+    """Losses of evaluations without a step between them, the last one with weights in full precision; and those while
+    one layer is not a number, and once it is mended."""
     model = kept()
     wire = compress(model, CHANGES, "raw")
     train(model, 4)
     x, y = batch(9, 0)
-    losses = []
-    for _ in range(8):
+
+    def loss() -> float:
         with torch.no_grad():
-            losses.append(float((model(x) - y).square().mean()))
+            value = float((model(x) - y).square().mean())
         model.reshard()
         for block in model.blocks:
             block.reshard()
-    wire.detach()
-    with torch.no_grad():
-        return [*losses, float((model(x) - y).square().mean())]
+        return value
 
-
-def test_weights_that_rest_arrive_ever_closer() -> None:
-    for *losses, exact in run_ranks(_settles, 2, 2):
-        assert abs(losses[0] - exact) > 1e-5
-        assert losses[-1] == pytest.approx(exact, rel=1e-5)
-
-
-def _mended(rank: int, size: int) -> dict[str, Any]:
-    model = kept()
-    compress(model, CHANGES, "raw")
-    train(model, 2)
-    x, y = batch(9, rank)
+    resting = [loss() for _ in range(8)]
     held = model.blocks[0].up.weight.to_local().detach().clone()
-
-    def loss() -> float:
-        value = (model(x) - y).square().mean()
-        value.backward()
-        model.zero_grad()
-        return float(value.detach())
-
-    before = loss()
     with torch.no_grad():
         model.blocks[0].up.weight.to_local().fill_(float("nan"))
     damaged = loss()
     with torch.no_grad():
         model.blocks[0].up.weight.to_local().copy_(held)
-    return {"before": before, "damaged": damaged, "after": [loss() for _ in range(8)][-1]}
+    mended = [loss() for _ in range(8)]
+    wire.detach()
+    return [*resting, loss()], [damaged, mended[-1]]
 
 
-def test_weights_that_were_not_finite_arrive_again_once_they_are() -> None:
-    for answer in run_ranks(_mended, 2, 2):
-        assert answer["damaged"] != answer["damaged"]
-        assert answer["after"] == pytest.approx(answer["before"], rel=0.02)
+def test_weights_that_rest_arrive_ever_closer_also_after_they_were_not_finite() -> None:
+    for (*losses, exact), (damaged, mended) in run_ranks(_rests, 2, 2):
+        assert abs(losses[0] - exact) > 1e-5
+        assert losses[-1] == pytest.approx(exact, rel=1e-5)
+        assert damaged != damaged
+        assert mended == pytest.approx(exact, rel=0.02)
 
 
 def _remembers(rank: int, size: int) -> dict[str, Any]:

@@ -101,6 +101,7 @@ def _odd(rank: int, exclude: list[str]) -> None:
     options: dict[str, Any] = {"skip_if_slower": False, "checks": checks}
     wire = thinwire.compress(ours, "minmax(bits=4)", exclude=exclude, min_numel=0, **options)
     assert set(wire.unsuited) == (set() if exclude else {"embed.weight", "exact.weight", "turn"})
+    assert exclude or wire.unsuited["embed.weight"].startswith("its gradients are sparse (Embedding(sparse=True)), and")
     for step in range(4):
         samples = torch.randint(0, 50, (6,), generator=torch.Generator().manual_seed(10 * step + rank))
         for m in (stock, ours):

@@ -56,7 +56,7 @@ def _losses(rank: int, compressor: str, order: Any) -> dict[str, float]:
     losses = {}
     for spec in (compressor, "raw"):
         model, optimizer, wire = _attach(rank, spec, order)
-        losses[spec] = sum(train(model, rank, 40, optimizer=optimizer)[-10:])
+        losses[spec] = sum(train(model, rank, 60, optimizer=optimizer)[-10:])
         assert_replicas_identical(model)
         assert wire.stats.payload_sent_bytes > 0
         assert any(str(c).startswith("ef(") for c in wire.plan.layers.values()) == (spec != "raw")
@@ -124,23 +124,6 @@ def _steps_as_one(rank: int, stepping: Callable[[nn.Module], Any]) -> None:
 def test_ranks_step_as_one_does_whatever_the_order_of_parameters_in_memory() -> None:
     """Ranks of the same data; DDP's buckets hold gradients as their parameters lie in memory."""
     run_ranks(_strided, 2)
-
-
-def _detached(rank: int) -> None:
-    model, optimizer, wire = _attach(rank, TWO_BITS)
-    train(model, rank, 2, optimizer=optimizer)
-    loss_of(model, batch_of(rank, 2)).backward()  # sent, and never stepped with
-    wire.detach()
-    optimizer.zero_grad()
-    before = [p.detach().clone() for p in trained(model)]
-    train(model, rank, 1, first=3, optimizer=optimizer)
-    moved = max(float((p.detach() - b).abs().max()) for p, b in zip(trained(model), before, strict=True))
-    assert moved < 20 * LR  # a gradient taken for an update would have been a step of its own length
-    assert_replicas_identical(model)
-
-
-def test_after_detach_the_optimizer_gets_gradients_again() -> None:
-    run_ranks(_detached, 2)
 
 
 def _told(rank: int) -> tuple[str, list[list[str]]]:
