@@ -215,6 +215,7 @@ COMPRESS: list[Wrong] = [
     ({"seed": 2**64}, ValueError, r"seed must be between.*compress\(model, seed=1000\)"),
     ({"adapt": 3}, TypeError, r"adapt must be .*adapt='lgreco\(every=500\)'"),
     ({"adapt": "lgrec"}, ValueError, "adapt: .*no policy is called 'lgrec'. Did you mean 'lgreco'"),
+    ({"optimizer": torch.optim.SGD([X])}, ValueError, r"optimizer holds no parameter of this model: .* SGD\(model.par"),
     ({"optimizer": "adam"}, TypeError, r"optimizer must be .*optimizer=optimizer\)"),
     ({"grad_scaler": 3}, TypeError, r"grad_scaler must be .*grad_scaler=scaler\)"),
     ({"skip_if_slower": 1}, TypeError, r"skip_if_slower must be .*skip_if_slower=False\)"),

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
@@ -16,11 +17,12 @@ from torch import nn
 
 import thinwire
 from harness import run_ranks
-from nets import batch, loss_of, make, train
+from nets import assert_replicas_identical, batch, loss_of, make, train
 from thinwire.integrations import transports
 from thinwire_tools.lab import free_port
 
 _VICTIM = 1
+_TIMEOUT_S = 2.0
 
 
 def _loses_a_rank(rank: int, spec: str, options: dict) -> tuple[str, int | None, str, bool]:
@@ -53,10 +55,15 @@ def test_an_error_that_the_caller_handles_while_the_model_runs_is_left_alone() -
     assert run_ranks(_handles_another_error, 2) == [False, False]
 
 
-@pytest.mark.parametrize("start", [0, 100], ids=["compressed", "dense"])
 @pytest.mark.parametrize(
-    ("spec", "transport", "num_ranks"),
-    [("ef(minmax(bits=4))", "shared", 3), ("minmax(bits=4)", "group", 2), ("powersgd(rank=2)", "group", 2)],
+    ("spec", "transport", "num_ranks", "start"),
+    [
+        ("ef(minmax(bits=4))", "shared", 3, 0),
+        ("minmax(bits=4)", "group", 2, 0),
+        ("powersgd(rank=2)", "group", 2, 0),
+        ("minmax(bits=4)", "group", 2, 100),
+    ],
+    ids=["shared memory", "compressed", "low rank", "dense"],
 )
 def test_a_killed_rank_is_a_transport_error(spec: str, transport: str, num_ranks: int, start: int) -> None:
     options = {"network": thinwire.Network(transport=transport), "start": start}
@@ -69,14 +76,15 @@ def test_a_killed_rank_is_a_transport_error(spec: str, transport: str, num_ranks
 
 
 def _stuck_after_meeting(rank: int, port: int) -> tuple[int | None, str]:
+    dist.barrier()  # or another rank may still be connecting to what is destroyed here
     dist.destroy_process_group()
     # As torchrun does it: the store of a file words its errors differently.
     address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=3, timeout=timedelta(seconds=8))
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=3, timeout=timedelta(seconds=_TIMEOUT_S))
     model = make(rank)
     if rank == _VICTIM:
         stuck = threading.Event()
-        transports.gloo_group = lambda *args: stuck.wait(40.0) or os._exit(1)
+        transports.gloo_group = lambda *args: stuck.wait(3 * _TIMEOUT_S) or os._exit(1)
     with pytest.raises(thinwire.TransportError) as error:
         thinwire.compress(model, "minmax(bits=4)", skip_if_slower=False)
     return error.value.rank, str(error.value)
@@ -105,7 +113,7 @@ def _calls_alone(rank: int, call: str) -> tuple[int | None, str | None]:
 
 @pytest.mark.parametrize("call", ["load_state_dict", "gather_state_dict"])
 def test_a_call_that_one_rank_makes_alone_is_an_error_that_names_it_and_the_call(call: str) -> None:
-    answers = run_ranks(_calls_alone, 3, call, group_timeout_s=8.0, timeout_s=100.0)
+    answers = run_ranks(_calls_alone, 3, call, group_timeout_s=_TIMEOUT_S)
     assert [rank for rank, _ in answers] == [1, 1, 1]
     assert f"it is in {call}(), which all ranks must call, and rank 0, 2 has not" in [why for _, why in answers]
 
@@ -121,70 +129,73 @@ class Fails(thinwire.compressors.MinMax):
         super().encode(*args, **kwargs)
 
 
-def _one_rank_fails(rank: int, momentum: bool) -> tuple[str, int | None, list[float]]:
+def _one_rank_fails(rank: int) -> tuple[str, int | None, list[float]]:
     model = make(rank)
     wire = thinwire.compress(model, Fails(), skip_if_slower=False)
     train(model, rank, 3)
     Fails.broken = rank == _VICTIM
-    kind, blamed = "nothing", None
-    try:
-        loss_of(model, batch(rank, 3)).backward()
-    except thinwire.PeerFailedError as error:
-        kind, blamed = "peer", error.rank
-    except ArithmeticError as error:
-        kind = str(error)
+    kind, blamed = _error_of(lambda: loss_of(model, batch(rank, 3)).backward())
     Fails.broken = False
     # The reducer of DDP is of use after it.
     model.zero_grad()
     losses = train(model, rank, 2, first=4)
+    assert_replicas_identical(model)
     assert wire.step == 5
     return kind, blamed, losses
 
 
+def _error_of(call: Callable[[], object]) -> tuple[str, int | None]:
+    try:
+        call()
+    except thinwire.PeerFailedError as error:
+        return "peer", error.rank
+    except ArithmeticError as error:
+        return str(error), None
+    return "nothing", None
+
+
 def test_a_rank_that_fails_is_named_and_training_can_go_on() -> None:
-    answers = run_ranks(_one_rank_fails, 3, False)
+    answers = run_ranks(_one_rank_fails, 3)
     assert [answer[0] for answer in answers] == ["peer", "this compressor is broken", "peer"]
     assert answers[0][1] == answers[2][1] == _VICTIM
     assert all(len(losses) == 2 for _, _, losses in answers)
 
 
-def _one_rank_fails_before_it_sends(rank: int, spec: str, options: dict) -> tuple[str, int | None, int]:
-    model = make(rank)
-    wire = thinwire.compress(model, spec, skip_if_slower=False, **options)
-    train(model, rank, 3)
-    observe = wire.observe
-
-    def broken(*args, **kwargs) -> None:
-        raise ArithmeticError("this policy is broken")
-
-    wire.observe = broken if rank == _VICTIM else observe
-    kind, blamed = "nothing", None
-    try:
-        loss_of(model, batch(rank, 3)).backward()
-    except thinwire.PeerFailedError as error:
-        kind, blamed = "peer", error.rank
-    except ArithmeticError as error:
-        kind = str(error)
-    wire.observe = observe
-    model.zero_grad()
-    return kind, blamed, len(train(model, rank, 2, first=4))
+# What the others meet where a rank fails before it has sent anything. Native all-reduces add zeros for it.
+OTHERS: list[tuple[str, dict, str]] = [
+    ("ef(minmax(bits=4))", {}, "peer"),
+    ("powersgd(rank=2)", {}, "nothing"),
+    ("ef(minmax(bits=4))", {"start": 100}, "nothing"),
+    ("ef(minmax(bits=4))", {"simulate": True}, "nothing"),
+]
 
 
-@pytest.mark.parametrize(
-    ("spec", "options", "others"),
-    [
-        ("ef(minmax(bits=4))", {}, "peer"),
-        ("powersgd(rank=2)", {}, "nothing"),  # added by native all-reduces, as the next two are
-        ("ef(minmax(bits=4))", {"start": 100}, "nothing"),
-        ("ef(minmax(bits=4))", {"simulate": True}, "nothing"),
-    ],
-    ids=["compressed", "low rank", "dense", "simulated"],
-)
-def test_nor_do_others_wait_for_a_rank_that_fails_before_it_sends(spec: str, options: dict, others: str) -> None:
-    answers = run_ranks(_one_rank_fails_before_it_sends, 3, spec, options)
-    assert [answer[0] for answer in answers] == [others, "this policy is broken", others]
-    assert answers[0][1] == answers[2][1] == (None if others == "nothing" else _VICTIM)
-    assert [answer[2] for answer in answers] == [2, 2, 2]
+def _broken_policy(*args, **kwargs) -> None:
+    raise ArithmeticError("this policy is broken")
+
+
+def _one_rank_fails_before_it_sends(rank: int) -> list[tuple[str, int | None]]:
+    found = []
+    for spec, options, _ in OTHERS:
+        model = make(rank)
+        wire = thinwire.compress(model, spec, skip_if_slower=False, **options)
+        train(model, rank, 3)
+        observe = wire.observe
+
+        wire.observe = _broken_policy if rank == _VICTIM else observe
+        loss = loss_of(model, batch(rank, 3))
+        found.append(_error_of(loss.backward))
+        wire.observe = observe
+        model.zero_grad()
+        train(model, rank, 2, first=4)
+        wire.detach()
+    return found
+
+
+def test_nor_do_others_wait_for_a_rank_that_fails_before_it_sends() -> None:
+    first, victim, third = run_ranks(_one_rank_fails_before_it_sends, 3)
+    assert victim == [("this policy is broken", None)] * len(OTHERS)
+    assert first == third == [(kind, _VICTIM if kind == "peer" else None) for _, _, kind in OTHERS]
 
 
 class Sparse(nn.Module):
@@ -199,33 +210,21 @@ class Sparse(nn.Module):
         return self.out(self.embed(tokens)).sum()
 
 
-def _sparse(rank: int) -> str:
+def _own_errors(rank: int) -> tuple[str, str]:
+    """What is raised inside the hook, and in the first pass of a static graph."""
     model = nn.parallel.DistributedDataParallel(Sparse())
     model.module.embed.sparse = False
     thinwire.compress(model, "minmax(bits=4)", skip_if_slower=False)
     model.module.embed.sparse = True  # as DDP was told it is
-    try:
+    with pytest.raises(TypeError) as refused:
         model(torch.arange(8)).backward()
-    except TypeError as error:
-        return str(error)
-    return "nothing"
-
-
-def test_what_the_hook_itself_refuses_keeps_its_type() -> None:
-    for text in run_ranks(_sparse, 2):
-        assert "make the embedding dense" in text
-
-
-def _static_graph(rank: int) -> str:
     model = make(rank, static_graph=True)
     thinwire.compress(model, Fails(), skip_if_slower=False)
     Fails.broken = True
-    try:
-        loss_of(model, batch(rank, 0)).backward()
-    except ArithmeticError as error:
-        return str(error)
-    return "nothing"
+    return str(refused.value), _error_of(loss_of(model, batch(rank, 0)).backward)[0]
 
 
-def test_the_first_pass_of_a_static_graph_too() -> None:
-    assert run_ranks(_static_graph, 2) == ["this compressor is broken"] * 2
+def test_what_the_hook_raises_keeps_its_type_also_in_the_first_pass_of_a_static_graph() -> None:
+    for refused, broken in run_ranks(_own_errors, 2):
+        assert "make the embedding dense" in refused
+        assert broken == "this compressor is broken"

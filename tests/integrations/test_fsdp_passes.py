@@ -41,7 +41,7 @@ def _used_twice(rank: int, size: int) -> dict[str, Any]:
         return work
 
     QuantisedAllGather.__call__ = gather  # type: ignore[method-assign] # pyright: ignore[reportAttributeAccessIssue]
-    found = []
+    found, count = [], 0
     for step in range(3):
         train(model, 1, first=step, optimizer=torch.optim.SGD(model.parameters(), lr=0.005))
         found.append(all(torch.equal(seen[0], other) for other in seen))
@@ -86,47 +86,21 @@ def _mesh(replicas: int, shards: int) -> Any:
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
-def _replicas(
-    rank: int, size: int, shape: tuple[int, int], gradients: str, across: str, infinite: int
-) -> dict[str, Any]:
-    mesh = _mesh(*shape)
-    model = build(mesh["shard"])
-    options = {"replicas": mesh["replicate"].get_group(), "across": across}
-    wire = compress(model, W4, gradients, **options)
-    train(model, 3, optimizer=torch.optim.SGD(model.parameters(), lr=0.005))
-    stats = wire.stats
-    before = {key: value.clone() for key, value in wire.state_dict().items() if "residual" in key}
-    if infinite >= 0:
-        x, y = batch(3, rank)
-        ((model(x) - y).square().mean() * (float("inf") if rank == infinite else 1.0)).backward()
-        model.zero_grad()
-    after = {key: value for key, value in wire.state_dict().items() if "residual" in key}
-    wire.detach()
-    train(model, 2, first=4, optimizer=torch.optim.SGD(model.parameters(), lr=0.005))
-    grads = [p.to_local().detach().clone() for p in model.parameters()]
-    return {
-        "kept": same([before, after]),
-        "whole": whole(model),
-        "shards": grads,
-        "ratio": stats.ratio,
-        "dense": stats.dense_bytes,
-        "nonfinite": wire.stats.nonfinite_steps,
-    }
-
-
-def _started_late(rank: int, size: int, across: str) -> Tensor:
-    mesh = _mesh(2, size // 2)
-    model = build(mesh["shard"], net=Shared)
-    wire = compress(model, "raw", "raw", replicas=mesh["replicate"].get_group(), across=across, start=2)
-    train(model, 2, optimizer=torch.optim.SGD(model.parameters(), lr=0.005))
-    assert (wire.step, wire.stats.steps) == (1, 2)
-    return torch.cat([values.reshape(-1) for values in whole(model).values()])
+def _started_late(rank: int, size: int) -> list[Tensor]:
+    mesh, found = _mesh(2, size // 2), []
+    for across in ("raw", W4):
+        model = build(mesh["shard"], net=Shared)
+        wire = compress(model, "raw", "raw", replicas=mesh["replicate"].get_group(), across=across, start=2)
+        train(model, 2, optimizer=torch.optim.SGD(model.parameters(), lr=0.005))
+        assert (wire.step, wire.stats.steps) == (1, 2)
+        found.append(torch.cat([values.reshape(-1) for values in whole(model).values()]))
+    return found
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_means_over_replicas_are_exact_before_the_start_in_modules_that_are_used_twice(num_ranks: int) -> None:
-    exact, coarse = (run_ranks(_started_late, num_ranks, num_ranks, across)[0] for across in ("raw", W4))
-    assert torch.equal(coarse, exact)
+    for exact, coarse in run_ranks(_started_late, num_ranks, num_ranks):
+        assert torch.equal(coarse, exact)
 
 
 def _loaded_between_steps(rank: int, size: int) -> tuple[int, int]:
@@ -150,26 +124,6 @@ def test_a_plan_that_is_loaded_between_steps_holds_for_means_over_replicas() -> 
         assert coded < raw / 2
 
 
-def test_replicas_stay_alike_after_detaching() -> None:
-    answers = run_ranks(_replicas, 4, 4, (2, 2), W4, W4, -1)
-    assert same([answer["whole"] for answer in answers])
-    assert all(answer["ratio"] > 1 for answer in answers)
-
-
-def test_a_replica_that_is_not_finite_leaves_no_residual_on_any() -> None:
-    for answer in run_ranks(_replicas, 4, 4, (2, 2), COARSE, "raw", 0):
-        assert answer["kept"]
-        assert answer["nonfinite"] == 1
-
-
-def test_replicas_of_whole_models_compress_across() -> None:
-    answers = run_ranks(_replicas, 2, 2, (2, 1), "raw", W4, -1)
-    assert same([answer["whole"] for answer in answers])
-    for answer in answers:
-        assert answer["dense"] > 0
-        assert answer["ratio"] > 2
-
-
 def _draws(rank: int, size: int) -> Any:
     """Replicas with the same gradients: each quantises them by itself, so that errors average out."""
     mesh = _mesh(2, 2)
@@ -190,29 +144,34 @@ def test_replicas_draw_by_themselves_for_gradients_and_alike_for_weights() -> No
         torch.testing.assert_close(one, other, rtol=0.5, atol=0.2)
 
 
-def _reads(rank: int, size: int, how: str) -> Any:
+HOOKS = {"module": 2, "overlap": 0, "nothing": 3}
+"""Units whose reduction goes on while backward does, by what stands in the way."""
+
+
+def _reads(rank: int, size: int) -> dict[str, Any]:
     """Gradients as they are seen inside backward."""
-    found = []
-    for ours in (False, True):
-        model = build()
-        wire = compress(model, overlap=how != "overlap") if ours else None
-        seen: list[Tensor] = []
-        if how == "module":
-            # Behind FSDP2's own hooks, which reduce when a block's input has its gradient.
-            model.blocks[1].register_full_backward_hook(lambda *_: None)
-        x, y = batch(0, rank)
-        (model(x) - y).square().mean().backward()
-        seen += [p.grad.full_tensor() for p in model.parameters()]
-        found.append(seen)
-    assert wire is not None
-    return found, wire.stats.overlapped
+    found = {}
+    for how in HOOKS:
+        grads, overlapped = [], 0
+        for ours in (False, True):
+            model = build()
+            wire = compress(model, overlap=how != "overlap") if ours else None
+            if how == "module":
+                # Behind FSDP2's own hooks, which reduce when a block's input has its gradient.
+                model.blocks[1].register_full_backward_hook(lambda *_: None)
+            x, y = batch(0, rank)
+            (model(x) - y).square().mean().backward()
+            grads.append([p.grad.full_tensor() for p in model.parameters()])
+            overlapped = wire.stats.overlapped if wire is not None else 0
+        found[how] = grads, overlapped
+    return found
 
 
-@pytest.mark.parametrize(("how", "overlapped"), [("module", 2), ("overlap", 0), ("nothing", 3)])
-def test_overlap_is_left_where_gradients_may_be_read(how: str, overlapped: int) -> None:
-    for (stock, ours), count in run_ranks(_reads, 2, 2, how):
-        torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-6)
-        assert count == overlapped
+def test_overlap_is_left_where_gradients_may_be_read() -> None:
+    for found in run_ranks(_reads, 2, 2):
+        for how, ((stock, ours), overlapped) in found.items():
+            torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-6)
+            assert overlapped == HOOKS[how]
 
 
 def _foreign_hook(rank: int, size: int) -> str:

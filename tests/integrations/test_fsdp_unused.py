@@ -45,6 +45,7 @@ class InTurn(Net):
 
 
 ALL = (0, 1, 2)
+COARSE = "ef(minmax(bits=3, bucket=64))"
 CASES: dict[str, dict[str, Any]] = {
     "skipped in turn": {"uses": [(1, 2), (0, 2), (0, 1), ALL, (0, 1), ALL]},
     "skipped from the start": {"uses": [(0, 1), (0, 1), (0, 1), ALL, (0, 1), (0, 1)]},
@@ -93,10 +94,9 @@ def _local(model: nn.Module) -> list[Tensor]:
     return [p.to_local().detach().clone() for p in model.parameters()]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _beside_stock(rank: int, size: int, names: list[str]) -> dict[str, Any]:
+def _beside_stock(rank: int, size: int) -> dict[str, Any]:
     found = {}
-    for name in names:
-        case = CASES[name]
+    for name, case in CASES.items():
         (stock, of_stock, _), (ours, of_ours, _) = _made(case, None), _made(case, "raw")
         without = [
             (_step(stock, of_stock, rank, step, case), _step(ours, of_ours, rank, step, case)) for step in range(6)
@@ -107,15 +107,19 @@ def _beside_stock(rank: int, size: int, names: list[str]) -> dict[str, Any]:
 
 
 def test_raw_messages_leave_no_gradient_where_stock_fsdp_leaves_none() -> None:
-    for found in run_ranks(_beside_stock, 2, 2, list(CASES)):
+    for found in run_ranks(_beside_stock, 2, 2):
         for name, (without, alike) in found.items():
             assert [ours for _, ours in without] == [stock for stock, _ in without], name
             assert alike, name
         assert any(stock for stock, _ in found["heads in turn"][0])
 
 
-def _resumed(rank: int, size: int, names: list[str], spec: str) -> dict[str, list[bool]]:
-    return {name: [_resumed_at(at, rank, CASES[name], spec) for at in (1, 3)] for name in names}
+def _resumed(rank: int, size: int) -> dict[tuple[str, str], list[bool]]:
+    cases = [
+        ("frozen", "raw"),
+        *((name, COARSE) for name in ("skipped in turn", "heads in turn", "used twice", "frozen")),
+    ]
+    return {(name, spec): [_resumed_at(at, rank, CASES[name], spec) for at in (1, 3)] for name, spec in cases}
 
 
 def _resumed_at(at: int, rank: int, case: dict[str, Any], spec: str) -> bool:
@@ -141,11 +145,10 @@ def _resumed_at(at: int, rank: int, case: dict[str, Any], spec: str) -> bool:
     return all(torch.equal(a, b) for a, b in zip(_local(model), _local(again), strict=True))
 
 
-@pytest.mark.parametrize("spec", ["raw", "ef(minmax(bits=3, bucket=64))"])
-def test_a_resumed_run_is_the_run_bit_for_bit(spec: str) -> None:
-    for found in run_ranks(_resumed, 2, 2, ["skipped in turn", "frozen", "heads in turn", "used twice"], spec):
-        for name, alike in found.items():
-            assert alike == [True, True], name
+def test_a_resumed_run_is_the_run_bit_for_bit() -> None:
+    for found in run_ranks(_resumed, 2, 2):
+        for case, alike in found.items():
+            assert alike == [True, True], case
 
 
 def _residuals(rank: int, size: int) -> tuple[Tensor, Tensor]:

@@ -95,49 +95,50 @@ def _breaks(rank: int, model: DDP) -> None:
 # --- backward passes in a backward pass ---------------------------------------------------------------------------
 
 
-def _fails_in(rank: int, way: str, fault: Callable[[int, DDP], None], options: dict) -> tuple[str, bytes, bytes]:
-    model, optimizer = _make(way, **options)
-    wire = thinwire.compress(model, Breaks(), checks=thinwire.Checks(parity_every=1), **KEEP)
-    for step in range(4):
-        _step(model, optimizer, rank, step)
-    assert wire.step == 3
-    fault(rank, model)
-    before = model.module.layers[2].weight.detach().clone()
-    try:
-        _step(model, optimizer, rank, 4)
-    except (thinwire.PeerFailedError, thinwire.ParityError, ArithmeticError) as error:
-        return type(error).__name__, before, model.module.layers[2].weight.detach()
-    return "nothing", before, before
+FAULTS: list[tuple[Callable[[int, DDP], None], list[str]]] = [
+    (_breaks, ["PeerFailedError", "ArithmeticError"]),
+    (_differs, ["ParityError", "ParityError"]),
+]
+WAYS = ("plain", "checkpoints", "function")
+
+
+def _fails_in(rank: int, options: dict) -> list[str]:
+    found = []
+    for fault, _ in FAULTS:
+        for way in WAYS:
+            model, optimizer = _make(way, **options)
+            wire = thinwire.compress(model, Breaks(), checks=thinwire.Checks(parity_every=1), **KEEP)
+            for step in range(3):
+                _step(model, optimizer, rank, step)
+            assert wire.step == 2
+            fault(rank, model)
+            before = model.module.layers[2].weight.detach().clone()
+            with pytest.raises((thinwire.PeerFailedError, thinwire.ParityError, ArithmeticError)) as error:
+                _step(model, optimizer, rank, 3)
+            assert torch.equal(before, model.module.layers[2].weight), (fault, way)
+            found.append(type(error.value).__name__)
+            Breaks.broken = False
+    return found
 
 
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["dynamic", "static"])
-@pytest.mark.parametrize("way", ["plain", "checkpoints", "function"])
-@pytest.mark.parametrize(
-    ("fault", "kinds"),
-    [(_breaks, ["PeerFailedError", "ArithmeticError"]), (_differs, ["ParityError", "ParityError"])],
-    ids=["breaks", "differs"],
-)
-def test_an_error_reaches_the_loop_before_a_step(
-    way: str, fault: Callable[[int, DDP], None], kinds: list[str], options: dict
-) -> None:
-    answers = run_ranks(_fails_in, 2, way, fault, options)
-    assert [kind for kind, _, _ in answers] == kinds
-    assert all(torch.equal(before, after) for _, before, after in answers)
+def test_an_error_reaches_the_loop_before_a_step(options: dict) -> None:
+    for rank, found in enumerate(run_ranks(_fails_in, 2, options)):
+        assert found == [kinds[rank] for _, kinds in FAULTS for _ in WAYS]
 
 
-def _quantized_adam(rank: int, way: str) -> bool:
-    model = DDP(Net(way), bucket_cap_mb=0.03)
-    optimizer = thinwire.optim.QuantizedAdam(model.parameters(), lr=1e-3, warmup=2)
-    thinwire.compress(model, "minmax(bits=4)", optimizer=optimizer, **KEEP)
-    for step in range(6):
-        _step(model, optimizer, rank, step)
-    assert_replicas_identical(model)
-    return True
+def _quantized_adam(rank: int) -> None:
+    for way in WAYS[1:]:
+        model = DDP(Net(way), bucket_cap_mb=0.03)
+        optimizer = thinwire.optim.QuantizedAdam(model.parameters(), lr=1e-3, warmup=2)
+        thinwire.compress(model, "minmax(bits=4)", optimizer=optimizer, **KEEP)
+        for step in range(5):
+            _step(model, optimizer, rank, step)
+        assert_replicas_identical(model)
 
 
-@pytest.mark.parametrize("way", ["checkpoints", "function"])
-def test_quantized_adam_trains_through_nested_passes(way: str) -> None:
-    assert all(run_ranks(_quantized_adam, 2, way))
+def test_quantized_adam_trains_through_nested_passes() -> None:
+    run_ranks(_quantized_adam, 2)
 
 
 # --- weights that differ between ranks for a while ----------------------------------------------------------------
@@ -164,10 +165,6 @@ def _sharpness_aware(rank: int) -> int:
     return wire.stats.parity_checks
 
 
-def test_weights_moved_by_each_ranks_own_gradient_and_put_back_are_no_difference() -> None:
-    assert run_ranks(_sharpness_aware, 2) == [4, 4]
-
-
 def _resync_while_accumulating(rank: int) -> int:
     model, optimizer = _make()
     checks = thinwire.Checks(parity_every=2, resync_every=2)
@@ -184,35 +181,37 @@ def _resync_while_accumulating(rank: int) -> int:
     return wire.stats.resyncs
 
 
-def test_parameters_that_were_copied_within_a_step_are_compared_as_they_are_then() -> None:
-    assert run_ranks(_resync_while_accumulating, 2) == [1, 1]
+def _differ_for_a_while(rank: int) -> tuple[int, int]:
+    return _sharpness_aware(rank), _resync_while_accumulating(rank)
 
 
-def _joins(rank: int, kind: str) -> tuple[list[str], int]:
-    model, optimizer = _make()
-    checks = thinwire.Checks(parity_every=1)
-    if kind == "resync":
-        checks = thinwire.Checks(resync_every=2)
-    if kind == "momentum":
-        optimizer = thinwire.optim.QuantizedAdam(model.parameters(), lr=1e-3, warmup=2)
-    spec = "ef(minmax(bits=4))" if kind == "feedback" else "minmax(bits=4)"
-    wire = thinwire.compress(model, spec, optimizer=optimizer if kind == "momentum" else None, checks=checks, **KEEP)
-    assert not accepts_uneven_inputs(model)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        with model.join():
-            assert accepts_uneven_inputs(model)
-            for step in range(4 + 3 * rank):
-                _step(model, optimizer, rank, step)
-    assert_replicas_identical(model)
-    return [str(warning.message) for warning in told], wire.step
+def test_weights_that_each_rank_moves_and_puts_back_and_those_copied_within_a_step_are_no_difference() -> None:
+    assert run_ranks(_differ_for_a_while, 2) == [(4, 1)] * 2
 
 
-@pytest.mark.parametrize("kind", ["feedback", "momentum", "resync"])
-def test_ranks_may_have_unequal_numbers_of_batches(kind: str) -> None:
-    for told, step in run_ranks(_joins, 2, kind):
-        assert step == 6
-        assert [("resync_every" in text) for text in told] == ([True] if kind == "resync" else [])
+def _joins(rank: int) -> None:
+    for kind in ("feedback", "momentum", "resync"):
+        model, optimizer = _make()
+        checks = thinwire.Checks(resync_every=2) if kind == "resync" else thinwire.Checks(parity_every=1)
+        if kind == "momentum":
+            optimizer = thinwire.optim.QuantizedAdam(model.parameters(), lr=1e-3, warmup=2)
+        spec = "ef(minmax(bits=4))" if kind == "feedback" else "minmax(bits=4)"
+        paired = optimizer if kind == "momentum" else None
+        wire = thinwire.compress(model, spec, optimizer=paired, checks=checks, **KEEP)
+        assert not accepts_uneven_inputs(model)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with model.join():
+                assert accepts_uneven_inputs(model)
+                for step in range(4 + 3 * rank):
+                    _step(model, optimizer, rank, step)
+        assert_replicas_identical(model)
+        assert wire.step == 6
+        assert ["resync_every" in str(warning.message) for warning in told] == [True] * (kind == "resync")
+
+
+def test_ranks_may_have_unequal_numbers_of_batches() -> None:
+    run_ranks(_joins, 2)
 
 
 # --- what a loop leaves out ---------------------------------------------------------------------------------------
@@ -234,7 +233,11 @@ def _one_too_early(model: DDP, step: int) -> tuple[nn.Module, Any]:
     return model, model.no_sync() if step % 2 else nullcontext()
 
 
-def _told(rank: int, choose: Callable[[DDP, int], tuple[nn.Module, Any]]) -> list[str]:
+def _told(rank: int) -> list[list[str]]:
+    return [_said_of(choose, rank) for choose in (_inner_module, _never_synchronized, _one_too_early, _as_it_should)]
+
+
+def _said_of(choose: Callable[[DDP, int], tuple[nn.Module, Any]], rank: int) -> list[str]:
     model, optimizer = _make()
     thinwire.compress(model, "minmax(bits=8)", checks=thinwire.Checks(parity_every=0), **KEEP)
     other = nn.Linear(2, 2)
@@ -253,16 +256,12 @@ def _told(rank: int, choose: Callable[[DDP, int], tuple[nn.Module, Any]]) -> lis
     return [str(warning.message) for warning in told]
 
 
-@pytest.mark.parametrize("choose", [_inner_module, _never_synchronized, _one_too_early])
-def test_steps_whose_gradients_were_not_exchanged_are_said_once(choose: Callable) -> None:
-    for told in run_ranks(_told, 2, choose):
-        assert len(told) == 1
-        assert "SGD has taken 3 steps whose gradients were not exchanged" in told[0]
-        assert "no_sync()" in told[0]
-
-
-def test_gradients_that_are_exchanged_in_the_last_pass_before_a_step_are_nothing_to_say() -> None:
-    assert run_ranks(_told, 2, _as_it_should) == [[], []]
+def test_steps_whose_gradients_were_not_exchanged_are_said_once() -> None:
+    for *left_out, exchanged in run_ranks(_told, 2):
+        for (text,) in left_out:
+            assert "SGD has taken 3 steps whose gradients were not exchanged" in text
+            assert "no_sync()" in text
+        assert exchanged == [], "gradients that are exchanged in the last pass before a step"
 
 
 def _two_optimizers(rank: int) -> list[str]:
@@ -280,29 +279,28 @@ def _two_optimizers(rank: int) -> list[str]:
     return [str(warning.message) for warning in told]
 
 
-def test_two_optimizers_of_one_model_each_take_a_step() -> None:
-    assert run_ranks(_two_optimizers, 2) == [[], []]
+def _sharded(rank: int) -> list[list[str]]:
+    found = []
+    for synchronized in (True, False):
+        model = Net()
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        thinwire.compress(model, **KEEP)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for step in range(6):
+                model.set_requires_gradient_sync(synchronized or step == 0)
+                _step(model, optimizer, rank, step)
+        found.append([text for warning in told if "exchanged" in (text := str(warning.message))])
+    return found
 
 
-def _sharded(rank: int, synchronized: bool) -> list[str]:
-    model = Net()
-    for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    thinwire.compress(model, **KEEP)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for step in range(6):
-            model.set_requires_gradient_sync(synchronized or step == 0)
-            _step(model, optimizer, rank, step)
-    return [str(warning.message) for warning in told if "exchanged" in str(warning.message)]
-
-
-@pytest.mark.parametrize("synchronized", [True, False])
-def test_sharded_gradients_that_are_never_reduced_are_said_once(synchronized: bool) -> None:
-    for told in run_ranks(_sharded, 2, synchronized):
-        assert len(told) == (not synchronized)
+def test_sharded_gradients_that_are_never_reduced_are_said_once() -> None:
+    for synchronized, never in run_ranks(_sharded, 2):
+        assert synchronized == []
+        assert len(never) == 1
 
 
 def _adversaries(rank: int) -> list[str]:
@@ -324,32 +322,37 @@ def _adversaries(rank: int) -> list[str]:
     return [str(warning.message) for warning in told]
 
 
-def test_a_frozen_model_that_another_trains_through_accumulates_nothing() -> None:
-    assert run_ranks(_adversaries, 2) == [[], []]
+def _nothing_to_say(rank: int) -> list[str]:
+    return _two_optimizers(rank) + _adversaries(rank)
 
 
-def _unfrozen(rank: int, before_compress: bool) -> list[str]:
-    net = Net()
-    net.layers[3].requires_grad_(False)
-    model = DDP(net, bucket_cap_mb=0.03)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    if before_compress:
-        net.layers[3].requires_grad_(True)
-    thinwire.compress(model, "minmax(bits=8)", checks=thinwire.Checks(parity_every=0), **KEEP)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for step in range(6):
-            net.layers[3].requires_grad_(before_compress or step > 2)
-            _step(model, optimizer, rank, step)
-    return [str(warning.message) for warning in told]
+def test_two_optimizers_of_one_model_and_a_frozen_model_that_another_trains_through_leave_nothing_out() -> None:
+    assert run_ranks(_nothing_to_say, 2) == [[], []]
 
 
-@pytest.mark.parametrize("before_compress", [True, False])
-def test_a_layer_that_was_frozen_when_ddp_was_built_is_named(before_compress: bool) -> None:
-    for told in run_ranks(_unfrozen, 2, before_compress):
-        assert len(told) == 1
-        assert "layers.3.weight (2 such)" in told[0]
-        assert "frozen when DistributedDataParallel was built" in told[0]
+def _unfrozen(rank: int) -> list[list[str]]:
+    found = []
+    for before_compress in (True, False):
+        net = Net()
+        net.layers[3].requires_grad_(False)
+        model = DDP(net, bucket_cap_mb=0.03)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        if before_compress:
+            net.layers[3].requires_grad_(True)
+        thinwire.compress(model, "minmax(bits=8)", checks=thinwire.Checks(parity_every=0), **KEEP)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for step in range(6):
+                net.layers[3].requires_grad_(before_compress or step > 2)
+                _step(model, optimizer, rank, step)
+        found.append([str(warning.message) for warning in told])
+    return found
+
+
+def test_a_layer_that_was_frozen_when_ddp_was_built_is_named() -> None:
+    for (text,) in (told for found in run_ranks(_unfrozen, 2) for told in found):
+        assert "layers.3.weight (2 such)" in text
+        assert "frozen when DistributedDataParallel was built" in text
 
 
 def _another_dtype(rank: int) -> str:
@@ -377,31 +380,26 @@ def test_a_model_whose_dtype_changes_after_ddp_was_built_is_refused() -> None:
 # --- what cannot be compressed is said at once --------------------------------------------------------------------
 
 
-def _python_reducer(rank: int) -> str:
-    torch._dynamo.config.optimize_ddp = "python_reducer"
-    model, _ = _make()
-    with pytest.raises(RuntimeError) as error:
-        thinwire.compress(model, "minmax(bits=8)", **KEEP)
-    return str(error.value)
-
-
-def _optimizers_in_backward(rank: int) -> str:
+def _without_buckets(rank: int) -> list[str]:
     from torch.distributed.optim import _apply_optimizer_in_backward
 
     net = Net()
     _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.05})
-    with pytest.raises(RuntimeError) as error:
-        thinwire.compress(DDP(net), "minmax(bits=8)", **KEEP)
-    return str(error.value)
+    in_backward = DDP(net)
+    torch._dynamo.config.optimize_ddp = "python_reducer"
+    errors = []
+    for model in (_make()[0], in_backward):
+        with pytest.raises(RuntimeError) as error:
+            thinwire.compress(model, "minmax(bits=8)", **KEEP)
+        errors.append(str(error.value))
+        torch._dynamo.config.optimize_ddp = True
+    return errors
 
 
-@pytest.mark.parametrize(
-    ("attempt", "name"),
-    [(_python_reducer, 'optimize_ddp = "python_reducer"'), (_optimizers_in_backward, "_apply_optimizer_in_backward")],
-)
-def test_ways_to_train_that_have_no_buckets_are_refused_by_name(attempt: Callable[[int], str], name: str) -> None:
-    for text in run_ranks(attempt, 2):
-        assert name in text
+def test_ways_to_train_that_have_no_buckets_are_refused_by_name() -> None:
+    for reducer, in_backward in run_ranks(_without_buckets, 2):
+        assert 'optimize_ddp = "python_reducer"' in reducer
+        assert "_apply_optimizer_in_backward" in in_backward
 
 
 # --- states between two steps -------------------------------------------------------------------------------------
@@ -435,23 +433,21 @@ def test_a_state_between_backward_and_step_is_refused_where_the_step_decides_wha
 # --- memory -------------------------------------------------------------------------------------------------------
 
 
-def _held(rank: int, spec: str) -> tuple[list[int], int]:
-    net = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(8)])
-    model = DDP(net, bucket_cap_mb=0.1)
-    wire = thinwire.compress(model, spec, **KEEP)
-    slots = []
-    for _ in range(4):
-        model.zero_grad()
-        model(torch.randn(4, 128)).square().mean().backward()
-        slots.append(wire._engine.slots.num_bytes)
-        assert len(wire._engine.routes) == len(wire._engine.present_routes())
-    dist.barrier()
-    return slots, wire.memory
+SPECS = ("ef(minmax(bits=4))", "ef(minmax(bits=4), bits=8)", "powersgd(rank=2)", "minmax(bits=4)")
 
 
-@pytest.mark.parametrize(
-    "spec", ["ef(minmax(bits=4))", "ef(minmax(bits=4), bits=8)", "powersgd(rank=2)", "minmax(bits=4)"]
-)
-def test_state_takes_what_was_foreseen_also_when_ddp_rebuilds_its_buckets(spec: str) -> None:
-    for slots, foreseen in run_ranks(_held, 2, spec):
-        assert slots == [foreseen] * 4
+def _held(rank: int) -> None:
+    for spec in SPECS:
+        net = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(8)])
+        model = DDP(net, bucket_cap_mb=0.1)
+        wire = thinwire.compress(model, spec, **KEEP)
+        for _ in range(4):
+            model.zero_grad()
+            model(torch.randn(4, 128)).square().mean().backward()
+            assert wire._engine.slots.num_bytes == wire.memory, spec
+            assert len(wire._engine.routes) == len(wire._engine.present_routes())
+        dist.barrier()
+
+
+def test_state_takes_what_was_foreseen_also_when_ddp_rebuilds_its_buckets() -> None:
+    run_ranks(_held, 2)

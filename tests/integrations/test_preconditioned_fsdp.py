@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import math
-import warnings
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from harness import run_ranks
 from sharded import Net, batch, build, compress, same, train, whole
 from thinwire.optim import CompressedAdamW
 
-pytestmark = pytest.mark.timeout(700)
 TWO_BITS = "gaussian(bits=2)"
 ORDERS = ("pre", "update")
 
@@ -53,7 +51,7 @@ def _as_under_ddp(rank: int, size: int, order: Any, shape: tuple[int, ...], clip
 )
 def test_steps_are_those_of_ddp(order: str, shape: tuple[int, ...], clip: float | None) -> None:
     size = math.prod(shape)
-    assert all(far < 2e-5 for far in run_ranks(_as_under_ddp, size, size, order, shape, clip, timeout_s=300.0))
+    assert all(far < 2e-5 for far in run_ranks(_as_under_ddp, size, size, order, shape, clip))
 
 
 def _trained(rank: int, size: int, order: Any, stop: int | None) -> dict[str, Any]:
@@ -64,7 +62,7 @@ def _trained(rank: int, size: int, order: Any, stop: int | None) -> dict[str, An
 
     model, optimizer, wire = fresh()
     losses: list[float] = []
-    for step in range(20):
+    for step in range(12):
         losses += train(model, 1, first=step, optimizer=optimizer)
         if step + 1 == stop:
             buffer = io.BytesIO()
@@ -78,12 +76,15 @@ def _trained(rank: int, size: int, order: Any, stop: int | None) -> dict[str, An
     return {"losses": losses, "weights": whole(model), "specs": specs}
 
 
+def _goes_on(rank: int, size: int, order: str) -> list[dict[str, Any]]:
+    return [_trained(rank, size, order, stop) for stop in (None, 7)]
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_two_bits_train_and_a_run_goes_on_from_its_checkpoint(order: str) -> None:
-    going_on, resumed = (run_ranks(_trained, 2, 2, order, stop, timeout_s=300.0) for stop in (None, 9))
-    for answer, again in zip(going_on, resumed, strict=True):
+    for answer, again in run_ranks(_goes_on, 2, 2, order):
         assert any(spec.startswith("ef(gaussian(bits=2") for spec in answer["specs"])
-        assert sum(answer["losses"][-5:]) < 0.7 * sum(answer["losses"][:5])
+        assert sum(answer["losses"][-3:]) < 0.8 * sum(answer["losses"][:3])
         assert answer["losses"] == again["losses"]
         assert all(torch.equal(value, again["weights"][name]) for name, value in answer["weights"].items())
 
@@ -105,10 +106,10 @@ def _loaded(rank: int, size: int, state: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 def test_another_world_starts_with_the_mean_moments() -> None:
-    answers = run_ranks(_saved, 2, 2, timeout_s=300.0)
+    answers = run_ranks(_saved, 2, 2)
     state, template = answers[0][0], answers[0][2]
     assert set(state) == template
-    for moments in run_ranks(_loaded, 3, 3, state, timeout_s=300.0):
+    for moments in run_ranks(_loaded, 3, 3, state):
         for name, found in moments.items():
             torch.testing.assert_close(found, torch.stack([of[name] for _, of, _ in answers]).mean(0))
 
@@ -118,15 +119,21 @@ def _detached(rank: int, size: int) -> dict[str, Tensor]:
     optimizer = _optimizer(model, "pre")
     wire = compress(model, "raw", TWO_BITS, optimizer=optimizer)
     train(model, 3, optimizer=optimizer)
-    whole_moments = [optimizer.state[p]["exp_avg_sq"] for p in model.parameters()]
-    assert all(m.shape == p.shape for m, p in zip(whole_moments, model.parameters(), strict=True))
-    mean = [m.clone() for m in whole_moments]
-    for m in mean:
-        dist.all_reduce(m)
-    wire.detach()
-    before = whole(model)
+    before = [optimizer.state[p]["exp_avg_sq"].clone() for p in model.parameters()]
+    # Infinite gradients on one rank of a step that is not taken: nothing is left of them.
+    x, y = batch(3, rank)
+    ((model(x) - y).square().mean() * (float("inf") if rank else 1.0)).backward()
+    optimizer.zero_grad()
     train(model, 1, first=3, optimizer=optimizer)
-    moved = max(float((after - before[name]).abs().max()) for name, after in whole(model).items())
+    mean = [optimizer.state[p]["exp_avg_sq"].clone() for p in model.parameters()]
+    for of_rank, old, parameter in zip(mean, before, model.parameters(), strict=True):
+        assert of_rank.shape == parameter.shape
+        torch.testing.assert_close(of_rank, old, rtol=0.5, atol=1e-4)
+        dist.all_reduce(of_rank)
+    wire.detach()
+    weights = whole(model)
+    train(model, 1, first=4, optimizer=optimizer)
+    moved = max(float((after - weights[name]).abs().max()) for name, after in whole(model).items())
     assert 0 < moved < 20 * 5e-3  # a gradient taken for an update would have been a step of its own length
     for parameter, expected in zip(model.parameters(), mean, strict=True):
         found = optimizer.state[parameter]["exp_avg_sq"]
@@ -135,33 +142,8 @@ def _detached(rank: int, size: int) -> dict[str, Tensor]:
     return whole(model)
 
 
-def test_after_detach_the_optimizer_gets_gradients_again() -> None:
-    assert same(run_ranks(_detached, 2, 2, timeout_s=300.0))
-
-
-def _skipped(rank: int, size: int) -> None:
-    """Infinite gradients on one rank of a step that is not taken: nothing is left of them."""
-    found = []
-    for spoil in (True, False):
-        model = build()
-        optimizer = _optimizer(model, "pre")
-        compress(model, "raw", TWO_BITS, optimizer=optimizer)
-        for step in range(5):
-            if step == 3:
-                if spoil:
-                    x, y = batch(step, rank)
-                    ((model(x) - y).square().mean() * (float("inf") if rank else 1.0)).backward()
-                    optimizer.zero_grad()
-                continue
-            train(model, 1, first=step, optimizer=optimizer)
-        assert all(bool(torch.isfinite(value).all()) for value in whole(model).values())
-        found.append([optimizer.local_state(p)["exp_avg_sq"] for p in model.parameters()])
-    for spoilt, clean in zip(*found, strict=True):
-        torch.testing.assert_close(spoilt, clean, rtol=0.5, atol=1e-4)
-
-
-def test_a_step_with_infinite_gradients_leaves_no_trace() -> None:
-    run_ranks(_skipped, 2, 2, timeout_s=300.0)
+def test_infinite_gradients_leave_no_trace_and_after_detach_the_optimizer_gets_gradients_again() -> None:
+    assert same(run_ranks(_detached, 2, 2))
 
 
 class _Twice(nn.Module):
@@ -175,55 +157,36 @@ class _Twice(nn.Module):
         return self.head(block(torch.tanh(block(x))))
 
 
-def _refused(rank: int, size: int, how: str) -> str:
-    model = build(net=_Twice) if how == "twice" else build()
-    optimizer = _optimizer(model, "pre")
-    compress(model, optimizer=optimizer)
-    if how == "divided":
+def _refused(rank: int, size: int) -> dict[str, str]:
+    """Gradients of which no mean is taken, an optimizer that lacks a parameter, feedback under another optimizer."""
+    texts = {}
+    for how in ("twice", "divided"):
+        model = build(net=_Twice) if how == "twice" else build()
+        optimizer = _optimizer(model, "pre")
+        compress(model, optimizer=optimizer)
         for module in model.modules():
-            if hasattr(module, "set_gradient_divide_factor"):
+            if how == "divided" and hasattr(module, "set_gradient_divide_factor"):
                 module.set_gradient_divide_factor(3.0)
-    try:
-        train(model, 2, optimizer=optimizer)
-    except (NotImplementedError, RuntimeError) as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(("how", "message"), [("divided", "set_gradient_divide_factor"), ("twice", "reduced twice")])
-def test_gradients_of_which_no_mean_is_taken_are_refused(how: str, message: str) -> None:
-    assert all(message in answer for answer in run_ranks(_refused, 2, 2, how, timeout_s=300.0))
-
-
-def _incomplete(rank: int, size: int) -> str:
+        with pytest.raises((NotImplementedError, RuntimeError)) as error:
+            train(model, 2, optimizer=optimizer)
+        texts[how] = str(error.value)
     model = build()
-    lacking = list(itertools.islice(model.parameters(), 2))
-    try:
-        compress(model, "raw", TWO_BITS, optimizer=CompressedAdamW(lacking))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_an_optimizer_that_lacks_a_parameter_is_refused() -> None:
-    assert all("CompressedAdamW lacks" in message for message in run_ranks(_incomplete, 2, 2, timeout_s=300.0))
-
-
-def _warned(rank: int, size: int) -> list[str]:
-    model = build()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.raises(ValueError) as error:
+        compress(model, "raw", TWO_BITS, optimizer=CompressedAdamW(itertools.islice(model.parameters(), 2)))
+    with pytest.warns(UserWarning, match="CompressedAdamW"):
         compress(model, "raw", "ef(onebit)", optimizer=torch.optim.AdamW(model.parameters()))
-    return [str(warning.message) for warning in caught]
+    return {**texts, "lacking": str(error.value)}
 
 
-def test_feedback_on_gradients_of_few_bits_under_adamw_is_warned_of() -> None:
-    for messages in run_ranks(_warned, 2, 2, timeout_s=300.0):
-        assert any("CompressedAdamW" in message for message in messages)
+def test_what_it_cannot_train_is_refused() -> None:
+    for texts in run_ranks(_refused, 2, 2):
+        assert "set_gradient_divide_factor" in texts["divided"]
+        assert "reduced twice" in texts["twice"]
+        assert "CompressedAdamW lacks" in texts["lacking"]
 
 
 def test_a_sharded_model_without_compression_is_trained_as_a_whole_one() -> None:
-    assert all(far < 2e-5 for far in run_ranks(_uncompressed, 2, 2, timeout_s=300.0))
+    assert all(far < 2e-5 for far in run_ranks(_uncompressed, 2, 2))
 
 
 def _uncompressed(rank: int, size: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 
 import pytest
@@ -39,24 +38,26 @@ def ddp_of(group=None, *, unused: bool = False, dtype=torch.float32, net: type[n
 # --- DistributedDataParallel -----------------------------------------------------------------------------------------
 
 
-def _trains(rank: int, options: dict, registered: bool) -> tuple[list[float], list[float], dict]:
-    group = group_of(None if registered else EVERYTHING)
-    model = ddp_of(group, **options)
-    if registered:
-        thinwire.register_model(model)
-    losses = train(model, rank, 20, lr=0.03)
-    assert_replicas_identical(model)
-    stats = group.stats
-    return losses, train(ddp_of(**options), rank, 20, lr=0.03), {"ratio": stats.ratio, **vars(stats)}
+def _trains(rank: int, registered: bool) -> dict[str, tuple[list[float], list[float], dict]]:
+    found = {}
+    for name, options in DDP_OPTIONS.items():
+        group = group_of(None if registered else EVERYTHING)
+        model = ddp_of(group, **options)
+        if registered:
+            thinwire.register_model(model)
+        losses = train(model, rank, 8, lr=0.03)
+        assert_replicas_identical(model)
+        exact = train(ddp_of(**options), rank, 8, lr=0.03)
+        found[name] = losses, exact, {"ratio": group.stats.ratio, **vars(group.stats)}
+    return found
 
 
 @pytest.mark.parametrize("registered", [False, True])
-@pytest.mark.parametrize("name", DDP_OPTIONS)
-def test_unmodified_ddp_trains(name: str, registered: bool) -> None:
-    for losses, exact, stats in run_ranks(_trains, 2, DDP_OPTIONS[name], registered):
-        assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
-        assert sum(losses[-5:]) == pytest.approx(sum(exact[-5:]), rel=0.03)
-        assert stats["compressed"] > 20
+def test_unmodified_ddp_trains(registered: bool) -> None:
+    for name, (losses, exact, stats) in (each for found in run_ranks(_trains, 2, registered) for each in found.items()):
+        assert losses == pytest.approx(exact, rel=0.03), name
+        assert losses != exact, name
+        assert stats["compressed"] >= 8
         assert stats["ratio"] > (5 if name != "bf16 model" else 2.5)
         if registered:
             # Every bucket: they are what the registered layers make up, from the first pass on.
@@ -66,37 +67,40 @@ def test_unmodified_ddp_trains(name: str, registered: bool) -> None:
             assert stats["uniform"] == stats["compressed"]
 
 
-def _beside_a_model(rank: int, registered: bool) -> tuple[list[str], bool, bool, int, int]:
-    """Train a model that sums something else in its forward pass, too."""
-    group = group_of()
-    model, exact = ddp_of(group), ddp_of()
-    if registered:
-        thinwire.register_model(model)
-    same = True
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for step in range(3):
-            x = torch.exp(3 * torch.randn(8191, generator=torch.Generator().manual_seed(2 * step + rank)))
-            y = x.clone()
-            dist.all_reduce(x, group=group)
-            dist.all_reduce(y)
-            same &= torch.equal(x, y)
-            for m in (model, exact):
-                m.zero_grad()
-                loss_of(m, batch(rank, step)).backward()
-    alike = all(torch.equal(a.grad, b.grad) for a, b in zip(trained(model), trained(exact), strict=True))
-    said = [str(w.message) for w in caught if "register_model" in str(w.message)]
-    return said, same, alike, group.stats.compressed, group.stats.unknown
+def _beside_a_model(rank: int) -> list[tuple[list[str], bool, bool, int, int]]:
+    """Train a model, without and with registering it, that sums something else in its forward pass, too."""
+    found = []
+    for registered in (False, True):
+        group = group_of()
+        model, exact = ddp_of(group), ddp_of()
+        if registered:
+            thinwire.register_model(model)
+        same = True
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(3):
+                x = torch.exp(3 * torch.randn(8191, generator=torch.Generator().manual_seed(2 * step + rank)))
+                y = x.clone()
+                dist.all_reduce(x, group=group)
+                dist.all_reduce(y)
+                same &= torch.equal(x, y)
+                for m in (model, exact):
+                    m.zero_grad()
+                    loss_of(m, batch(rank, step)).backward()
+        alike = all(torch.equal(a.grad, b.grad) for a, b in zip(trained(model), trained(exact), strict=True))
+        said = [str(w.message) for w in caught if "register_model" in str(w.message)]
+        found.append((said, same, alike, group.stats.compressed, group.stats.unknown))
+    return found
 
 
-@pytest.mark.parametrize("registered", [False, True])
-def test_a_sum_beside_a_models_gradients_is_exact(registered: bool) -> None:
-    for said, same, alike, compressed, unknown in run_ranks(_beside_a_model, 2, registered):
-        assert same
-        assert alike == (not registered)
-        assert len(said) == (not registered)
-        assert (compressed > 0) == registered
-        assert unknown == 3 if registered else unknown > 3
+def test_a_sum_beside_a_models_gradients_is_exact() -> None:
+    for found in run_ranks(_beside_a_model, 2):
+        for registered, (said, same, alike, compressed, unknown) in enumerate(found):
+            assert same
+            assert alike == (not registered)
+            assert len(said) == (not registered)
+            assert (compressed > 0) == registered
+            assert unknown == 3 if registered else unknown > 3
 
 
 def _accumulates(rank: int) -> tuple[int, float]:
@@ -117,19 +121,19 @@ def test_no_sync_accumulates() -> None:
         assert 0 < off < 0.02
 
 
-def _compiled(rank: int) -> tuple[list[float], int]:
+def _compiled(rank: int) -> tuple[list[float], list[float], int]:
     group = group_of(ProcessGroupOptions("minmax(bits=8)", where=lambda _: True))
     model = ddp_of(group, bucket_cap_mb=25)
     compiled = torch.compile(model, backend="aot_eager")
-    losses = train(compiled, rank, 12, lr=0.03)
+    losses = train(compiled, rank, 6, lr=0.03)
     assert_replicas_identical(model)
-    return losses, group.stats.compressed
+    return losses, train(ddp_of(), rank, 6, lr=0.03), group.stats.compressed
 
 
 def test_ddp_under_compile() -> None:
-    for losses, compressed in run_ranks(_compiled, 2, timeout_s=100.0):
-        assert sum(losses[-3:]) < 0.98 * sum(losses[:3])
-        assert compressed >= 12
+    for losses, exact, compressed in run_ranks(_compiled, 2):
+        assert losses == pytest.approx(exact, rel=0.02)
+        assert compressed >= 6
 
 
 def _breaks_once(rank: int) -> tuple[str, int]:
@@ -172,22 +176,6 @@ def test_compress_goes_its_own_way() -> None:
     assert run_ranks(_layerwise_over_it, 2) == [(4, 0), (4, 0)]
 
 
-def _dies(rank: int) -> str:
-    model = ddp_of(group_of(EVERYTHING))
-    train(model, rank, 3, lr=0.03)
-    if rank == 1:
-        os._exit(1)
-    with pytest.raises(RuntimeError) as error:
-        train(model, rank, 1, lr=0.03)
-    return str(error.value)
-
-
-def test_a_dead_rank_ends_backward_with_an_error() -> None:
-    text, none = run_ranks(_dies, 2, may_die=True)
-    assert none is None
-    assert "restart from the last checkpoint" in text.lower()
-
-
 # --- meshes ----------------------------------------------------------------------------------------------------------
 
 EIGHT = ProcessGroupOptions("minmax(bits=8, bucket=1024)")
@@ -200,50 +188,47 @@ def _sharded(rank: int, mesh: DeviceMesh) -> tuple[list[float], torch.Tensor]:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    losses = train(model, rank, 20, lr=0.03)
+    losses = train(model, rank, 8, lr=0.03)
     return losses, torch.cat([p.full_tensor().reshape(-1) for p in model.parameters()]).detach()
 
 
-def _fsdp(rank: int, options: ProcessGroupOptions | None) -> tuple[list[float], torch.Tensor, list[int]]:
-    size = dist.get_world_size()
-    override = {"shard": ("thinwire", options)} if options else {}
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",), backend_override=override)
-    losses, full = _sharded(rank, mesh)
-    group = mesh.get_group("shard")
-    return losses, full, [group.stats.compressed, group.stats.passed] if options else []
+def _fsdp(rank: int) -> tuple[list[float], list[float], torch.Tensor, torch.Tensor, int]:
+    found = []
+    for override in ({}, {"shard": ("thinwire", EIGHT)}):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), backend_override=override)
+        found.append((*_sharded(rank, mesh), mesh.get_group("shard")))
+    (want, exact, _), (losses, full, group) = found
+    return want, losses, exact, full, group.stats.compressed
 
 
-@pytest.mark.timeout(400)
 def test_fsdp2_over_a_mesh() -> None:
-    results = run_ranks(_fsdp, 2, EIGHT, timeout_s=180)
-    exact = run_ranks(_fsdp, 2, None, timeout_s=180)
-    for (losses, full, counted), (want, want_full, _) in zip(results, exact, strict=True):
-        assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
-        assert sum(losses[-5:]) == pytest.approx(sum(want[-5:]), rel=0.02)
-        assert torch.equal(full, results[0][1])
-        assert 0 < float((full - want_full).norm()) < 0.05 * float(want_full.norm())
+    results = run_ranks(_fsdp, 2)
+    for want, losses, exact, full, compressed in results:
+        assert losses == pytest.approx(want, rel=0.02)
+        assert torch.equal(full, results[0][3])
+        assert 0 < float((full - exact).norm()) < 0.05 * float(exact.norm())
         # Of five groups of parameters: weights twice a step or once, gradients once.
-        assert counted[0] >= 20 * 5 * 2
+        assert compressed >= 8 * 5 * 2
 
 
-def _hsdp(rank: int, options: ProcessGroupOptions | None) -> tuple[list[float], bytes, int]:
-    override = {"rep": ("thinwire", options)} if options else {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rep", "shard"), backend_override=override)
-    losses, full = _sharded(rank, mesh)
-    group = mesh.get_group("rep")
-    assert isinstance(group, ProcessGroup) == bool(options)
-    return losses, full.numpy().tobytes(), group.stats.compressed if options else 0
+def _hsdp(rank: int) -> tuple[list[float], list[float], bytes, int]:
+    found = []
+    for override in ({}, {"rep": ("thinwire", ProcessGroupOptions())}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rep", "shard"), backend_override=override)
+        found.append((*_sharded(rank, mesh), mesh.get_group("rep")))
+    (want, _, stock), (losses, full, group) = found
+    assert not isinstance(stock, ProcessGroup)
+    return want, losses, full.numpy().tobytes(), group.stats.compressed
 
 
 def test_hsdp_with_a_compressed_replicate_dimension() -> None:
-    results, exact = run_ranks(_hsdp, 4, ProcessGroupOptions(), timeout_s=120), run_ranks(_hsdp, 4, None, timeout_s=120)
-    for (losses, full, compressed), (want, _, _) in zip(results, exact, strict=True):
-        assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
-        assert sum(losses[-5:]) == pytest.approx(sum(want[-5:]), rel=0.03)
-        assert full == results[0][1]
-        assert compressed == 20 * 5
+    results = run_ranks(_hsdp, 4)
+    for want, losses, full, compressed in results:
+        assert losses == pytest.approx(want, rel=0.03)
+        assert full == results[0][2]
+        assert compressed == 8 * 5
 
 
 # --- registered layers -----------------------------------------------------------------------------------------------
@@ -332,17 +317,17 @@ def _biases(rank: int, net: type[nn.Module], options: dict) -> tuple[list[float]
     return flat, matrices, vars(group.stats)
 
 
-@pytest.mark.parametrize("name", ["default", "static graph", "find unused", "one bucket"])
-def test_biases_in_buckets_of_ddp_are_raw(name: str) -> None:
-    options = {**DDP_OPTIONS, "one bucket": {"bucket_cap_mb": 25}}[name]
-    for flat, matrices, stats in run_ranks(_biases, 2, Net, options):
-        assert max(flat) < 1e-5
-        assert all(0.01 < error < 0.3 for error in matrices)
-        assert stats["uniform"] == 0
+def _biases_of_all(rank: int) -> tuple[list[tuple[list[float], list[float], dict]], tuple]:
+    ways = [{}, DDP_OPTIONS["static graph"], DDP_OPTIONS["find unused"], {"bucket_cap_mb": 25}]
+    return [_biases(rank, Net, options) for options in ways], _biases(rank, Shuffled, {})
 
 
-def test_layers_used_in_another_order_are_found_once_ddp_tells() -> None:
-    for flat, matrices, stats in run_ranks(_biases, 2, Shuffled, {}):
+def test_biases_in_buckets_of_ddp_are_raw_and_layers_in_another_order_are_found_once_ddp_tells() -> None:
+    for in_order, (flat, matrices, stats) in run_ranks(_biases_of_all, 2):
+        for raw, coded, of_order in in_order:
+            assert max(raw) < 1e-5
+            assert all(0.01 < error < 0.3 for error in coded)
+            assert of_order["uniform"] == 0
         assert flat[0] < 1e-5
         assert max(flat[3:]) < 1e-5
         # Buckets in which no layers are found, until DDP tells, are exact.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,26 +36,6 @@ def alike(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def merge_on(rank: int) -> tuple[dict[str, torch.Tensor], bool, bool]:
-    wire = thinwire.compress(model_ := model(), RULES, skip_if_slower=False)
-    train(model_, rank, 3)
-    state, own = wire.gather_state_dict(), wire.state_dict()
-    again = thinwire.compress(model(), RULES, skip_if_slower=False)
-    again.load_state_dict(state)
-    return state, bool(own[f"rank{rank}/residual/weight"].any()), alike(again.state_dict(), own)
-
-
-def test_the_states_of_all_ranks_in_one_give_each_its_own_back() -> None:
-    (first, first_has_residual, first_same), (second, second_has_residual, second_same) = run_ranks(merge_on, 2)
-    assert alike(first, second)
-    assert {"rank0/residual/weight", "rank1/residual/weight"} <= set(first)
-    assert not torch.equal(first["rank0/residual/weight"], first["rank1/residual/weight"])
-    assert first_has_residual
-    assert second_has_residual
-    assert first_same
-    assert second_same
-
-
 def hugging_face_on(rank: int, folder: str) -> tuple[bool, list[str], str, str]:
     arguments = SimpleNamespace(output_dir=folder, should_save=rank == 0)
 
@@ -87,35 +66,13 @@ def hugging_face_on(rank: int, folder: str) -> tuple[bool, list[str], str, str]:
     return same, [path.name for path in Path(folder).rglob("*.pt")], str(lost.value), str(refused.value)
 
 
-def hugging_face_with_another_compressor_on(rank: int, folder: str) -> list[str]:
-    arguments = SimpleNamespace(output_dir=folder, should_save=rank == 0)
-    for step, spec in ((0, "ef(minmax(bits=2))"), (3, "minmax(bits=4)")):
-        callback = thinwire.trainer_callback(spec, skip_if_slower=False)
-        callback.on_train_begin(arguments, SimpleNamespace(global_step=step), None, model=nn.Linear(64, 64))
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            train(model(), rank, 1)
-        callback.on_save(arguments, SimpleNamespace(global_step=3), None)
-        dist.barrier()
-    return [str(each.message) for each in seen]
-
-
-@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
-@pytest.mark.timeout(300)
-def test_a_checkpoint_of_another_compressor_says_so(tmp_path: Path) -> None:
-    for warned in run_ranks(hugging_face_with_another_compressor_on, 2, str(tmp_path), timeout_s=250):
-        (text,) = (text for text in warned if text.startswith("load_state_dict()"))
-        assert "ef(minmax(bits=2, bucket=128)), not minmax(bits=4, bucket=128)" in text
-
-
 def stop(module: nn.Module, inputs: object) -> None:
     raise RuntimeError("stop here")
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
-@pytest.mark.timeout(300)
 def test_hugging_face_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
-    for same, files, missing, unwrapped in run_ranks(hugging_face_on, 2, str(tmp_path), timeout_s=250):
+    for same, files, missing, unwrapped in run_ranks(hugging_face_on, 2, str(tmp_path)):
         assert same
         assert files == ["thinwire.pt"]
         assert "checkpoint-5" in missing
@@ -155,9 +112,8 @@ def lightning_on(rank: int, path: str) -> tuple[bool, bool, bool]:
 
 
 @pytest.mark.skipif(find_spec("pytorch_lightning") is None, reason="pytorch_lightning is not installed")
-@pytest.mark.timeout(400)
 def test_lightning_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
-    assert run_ranks(lightning_on, 2, str(tmp_path / "last.ckpt"), timeout_s=300) == [(True, True, True)] * 2
+    assert run_ranks(lightning_on, 2, str(tmp_path / "last.ckpt")) == [(True, True, True)] * 2
 
 
 def accelerate_on(rank: int) -> tuple[int, bool]:
@@ -173,9 +129,8 @@ def accelerate_on(rank: int) -> tuple[int, bool]:
 
 
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
-@pytest.mark.timeout(300)
 def test_accelerate_compresses_what_it_prepares() -> None:
-    assert run_ranks(launched_accelerate_on, 2, timeout_s=250) == [(3, True), (3, True)]
+    assert run_ranks(launched_accelerate_on, 2) == [(3, True), (3, True)]
 
 
 def accelerate_local_on(rank: int) -> bool:
@@ -194,9 +149,8 @@ def accelerate_local_on(rank: int) -> bool:
 
 
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
-@pytest.mark.timeout(300)
 def test_local_updates_take_an_optimizer_that_accelerate_prepared() -> None:
-    assert run_ranks(accelerate_local_on, 2, timeout_s=250) == [True, True]
+    assert run_ranks(accelerate_local_on, 2) == [True, True]
 
 
 def launched_accelerate_on(rank: int) -> tuple[int, bool]:

@@ -43,21 +43,21 @@ def _net(way: str) -> nn.Module:
     return _compiled(net) if way == "whole" else net
 
 
-def _all_ways(train: Any) -> bool:
+def _all_ways(train: Any, ways: tuple[str, ...] = WAYS) -> bool:
     """Whether the state after a training is the same whatever wraps the model, and loads into each of the others."""
-    states = {way: train(way, None) for way in WAYS}
-    resumed = {way: train(way, states["parts" if way == "plain" else "plain"]) for way in WAYS}
+    states = {way: train(way, None) for way in ways}
+    resumed = {way: train(way, states["parts" if way == "plain" else "plain"]) for way in ways}
     first, then = list(states["plain"]), list(resumed["plain"])
     return all(
         list(found[way]) == keys and all(torch.equal(found[way][key], found["plain"][key]) for key in keys)
         for found, keys in ((states, first), (resumed, then))
-        for way in WAYS
+        for way in ways
     )
 
 
 def _ddp(rank: int) -> bool:
     def train(way: str, state: dict[str, Tensor] | None) -> dict[str, Tensor]:
-        model = DDP(_net(way))
+        model = _compiled(DDP(_net("plain"))) if way == "compiled" else DDP(_net(way))
         rules = {"embed.*": "ef(minmax(bits=2))", "head.weight": "minmax(bits=4)"}
         wire = thinwire.compress(model, rules, exclude=["embed.bias"], skip_if_slower=False)
         assert list(wire.plan.layers) == ["embed.weight", "embed.bias", "head.weight", "head.bias"]
@@ -67,7 +67,7 @@ def _ddp(rank: int) -> bool:
         model(torch.full((2, 64), rank + 1.0)).square().sum().backward()
         return wire.gather_state_dict()
 
-    return _all_ways(train)
+    return _all_ways(train, (*WAYS, "compiled"))
 
 
 def _diloco(rank: int) -> bool:

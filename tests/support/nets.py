@@ -114,9 +114,9 @@ def fingerprint(model: nn.Module) -> bytes:
     return b"".join(p.detach().contiguous().view(torch.uint8).numpy().tobytes() for p in model.parameters())
 
 
-def assert_replicas_identical(model: nn.Module) -> None:
+def assert_replicas_identical(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     flat = torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in model.parameters()])
-    all_of_them = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-    dist.all_gather(all_of_them, flat)
+    all_of_them = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(all_of_them, flat, group=group)
     for other in all_of_them:
         assert torch.equal(other, all_of_them[0])
