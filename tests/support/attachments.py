@@ -189,7 +189,6 @@ class Momenta(Preconditioned):
 
     compressor = "minmax(bits=4, bucket=64)"
     becomes_stock = True
-    without = ("bytes_foreseen",)  # layers' lengths are sent beside
     optimizer_of = staticmethod(lambda model: QuantizedAdam(nets.trained(model), lr=1e-3, warmup=1))
 
 

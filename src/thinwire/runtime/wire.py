@@ -50,6 +50,8 @@ class Wire(Handle["BucketEngine"]):
     ) -> None:
         super().__init__(plan, rank=transport.rank, world_size=transport.world_size)
         self._dtypes = dict(dtypes or {})
+        self._beside_bytes = 0
+        """What the last step sent beside its buckets: the lengths of momenta (`QuantizedAdam`)."""
         self._optimizer = optimizer
         # Raises here, not in the first step, where a schedule or a compressor lacks something.
         plan.at_step(0, self._learning_rate()).for_world(transport.world_size, shapes)
@@ -173,7 +175,7 @@ class Wire(Handle["BucketEngine"]):
 
     def wire_bytes_per_step(self) -> int:
         """Bytes that this rank sends in a compressed step, by the formula of the buckets that the last step had."""
-        return sum(route.sent_bytes for route in self._engine.routes_of(self._step))
+        return self._beside_bytes + sum(route.sent_bytes for route in self._engine.routes_of(self._step))
 
     @property
     def dense(self) -> bool:
@@ -259,8 +261,9 @@ class Wire(Handle["BucketEngine"]):
         return self._clock.arriving(future) if self._clock is not None else future
 
     def count_beside(self, num_bytes: int) -> None:
-        """Count ``num_bytes`` that a native all-reduce has moved beside the gradients of a bucket."""
-        self._engine.recorder.beside(ring_bytes(num_bytes, self.world_size))
+        """Count ``num_bytes`` that a native all-reduce has moved beside the gradients of a backward pass."""
+        self._beside_bytes = ring_bytes(num_bytes, self.world_size)
+        self._engine.recorder.beside(self._beside_bytes)
 
     def reduce(
         self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0, failed: Exception | None = None
