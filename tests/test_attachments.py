@@ -79,15 +79,19 @@ def alike(rank: int, name: str) -> None:
 
 def resumed(rank: int, name: str, folder: str) -> None:
     training = begin(rank, name)
-    path = f"{folder}/{rank}"
-    torch.save({"training": training.state(), "wire": training.wire.state_dict()}, path)
+    wire, saved = training.wire, {}
+    ways = {"own": wire.state_dict, **({"gathered": wire.gather_state_dict} if name != "pipeline" else {})}
+    for way, state_of in ways.items():
+        saved[way] = f"{folder}/{rank}-{way}"
+        torch.save({"training": training.state(), "wire": state_of()}, saved[way])
     for step in range(STEPS, 2 * STEPS):
         training.step(step)
-    again = load(rank, name, path)
-    for step in range(STEPS, 2 * STEPS):
-        again.step(step)
-    assert same(again.weights(), training.weights())
-    assert same(slots(again), slots(training))
+    for path in saved.values():
+        again = load(rank, name, path)
+        for step in range(STEPS, 2 * STEPS):
+            again.step(step)
+        assert same(again.weights(), training.weights())
+        assert same(slots(again), slots(training))
 
 
 def detached(rank: int, name: str) -> None:

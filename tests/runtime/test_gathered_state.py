@@ -37,45 +37,6 @@ def alike(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     )
 
 
-def saves(rank: int, path: str) -> tuple[dict[str, Tensor], dict[str, Tensor], bytes]:
-    model, optimizer, wire = fresh(rank, seed=9)
-    train(model, rank, 4, optimizer=optimizer)
-    gathered, own = wire.gather_state_dict(), wire.state_dict()
-    if rank == 0:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "wire": gathered}, path)
-    train(model, rank, 3, first=4, optimizer=optimizer)
-    return gathered, own, fingerprint(model)
-
-
-def resumes(rank: int, path: str) -> tuple[dict[str, Tensor], bytes]:
-    model, optimizer, wire = fresh(rank)
-    state = torch.load(path, weights_only=True)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    wire.load_state_dict(state["wire"])
-    own, gathered = wire.state_dict(), wire.gather_state_dict()
-    if rank == 0:
-        torch.save(state | {"wire": gathered}, f"{path}.{dist.get_world_size()}")
-    train(model, rank, 3, first=4, optimizer=optimizer)
-    return own, fingerprint(model)
-
-
-def test_what_rank_0_saved_resumes_bit_for_bit_and_keeps_the_mean_residual_with_other_ranks(tmp_path: Path) -> None:
-    path = str(tmp_path / "checkpoint.pt")
-    (first, *_), (second, own, straight) = run_ranks(saves, 2, path)
-    assert alike(first, second)
-    assert all(torch.equal(first[key], value) for key, value in own.items())
-    assert not torch.equal(first[f"rank0/{RESIDUAL}"], first[f"rank1/{RESIDUAL}"])
-    for state, resumed in run_ranks(resumes, 2, path):
-        assert resumed == straight
-        assert state.keys() < first.keys()
-        assert all(torch.equal(first[key], value) for key, value in state.items())
-    run_ranks(resumes, 3, path)
-    # A world of one has the residual of all ranks of a larger one.
-    ((before, _),), ((after, _),) = (run_ranks(resumes, 1, saved) for saved in (path, f"{path}.3"))
-    torch.testing.assert_close(after[f"rank0/{RESIDUAL}"], before[f"rank0/{RESIDUAL}"], rtol=1e-5, atol=1e-6)
-
-
 def loads_one_ranks_state(rank: int) -> tuple[str, bool]:
     model, optimizer, wire = fresh(rank)
     train(model, rank, 2, optimizer=optimizer)
@@ -93,41 +54,6 @@ def test_the_state_of_one_rank_is_refused_on_every_rank_and_hangs_none() -> None
     assert second.startswith("the state lacks rank1/residual/")
     assert first_kept
     assert second_kept
-
-
-def sharded_saves(rank: int, path: str) -> tuple[dict[str, Tensor], list[float]]:
-    model = sharded.build()
-    wire = sharded.compress(model, "levels(bits=4, learn_at=(1, 2))", FEEDBACK)
-    sharded.train(model, 3)
-    gathered = wire.gather_state_dict()
-    weights = sharded.whole(model)
-    if rank == 0:
-        torch.save({"model": weights, "wire": gathered}, path)
-    return gathered, sharded.train(model, 3, first=3)
-
-
-def sharded_resumes(rank: int, path: str) -> tuple[dict[str, Tensor], list[float]]:
-    model = sharded.build(seed=1)
-    wire = sharded.compress(model, "levels(bits=4, learn_at=(1, 2))", FEEDBACK)
-    state = torch.load(path, weights_only=True)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.distributed.tensor.distribute_tensor(state["model"][name], parameter.device_mesh))
-    wire.load_state_dict(state["wire"])
-    own = wire.state_dict()
-    return own, sharded.train(model, 3, first=3)
-
-
-def test_a_sharded_model_resumes_from_what_rank_0_saved(tmp_path: Path) -> None:
-    path = str(tmp_path / "checkpoint.pt")
-    (first, straight), (second, other) = run_ranks(sharded_saves, 2, path)
-    assert alike(first, second)
-    assert [losses for _, losses in run_ranks(sharded_resumes, 2, path)] == [straight, other]
-    grown = [state for state, _ in run_ranks(sharded_resumes, 3, path)]
-    name = "residual/gradients/blocks.0.up.weight"
-    before = sum(first[f"rank{rank}/{name}"].double() for rank in range(2)) / 2
-    after = sum(grown[rank][f"rank{rank}/{name}"].double() for rank in range(3)) / 3
-    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-9)
 
 
 def sharded_loads_one_ranks_state(rank: int) -> str:

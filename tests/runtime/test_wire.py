@@ -102,10 +102,9 @@ OWING = [
 
 
 @pytest.mark.parametrize("rules", OWING)
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_the_residual_plus_what_arrived_is_what_was_given(rules: str, num_ranks: int) -> None:
+def test_the_residual_plus_what_arrived_is_what_was_given(rules: str) -> None:
     """Law 7 across ranks: Σ inputs/n = Σ outputs + (Σ worker residuals)/n + owner residuals."""
-    steps = 6
+    num_ranks, steps = 3, 6
 
     def run(transport):
         wire = make(transport, rules)
@@ -131,7 +130,7 @@ def test_the_residual_plus_what_arrived_is_what_was_given(rules: str, num_ranks:
 
 
 @pytest.mark.parametrize("rules", OWING)
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 2), (3, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (1, 2)])
 def test_another_world_size_keeps_the_mean_error(rules: str, before: int, after: int) -> None:
     def first(transport):
         wire = make(transport, rules)
@@ -155,8 +154,7 @@ def test_another_world_size_keeps_the_mean_error(rules: str, before: int, after:
         assert torch.allclose(residual_before[key], residual_after[key], atol=1e-5)
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
-@pytest.mark.parametrize("loss_scale", [1.0, 1024.0])
+@pytest.mark.parametrize(("poison", "loss_scale"), [(math.nan, 1.0), (math.inf, 1024.0)])
 @pytest.mark.parametrize("rules", [*OWING, "dgc(topk(density=0.05))"])
 def test_no_slot_moves_in_a_step_that_is_not_finite(rules: str, poison: float, loss_scale: float) -> None:
     """Law 5: every rank sees it, nobody's residual changes, and the next step is as if it had not been."""
