@@ -12,13 +12,19 @@ from thinwire_tools import cli
 from thinwire_tools.results import Results, check_output_file
 
 
-def test_paths_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
+def test_paths_that_cannot_be_written_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="is a folder"):
         check_output_file(tmp_path)
     with pytest.raises(ValueError, match="there is no folder"):
         check_output_file(tmp_path / "missing" / "figures.json")
     assert check_output_file(tmp_path / "figures.json") == tmp_path / "figures.json"
     assert list(tmp_path.iterdir()) == []
+    # Before the run.
+    started = tmp_path / "started"
+    with pytest.raises(SystemExit):
+        cli.main(["lab", "--ranks", "1", "--json", str(tmp_path / "missing" / "lab.json"), "--", "touch", str(started)])
+    assert "there is no folder" in " ".join(capsys.readouterr().err.replace("\u2502", " ").split())
+    assert not started.exists()
 
 
 def test_links_stay(tmp_path: Path) -> None:
@@ -57,17 +63,8 @@ def test_a_file_that_may_not_be_written_is_refused(tmp_path: Path) -> None:
         check_output_file(tmp_path / "figures.json")
 
 
-def test_the_path_is_checked_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    started = tmp_path / "started"
-    path = str(tmp_path / "missing" / "lab.json")
-    with pytest.raises(SystemExit):
-        cli.main(["lab", "--ranks", "1", "--json", path, "--", "touch", str(started)])
-    assert "there is no folder" in " ".join(capsys.readouterr().err.replace("\u2502", " ").split())
-    assert not started.exists()
-
-
-@pytest.mark.parametrize("words", sorted(cli.THINWIRE.commands))
-def test_every_command_checks_the_files_that_it_writes(words: str) -> None:
-    parameters = inspect.signature(cli.THINWIRE.commands[words].load()).parameters
-    for name in {"json", "html"} & set(parameters):
-        assert parameters[name].annotation == "OutputFile"
+def test_every_command_checks_the_files_that_it_writes() -> None:
+    for words, command in cli.THINWIRE.commands.items():
+        parameters = inspect.signature(command.load()).parameters
+        for name in {"json", "html"} & set(parameters):
+            assert parameters[name].annotation == "OutputFile", words
