@@ -87,6 +87,7 @@ SPECS: list[Wrong] = [
     ("topk(density=((1, 0.25),))", ValueError, "steps ascending from 0"),
     ("globaltopk(density=((1, 0.5),))", ValueError, "density must be like"),
     ("globaltopk(capacity=0.5)", ValueError, "capacity must be at least 1"),
+    *((f"chunktopk({given})", ValueError, "must be") for given in ("k=0", "k=65, chunk=64", "average=all")),
     ("threshold(lam=-1)", ValueError, "lam must be at least 0"),
     ("threshold(capacity=0)", ValueError, "capacity must be above 0"),
     ("fft(theta=1.5)", ValueError, "theta must be at least 0 and below 1"),

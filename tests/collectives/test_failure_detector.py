@@ -129,12 +129,13 @@ def test_what_one_rank_has_found_is_what_all_of_them_say(detectors: list[Failure
     ("silent_s", "error", "reason"),
     [
         (0.6, "Connection closed by peer", "its process has ended"),
-        (2.2, "Timed out waiting 8000ms for recv operation", "no heartbeat has come from it for"),
+        (1.5, "Timed out waiting 8000ms for recv operation", "no heartbeat has come from it for"),
     ],
 )
 def test_a_rank_that_has_stopped_is_told_from_one_that_has_ended_by_its_connections(
     detectors: list[FailureDetector], monkeypatch: pytest.MonkeyPatch, silent_s: float, error: str, reason: str
 ) -> None:
+    monkeypatch.setattr(failures, "GRACE_S", 2.5)
     exchange, over = failures.Board.exchange, threading.Event()
     monkeypatch.setattr(
         failures.Board, "exchange", lambda board: over.wait(5.0) if board.rank == 2 else exchange(board)

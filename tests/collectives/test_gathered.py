@@ -101,7 +101,7 @@ def test_all_ranks_hear_of_a_failure_and_the_next_step_works(spec: str, failing:
         assert torch.equal(x[5:], answers[0][1][5:])
 
 
-def _lying(monkeypatch: pytest.MonkeyPatch, lie: Callable[[Exchange, int], None], phase: int) -> None:
+def _lying(monkeypatch: pytest.MonkeyPatch, lie: Callable[[Exchange, int], object], phase: int) -> None:
     """Rank 1 changes what it sends in one phase."""
     honest = Exchange.send
 
