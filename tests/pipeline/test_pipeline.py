@@ -31,6 +31,11 @@ def train(rank: int, num_ranks: int, name: str, epochs: int, options: dict[str, 
     }
 
 
+def trainings(rank: int, name: str, epochs: int, several: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is told of each of several trainings of two ranks, one after the other."""
+    return [train(rank, 2, name, epochs, options) for options in several]
+
+
 def losses_of(answers: list[dict[str, Any]]) -> list[float]:
     return next(answer["losses"] for answer in answers if answer["losses"])
 
@@ -114,12 +119,12 @@ def test_frozen_stages_train_as_pytorchs_do(name: str) -> None:
 
 
 def test_changes_train_where_activations_of_the_same_bits_do_not() -> None:
-    final = {}
-    for forward in ("raw", "delta(maxabs(bits=3))", "direct(maxabs(bits=3))"):
-        options = {"forward": forward, "backward": "maxabs(bits=6)", "lr": 1.0}
-        answers = run_ranks(train, 2, 2, "interleaved", 25, options, timeout_s=60)
-        final[forward] = sum(losses_of(answers)[-4:]) / 4
-    raw, delta, direct = final.values()
+    several = [
+        {"forward": forward, "backward": "maxabs(bits=6)", "lr": 1.0}
+        for forward in ("raw", "delta(maxabs(bits=3))", "direct(maxabs(bits=3))")
+    ]
+    answers = zip(*run_ranks(trainings, 2, "interleaved", 25, several), strict=True)
+    raw, delta, direct = (sum(losses_of(list(of))[-4:]) / 4 for of in answers)
     assert delta < 1.1 * raw
     assert direct > 1.8 * raw
 
@@ -230,16 +235,18 @@ def test_first_visits_compute_on_activations_and_not_on_what_is_kept_of_them(war
     assert losses_of(first) == losses_of(raw)
 
 
-@pytest.mark.parametrize("precision", [16, 8, 4])
-@pytest.mark.parametrize("where", ["memory", "disk"])
-def test_messages_may_be_kept_in_fewer_bits(precision: int, where: str, tmp_path) -> None:
-    store = thinwire.store.Memory() if where == "memory" else thinwire.store.Disk(tmp_path, num_samples=SAMPLES)
-    options = {**FW3_BW6, "precision": precision, "store": store, "check_every": 1}
-    answers = run_ranks(train, 2, 2, "1f1b", 3, options)
-    check_sides([answer["digests"] for answer in answers], [0])
-    assert not any(answer["stats"][0].resets for answer in answers)
-    full = run_ranks(train, 2, 2, "1f1b", 3, FW3_BW6)
-    assert losses_of(answers)[-1] == pytest.approx(losses_of(full)[-1], rel=0.1 if precision > 4 else 0.6)
+def test_messages_may_be_kept_in_fewer_bits(tmp_path) -> None:
+    several = [
+        {**FW3_BW6, "precision": precision, "store": store, "check_every": 1}
+        for precision in (16, 8, 4)
+        for store in (thinwire.store.Memory(), thinwire.store.Disk(tmp_path / str(precision), num_samples=SAMPLES))
+    ]
+    full, *found = zip(*run_ranks(trainings, 2, "1f1b", 3, [FW3_BW6, *several]), strict=True)
+    for options, answers in zip(several, found, strict=True):
+        check_sides([answer["digests"] for answer in answers], [0])
+        assert not any(answer["stats"][0].resets for answer in answers)
+        expected = pytest.approx(losses_of(list(full))[-1], rel=0.1 if options["precision"] > 4 else 0.6)
+        assert losses_of(list(answers))[-1] == expected
 
 
 def half(rank: int, dtype: torch.dtype) -> Any:

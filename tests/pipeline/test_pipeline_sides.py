@@ -94,7 +94,7 @@ def steps(draw: st.DrawFn) -> list[tuple[list[int], int, int, list[int] | None, 
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     steps=steps(),
     precision=st.sampled_from([32, 16, 8, 3]),
@@ -170,7 +170,7 @@ def test_the_next_stage_computes_on_what_arrived_and_not_on_what_is_kept_of_it(p
     assert 0 < second < 0.05
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     steps=steps(),
     num=st.integers(1, 12),

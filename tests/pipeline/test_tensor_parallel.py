@@ -175,7 +175,11 @@ def train(style: Any, net: Net, steps: range) -> list[float]:
     return losses
 
 
-def trained(rank: int, spec: str | None) -> tuple[list[float], Tensor, Any]:
+def trained_with(rank: int, specs: list[str | None]) -> list[tuple[list[float], Tensor, Any]]:
+    return [trained(spec) for spec in specs]
+
+
+def trained(spec: str | None) -> tuple[list[float], Tensor, Any]:
     style = RowwiseParallel() if spec is None else thinwire.CompressedRowwiseParallel(spec)
     net = network(style)
     losses = train(style, net, range(18))
@@ -186,9 +190,8 @@ def trained(rank: int, spec: str | None) -> tuple[list[float], Tensor, Any]:
 
 
 def test_raw_layers_train_as_pytorchs_do_and_compressed_ones_nearly() -> None:
-    plain, raw, delta, rough = (
-        run_ranks(trained, 2, spec) for spec in (None, "raw", f"delta({BITS_4})", "direct(maxabs(bits=2))")
-    )
+    specs = [None, "raw", f"delta({BITS_4})", "direct(maxabs(bits=2))"]
+    plain, raw, delta, rough = zip(*run_ranks(trained_with, 2, specs), strict=True)
     for answers in (plain, raw, delta, rough):
         assert answers[0][0] == answers[1][0], "ranks have the same outputs, and so the same losses"
         assert torch.equal(answers[0][1], answers[1][1])
