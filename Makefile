@@ -64,10 +64,11 @@ chaos: .venv/ready
 soak: .venv/ready
 	$(BIN)/python -m experiments soak --json benchmarks/soak.json
 
-# The GPU kernels in Triton's interpreter. Triton alone (no dependencies) leaves the PyTorch that is there untouched.
+# The GPU kernels in Triton's interpreter, then compiled. Triton alone (no dependencies) leaves the PyTorch that is there untouched.
 triton: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.9.0
-	THINWIRE_INTERPRETER=1 $(BIN)/python -m pytest tests/kernels/test_triton*.py
+	TRITON_INTERPRET=1 $(PYTEST) -n 2 --dist worksteal --max-worker-restart 0 tests/kernels/test_triton*.py
+	$(PYTEST) -n 2 --dist worksteal --max-worker-restart 0 tests/kernels/test_triton*.py
 
 # What needs a GPU, in stages by their worth and within nine minutes: tests, speed, a training, a profile. With WHEELS,
 # a folder that `make cuda-wheels` has filled, it takes the PyTorch and Triton that PYTHON has, and no network.

@@ -32,7 +32,7 @@ NO_GPU = 42
 CUDA, DEVICE, KERNELS = (f"tests/kernels/test_{name}.py" for name in ("cuda", "triton_device", "triton"))
 BYTES = "same_bits and (-4-128- or sides-1-128 or sign-1-128)"
 RANKS = "world_of_one or share_a_gpu or shards_on_a_gpu or steady or not_finite or what_waits"
-REST = f"not ({BYTES}) and not ({RANKS}) and not compile and not registers and not in_the_interpreter"
+REST = f"not ({BYTES}) and not ({RANKS}) and not compile and not registers"
 SMALL = f"(test_cuda and ({RANKS})) or (all_kinds and 2)"
 
 Figures = dict[str, Any]

@@ -35,9 +35,13 @@ def _close(found: Tensor, expected: Tensor, terms: int) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=1e-6 * (1 + terms))
 
 
-@pytest.mark.parametrize("rank", [*RANKS, 40])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_products_are_those_of_fp64(shape: tuple[int, ...], rank: int) -> None:
+def test_products_are_those_of_fp64(shape: tuple[int, ...]) -> None:
+    for rank in (*RANKS, 40):
+        check_products(shape, rank)
+
+
+def check_products(shape: tuple[int, ...], rank: int) -> None:
     m, (left, right) = _drawn(*shape), _factors(shape, rank)
     product = left.double() @ right.double().mT
 
@@ -72,22 +76,25 @@ def test_matrices_lie_anywhere_and_what_is_between_them_stays(few: int) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_levels_and_threads_change_no_bit(shape: tuple[int, ...]) -> None:
-    m, (left, right) = _drawn(*shape), _factors(shape, 5)
+def test_levels_and_threads_change_no_bit() -> None:
+    for shape in SHAPES:
+        m, (left, right) = _drawn(*shape), _factors(shape, 5)
 
-    def run() -> list[Tensor]:
-        out, rest = torch.full(shape, 7.0), m.clone()
-        set_product(out, left, right)
-        subtract_product(rest, left, right)
-        return [narrow_product(m, right), narrow_product(m.mT, left), out, rest]
+        def run(
+            shape: tuple[int, ...] = shape, m: Tensor = m, left: Tensor = left, right: Tensor = right
+        ) -> list[Tensor]:
+            out, rest = torch.full(shape, 7.0), m.clone()
+            set_product(out, left, right)
+            subtract_product(rest, left, right)
+            return [narrow_product(m, right), narrow_product(m.mT, left), out, rest]
 
-    with at(LEVELS[0]):
-        wanted = run()
-    for level in LEVELS:
-        for threads in (1, 4):
-            with at(level, threads):
-                assert all(is_same(*pair) for pair in zip(run(), wanted, strict=True)), (level, threads)
+        with at(LEVELS[0]):
+            wanted = run()
+        for level in LEVELS:
+            for threads in (1, 4) if shape == SHAPES[-1] else (1,):
+                with at(level, threads):
+                    found = run()
+                assert all(is_same(*pair) for pair in zip(found, wanted, strict=True)), (shape, level, threads)
 
 
 @pytest.mark.parametrize("where", [(0, 0), (30, 255), (32, 256)], ids=str)
@@ -114,67 +121,63 @@ def test_a_matrix_that_is_not_contiguous_is_multiplied_too() -> None:
     _close(narrow_product(m, right), m.double() @ right.double(), 12)
 
 
-@pytest.mark.parametrize("largest", [0.0, 1e-20, 1.0, 3e19, 1e30])
 @pytest.mark.parametrize("few", [3, 40])
-def test_normalized_factors_give_the_same_product_but_for_a_power_of_two(largest: float, few: int) -> None:
-    m, (_, right) = _drawn(2, 33, 257), _factors((2, 33, 257), few)
-    right[1] *= largest / right[1].abs().max()
-    product, unit = narrow_product(m, right, normalized=True), right.double() / max(largest, 1e-38)
-    assert bool(product.isfinite().all())
-    expected = m[1].double() @ unit[1]
-    power = float(product[1].double().abs().max() / expected.abs().max()) if largest else 1.0
-    _close(product[1] / power, expected, 257)
-    assert 0.45 < power <= 1.1
+def test_normalized_factors_give_the_same_product_but_for_a_power_of_two(few: int) -> None:
+    for largest in (0.0, 1e-20, 1.0, 3e19, 1e30):
+        m, (_, right) = _drawn(2, 33, 257), _factors((2, 33, 257), few)
+        right[1] *= largest / right[1].abs().max()
+        product, unit = narrow_product(m, right, normalized=True), right.double() / max(largest, 1e-38)
+        assert bool(product.isfinite().all())
+        expected = m[1].double() @ unit[1]
+        power = float(product[1].double().abs().max() / expected.abs().max()) if largest else 1.0
+        _close(product[1] / power, expected, 257)
+        assert 0.45 < power <= 1.1
 
 
 @pytest.mark.parametrize("few", [3, 40])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_right_factor_that_is_not_finite_makes_all_of_its_matrix_nan(few: int, value: float) -> None:
-    left, right = _factors((2, 33, 257), few)
-    left[1] = 0.0
-    right[1, 200, 1] = value
-    out = torch.empty(2, 33, 257)
-    set_product(out, left, right)
-    assert bool(out[1].isnan().all())
-    assert bool(out[0].isfinite().all())
+def test_a_right_factor_that_is_not_finite_makes_all_of_its_matrix_nan(few: int) -> None:
+    for value in (math.nan, math.inf):
+        left, right = _factors((2, 33, 257), few)
+        left[1] = 0.0
+        right[1, 200, 1] = value
+        out = torch.empty(2, 33, 257)
+        set_product(out, left, right)
+        assert bool(out[1].isnan().all())
+        assert bool(out[0].isfinite().all())
 
 
 @pytest.mark.parametrize("rank", [*RANKS, 40])
-@pytest.mark.parametrize("rows", [40, 257, 1024])
-def test_bases_are_orthonormal_and_span_the_columns(rows: int, rank: int) -> None:
-    narrow = _drawn(2, rows, rank) * torch.logspace(-30, 30, rank)
-    basis = orthonormal_basis(narrow)
-    q = basis.double()
-    torch.testing.assert_close(q.mT @ q, torch.eye(rank).double().expand(2, -1, -1), rtol=0.0, atol=2e-6)
-    columns = narrow.double() / narrow.double().norm(dim=1, keepdim=True)
-    assert float((columns - q @ (q.mT @ columns)).norm(dim=1).max()) < 2e-6
+def test_bases_are_orthonormal_and_span_the_columns(rank: int) -> None:
+    for rows in (40, 257, 1024):
+        narrow = _drawn(2, rows, rank) * torch.logspace(-30, 30, rank)
+        basis = orthonormal_basis(narrow)
+        q = basis.double()
+        torch.testing.assert_close(q.mT @ q, torch.eye(rank).double().expand(2, -1, -1), rtol=0.0, atol=2e-6)
+        columns = narrow.double() / narrow.double().norm(dim=1, keepdim=True)
+        assert float((columns - q @ (q.mT @ columns)).norm(dim=1).max()) < 2e-6
 
 
-@pytest.mark.parametrize("columns", ["zero", "equal", "opposite", "far smaller"])
-def test_bases_of_dependent_columns_are_orthonormal(columns: str) -> None:
-    narrow = _drawn(1, 300, 4)
-    if columns == "zero":
-        narrow[:, :, 1:3] = 0.0
-    else:
-        narrow[:, :, 1:3] = narrow[:, :, :1] * {"equal": 1.0, "opposite": -1.0, "far smaller": 2.0**-120}[columns]
-    basis = orthonormal_basis(narrow)[0].double()
-    torch.testing.assert_close(basis.mT @ basis, torch.eye(4).double(), rtol=0.0, atol=2e-6)
+def test_bases_of_dependent_columns_are_orthonormal() -> None:
+    for factor in (0.0, 1.0, -1.0, 2.0**-120):
+        narrow = _drawn(1, 300, 4)
+        narrow[:, :, 1:3] = narrow[:, :, :1] * factor
+        basis = orthonormal_basis(narrow)[0].double()
+        torch.testing.assert_close(basis.mT @ basis, torch.eye(4).double(), rtol=0.0, atol=2e-6)
 
 
 @needs_native
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_a_basis_of_what_is_not_finite_is_not_a_number(bad: float) -> None:
-    narrow = _drawn(3, 50, 4)
-    narrow[1, 7, 2] = bad
-    assert orthonormal_basis(narrow).isnan().flatten(1).all(1).tolist() == [False, True, False]
+def test_a_basis_of_what_is_not_finite_is_not_a_number() -> None:
+    for bad in (math.inf, -math.inf, math.nan):
+        narrow = _drawn(3, 50, 4)
+        narrow[1, 7, 2] = bad
+        assert orthonormal_basis(narrow).isnan().flatten(1).all(1).tolist() == [False, True, False]
 
 
 @needs_native
-@pytest.mark.parametrize("rank", RANKS)
-def test_bases_have_the_same_bits_at_every_level(rank: int) -> None:
-    narrow = _drawn(3, 777, rank)
-    found = []
-    for level in LEVELS:
-        with at(level):
-            found.append(orthonormal_basis(narrow))
-    assert all(is_same(found[0], basis) for basis in found)
+def test_bases_have_the_same_bits_at_every_level() -> None:
+    for rank in RANKS:
+        narrow, found = _drawn(3, 777, rank), []
+        for level in LEVELS:
+            with at(level):
+                found.append(orthonormal_basis(narrow))
+        assert all(is_same(found[0], basis) for basis in found)

@@ -35,26 +35,25 @@ def _square_sum(x: Tensor) -> Tensor:
     return square_sums([x])[0]
 
 
-@pytest.mark.parametrize("numel", SIZES)
-def test_the_square_sum_is_that_of_fp64(numel: int) -> None:
-    x = _drawn(numel)
-    exact = float(x.double().square().sum())
-    assert float(_square_sum(x)) == pytest.approx(exact, rel=1e-14)
-    assert square_sums([x]).dtype is torch.float64
-    assert float(_square_sum(x.bfloat16())) == pytest.approx(float(x.bfloat16().double().square().sum()), rel=1e-14)
+def test_the_square_sum_is_that_of_fp64() -> None:
+    for numel in SIZES:
+        for x in (_drawn(numel), _drawn(numel).bfloat16()):
+            found = _square_sum(x)
+            assert found.dtype is torch.float64
+            assert float(found) == pytest.approx(float(x.double().square().sum()), rel=1e-14)
 
 
-@pytest.mark.parametrize("numel", SIZES)
-def test_a_sketch_adds_every_element_once_with_its_sign(numel: int) -> None:
+def test_a_sketch_adds_every_element_once_with_its_sign() -> None:
     """Of 32 sums, of a vector of whole numbers: their parity and their largest possible sum are known."""
-    ones, lanes = torch.ones(numel), power_of_two(max(32, min(numel, 1024)))
-    sums = _sketch(ones, lanes, 32)
-    assert sums.shape == (32,)
-    assert int(sums.sum()) % 2 == numel % 2
-    assert float(sums.abs().sum()) <= numel
-    # Linear: the sketch of a sum is the sum of the sketches, exactly of small whole numbers.
-    whole = (_drawn(numel) * 4).round()
-    assert torch.equal(_sketch(whole + ones, lanes, 32), _sketch(whole, lanes, 32) + sums)
+    for numel in SIZES:
+        ones, lanes = torch.ones(numel), power_of_two(max(32, min(numel, 1024)))
+        sums = _sketch(ones, lanes, 32)
+        assert sums.shape == (32,)
+        assert int(sums.sum()) % 2 == numel % 2
+        assert float(sums.abs().sum()) <= numel
+        # Linear: the sketch of a sum is the sum of the sketches, exactly of small whole numbers.
+        whole = (_drawn(numel) * 4).round()
+        assert torch.equal(_sketch(whole + ones, lanes, 32), _sketch(whole, lanes, 32) + sums)
 
 
 def test_the_mean_square_of_sketches_is_the_squared_length() -> None:
@@ -67,19 +66,18 @@ def test_the_mean_square_of_sketches_is_the_squared_length() -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("numel", SIZES)
-def test_the_native_core_has_the_bits_of_pytorch(numel: int) -> None:
-    x = _drawn(numel)
-    for lanes, size in ((32, 32), (1024, 64), (1 << 15, 256)):
-        check(lambda lanes=lanes, size=size: {"sketch": _sketch(x, lanes, size), "square": square_sums([x])})
+@pytest.mark.parametrize(("lanes", "size"), [(32, 32), (1024, 64), (1 << 15, 256)])
+def test_the_native_core_has_the_bits_of_pytorch(lanes: int, size: int) -> None:
+    drawn = [_drawn(numel) for numel in SIZES]
+    check(lambda: {str(len(x)): _sketch(x, lanes, size) for x in drawn} | {"squares": square_sums(drawn)})
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_in_the_result(bad: float) -> None:
-    x = _drawn(1000)
-    x[617] = bad
-    assert not _square_sum(x).isfinite()
-    assert not _sketch(x, 1024, 32).isfinite().all()
+def test_what_is_not_finite_is_in_the_result() -> None:
+    for bad in (float("nan"), float("inf")):
+        x = _drawn(1000)
+        x[617] = bad
+        assert not _square_sum(x).isfinite()
+        assert not _sketch(x, 1024, 32).isfinite().all()
 
 
 def test_many_vectors_at_once_are_each_for_itself() -> None:

@@ -79,7 +79,7 @@ def test_same_bits_as_pytorch(dtype: torch.dtype) -> None:
     _check([300_000, 7], dtype, values, 2, levels=LEVELS[:1], threads=3)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=20)
 @given(
     sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=5),
     gap=st.integers(0, 3),
@@ -100,17 +100,17 @@ def test_values_that_are_not_finite_arrive() -> None:
     assert torch.equal(y[1:4001].isnan(), x[1:4001].isnan())
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_message_at_an_odd_address(level: str) -> None:
+def test_a_message_at_an_odd_address() -> None:
     spans, num_bytes = _table([100], 2)
     x = values(spans.num_elements, 1, torch.bfloat16)
     message = torch.zeros(num_bytes + 1, dtype=torch.uint8)[1:]
-    with at(level, 1):
-        raw_encode(x, spans, message)
-        raw_decode(message, spans, y := torch.zeros_like(x), scale=2.0)
-        raw_sum([message], x, spans, total := torch.zeros_like(x), scale=1.0)
-    assert torch.equal(y[1:], 2 * x[1:])
-    assert torch.equal(total[1:], 2 * x[1:])
+    for level in LEVELS:
+        with at(level, 1):
+            raw_encode(x, spans, message)
+            raw_decode(message, spans, y := torch.zeros_like(x), scale=2.0)
+            raw_sum([message], x, spans, total := torch.zeros_like(x), scale=1.0)
+        assert torch.equal(y[1:], 2 * x[1:])
+        assert torch.equal(total[1:], 2 * x[1:])
 
 
 def test_what_the_core_does_not_take_is_done_all_the_same() -> None:

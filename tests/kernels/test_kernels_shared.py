@@ -50,17 +50,17 @@ def test_threads_play_ball(spin_s: float) -> None:
     assert words[0].value == words[1].value == (first + num) % WRAP
 
 
-@pytest.mark.parametrize("reached", [0, 1, 5, (1 << 31) - 1])
-@pytest.mark.parametrize("value", [0, 7, (1 << 31) - 3, 1 << 31, WRAP - 4, WRAP - 1])
-def test_counters_wrap(value: int, reached: int) -> None:
+def test_counters_wrap() -> None:
     """A word is ahead of the values up to 2^31 - 1 before it, and of no other."""
     word = Word(memory(), 0)
-    word.post(value + reached)
-    assert word.wait(value, timeout_s=0.0)
-    if reached:
-        word.post(value - reached)
-        assert not word.wait(value, timeout_s=0.0)
-        assert not word.wait(value, timeout_s=0.002, spin_s=0.001)
+    for value in (0, 7, (1 << 31) - 3, 1 << 31, WRAP - 4, WRAP - 1):
+        for reached in (0, 1, 5, (1 << 31) - 1):
+            word.post(value + reached)
+            assert word.wait(value, timeout_s=0.0)
+            if reached:
+                word.post(value - reached)
+                assert not word.wait(value, timeout_s=0.0)
+                assert not word.wait(value, timeout_s=0.002, spin_s=0.001)
 
 
 def test_all_who_wait_wake() -> None:
@@ -111,23 +111,15 @@ def test_a_place_that_is_none_raises() -> None:
             Word(other, 0)
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "error"),
-    [
-        ("shared_post", (0, 1), ValueError),
-        ("shared_post", (4097, 1), ValueError),
-        ("shared_post", (4096, WRAP), ValueError),
-        ("shared_post", (4096, -1), ValueError),
+def test_the_core_refuses_what_cannot_be() -> None:
+    for name, arguments, error in (
+        *(("shared_post", wrong, ValueError) for wrong in ((0, 1), (4097, 1), (4096, WRAP), (4096, -1))),
         ("shared_post", (4096,), TypeError),
         ("shared_read", (0,), ValueError),
-        ("shared_wait", (0, 1, 0, 0), ValueError),
-        ("shared_wait", (4096, 1, -1, 0), ValueError),
-        ("shared_wait", (4096, 1, 0, -1), ValueError),
+        *(("shared_wait", wrong, ValueError) for wrong in ((0, 1, 0, 0), (4096, 1, -1, 0), (4096, 1, 0, -1))),
         ("shared_wait", (4096, 1, 0, 0, 0), ValueError),
         ("shared_wait", (4096, 1, 1 << 63, 0), OverflowError),
         ("shared_wait", ("x", 1, 0, 0), TypeError),
-    ],
-)
-def test_the_core_refuses_what_cannot_be(name: str, arguments: tuple[object, ...], error: type[Exception]) -> None:
-    with pytest.raises(error):
-        getattr(CORE, name)(*arguments)
+    ):
+        with pytest.raises(error):
+            getattr(CORE, name)(*arguments)

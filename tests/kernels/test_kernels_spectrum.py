@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,14 +13,6 @@ from thinwire import kernels
 from thinwire.kernels import Received, Table, native
 
 pytestmark = pytest.mark.skipif(not kernels.HAVE_NATIVE, reason="there is no native core")
-
-
-@pytest.fixture(params=native.CORE.levels() if native.CORE else [])
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = native.core().level()
-    native.core().set_level(request.param)
-    yield request.param
-    native.core().set_level(before)
 
 
 class Sent:
@@ -58,9 +49,9 @@ def chosen(x: Tensor, block: int, k: int) -> tuple[Tensor, Tensor]:
     return indices, components
 
 
-@pytest.mark.parametrize(("block", "numel"), [(64, 64 * 9), (128, 5000), (1024, 40 * 1024 - 3), (4096, 100 * 4096 + 1)])
+@pytest.mark.parametrize(("block", "numel"), [(64, 64 * 9), (128, 5000), (1024, 40 * 1024 - 3), (4096, 30 * 4096 + 1)])
 @pytest.mark.parametrize("share", [0.0, 0.15, 1.0])
-def test_the_largest_components_are_those_of_pytorch(level: str, block: int, numel: int, share: float) -> None:
+def test_the_largest_components_are_those_of_pytorch(block: int, numel: int, share: float) -> None:
     x = values(numel + 5)
     k = math.ceil(share * kernels.num_components(numel, block))
     sent = Sent(x, 5, numel, block, k)
@@ -75,9 +66,8 @@ def test_the_largest_components_are_those_of_pytorch(level: str, block: int, num
         assert float(ours.abs().min()) >= float(components[expected].abs().min()) * (1 - 1e-5)
 
 
-@pytest.mark.parametrize("sampled", [0.0, 1e-3, 1e3])
-@pytest.mark.parametrize("share", [0.02, 0.15, 0.6])
-def test_a_sample_unlike_the_rest_changes_no_choice(level: str, sampled: float, share: float) -> None:
+@pytest.mark.parametrize(("sampled", "share"), [(0.0, 0.02), (0.0, 0.6), (1e-3, 0.15), (1e3, 0.02), (1e3, 0.6)])
+def test_a_sample_unlike_the_rest_changes_no_choice(sampled: float, share: float) -> None:
     """One group of 2048 elements out of eight is looked at first, to guess where the k-th largest component lies."""
     block, groups = 256, 64
     x = torch.randn(groups, 2048, generator=torch.Generator().manual_seed(3))
@@ -94,7 +84,7 @@ def test_a_sample_unlike_the_rest_changes_no_choice(level: str, sampled: float, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("add", [False, True])
-def test_a_sum_of_components_gives_the_signal_of_the_sum(level: str, dtype: torch.dtype, add: bool) -> None:
+def test_a_sum_of_components_gives_the_signal_of_the_sum(dtype: torch.dtype, add: bool) -> None:
     block, numel = 256, 30 * 256 - 100
     x = [values(numel), values(numel + 7)[7:].contiguous()]
     sent = [Sent(v, 0, numel, block, 2000) for v in x]
@@ -113,37 +103,47 @@ def test_a_sum_of_components_gives_the_signal_of_the_sum(level: str, dtype: torc
     assert torch.equal(y[-5:], before[-5:])
 
 
-@pytest.mark.parametrize("block", [64, 256, 512, 1024, 16384])
+@pytest.mark.parametrize("block", [64, 100, 256, 512, 1024, 16384])
 def test_levels_give_the_same_bits(block: int) -> None:
-    x, signals, sent = values(50 * block), [], []
-    for name in native.core().levels():
-        with at(name):
-            sent.append(Sent(x, 0, x.numel(), block, 3 * block))
-            signals.append(torch.zeros_like(x))
-            kernels.spectrum_decode([sent[-1].received], sent[-1].table, signals[-1], block=block, kept=sent[-1].kept)
-    for one, signal in zip(sent[1:], signals[1:], strict=True):
-        assert torch.equal(one.message[64:], sent[0].message[64:])
-        assert torch.equal(one.parts, sent[0].parts)
-        assert torch.equal(signal, signals[0])
+    """Of values, and of components unlike those that are sampled; added and set; from any bytes of a message."""
+    plain = values(24 * block - 3)
+    odd, count = plain.clone(), 6 * (block // 2 + 1)
+    odd[: 8 * block] *= 1e3
+    noise = torch.randint(0, 256, (10**6,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    for x in (plain, odd):
+        made = []
+        for name in native.core().levels():
+            with at(name):
+                sent = Sent(x, 0, x.numel(), block, count)
+                hostile = noise[: sent.message.numel()].clone()
+                hostile[64:128] = 0
+                signals = [torch.zeros_like(x, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+                for signal in signals:
+                    for message, add in ((sent.message, False), (sent.message, True), (hostile, True)):
+                        received = [Received(message, sent.parts)]
+                        kernels.spectrum_decode(received, sent.table, signal, block=block, kept=sent.kept, add=add)
+                made.append((sent.message[64:], sent.parts, *signals))
+        for others in made[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(made[0], others, strict=True))
 
 
-@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, 1e30])
-def test_a_segment_that_is_not_finite_becomes_nan(level: str, bad: float) -> None:
-    x = values(60 * 128)
-    x[20 * 128 + 1000] = bad
-    table = Table(torch.tensor([[i * 2560, 2560, 0, i * 4096, i] for i in range(3)]))
-    message, parts = torch.zeros(3 * 4096, dtype=torch.uint8), torch.zeros(600)
-    how = {"block": 128, "kept": (100,) * 3}
-    tops = kernels.spectrum_encode(x, table, message, parts, **how)
-    assert [math.isnan(top) for top in tops] == [False, True, False]
-    y = torch.zeros_like(x)
-    kernels.spectrum_decode([Received(message, parts)], table, y, **how)
-    assert bool(y[2560:5120].isnan().all())
-    assert bool(y[:2560].isfinite().all() & y[5120:].isfinite().all())
+def test_a_segment_that_is_not_finite_becomes_nan() -> None:
+    for bad, level in zip((math.nan, -math.nan, math.inf, 1e30), native.core().levels() * 4, strict=False):
+        x = values(60 * 128)
+        x[20 * 128 + 1000] = bad
+        table = Table(torch.tensor([[i * 2560, 2560, 0, i * 4096, i] for i in range(3)]))
+        message, parts, y = torch.zeros(3 * 4096, dtype=torch.uint8), torch.zeros(600), torch.zeros_like(x)
+        how = {"block": 128, "kept": (100,) * 3}
+        with at(level):
+            tops = kernels.spectrum_encode(x, table, message, parts, **how)
+            kernels.spectrum_decode([Received(message, parts)], table, y, **how)
+        assert [math.isnan(top) for top in tops] == [False, True, False]
+        assert bool(y[2560:5120].isnan().all())
+        assert bool(y[:2560].isfinite().all() & y[5120:].isfinite().all())
 
 
 @pytest.mark.parametrize("loud", [1e-6, 1e3, 0.0])
-def test_components_unlike_those_sampled_do_not_change_the_choice(level: str, loud: float) -> None:
+def test_components_unlike_those_sampled_do_not_change_the_choice(loud: float) -> None:
     """What is sampled is louder or quieter than the rest: too many components then reach the threshold, or too few."""
     block, blocks = 512, 64
     spectra = torch.randn(blocks, block // 2 + 1, dtype=torch.complex64, generator=torch.Generator().manual_seed(2))
@@ -156,8 +156,8 @@ def test_components_unlike_those_sampled_do_not_change_the_choice(level: str, lo
     assert smallest >= float(components[expected].abs().min()) * (1 - 1e-5) - 1e-7
 
 
-@pytest.mark.parametrize("sizes", [[40000] * 12, [1 << 21, 5000, 300], [100, 4096, 70000, 0, 8191]])
-def test_segments_are_what_they_are_alone(level: str, sizes: list[int]) -> None:
+@pytest.mark.parametrize("sizes", [[40000] * 6, [1 << 19, 5000, 300], [100, 4096, 70000, 0, 8191]])
+def test_segments_are_what_they_are_alone(sizes: list[int]) -> None:
     """Whether threads share a segment or have one each, and where some are too short for a block."""
     x, block = values(sum(sizes)), 4096
     kept = tuple(kernels.num_components(n, block) // 7 if n else 0 for n in sizes)
@@ -189,7 +189,7 @@ def test_segments_are_what_they_are_alone(level: str, sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize("block", [128, 100])
-def test_any_bytes_are_decoded(level: str, block: int) -> None:
+def test_any_bytes_are_decoded(block: int) -> None:
     generator = torch.Generator().manual_seed(3)
     sent = Sent(values(20 * block), 0, 20 * block, block, 300)
     for _ in range(20):

@@ -53,8 +53,9 @@ def test_a_mean_is_finite_where_its_terms_are(spec: str) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
-@pytest.mark.parametrize("form", [Format(4, 128), Format(8, 100), Format(8, 128, "maxabs")], ids=str)
+@pytest.mark.parametrize(
+    ("form", "ranks"), [(Format(4, 128), 3), (Format(8, 100), 8), (Format(8, 128, "maxabs"), 5)], ids=str
+)
 def test_large_means_have_the_same_bits_everywhere(form: Format, ranks: int) -> None:
     spans = Table(torch.tensor([[0, 512, 0, 0, 7]]))
 
@@ -77,10 +78,10 @@ def test_a_sum_that_is_no_mean_still_overflows() -> None:
     assert bool(y.isinf().all())
 
 
-@pytest.mark.parametrize("scale", [1 / 2, 1 / 3, 1 / 4, 1 / 7, 0.9, 1.0, 2.0, 2.0**-127, 0.0])
-def test_the_factor_of_a_mean_is_the_power_of_two_below_it(scale: float) -> None:
-    before = kernels.before_sum(scale)
-    assert before in (1.0, 0.5, 0.25, 0.125)
-    assert (before <= scale < 2 * before) if 2.0**-126 <= scale < 1 else before == 1.0
-    values = torch.randn(1000)
-    assert torch.equal(values * before * (scale / before), values * scale)
+def test_the_factor_of_a_mean_is_the_power_of_two_below_it() -> None:
+    for scale in (1 / 2, 1 / 3, 1 / 4, 1 / 7, 0.9, 1.0, 2.0, 2.0**-127, 0.0):
+        before = kernels.before_sum(scale)
+        assert before in (1.0, 0.5, 0.25, 0.125)
+        assert (before <= scale < 2 * before) if 2.0**-126 <= scale < 1 else before == 1.0
+        values = torch.randn(1000)
+        assert torch.equal(values * before * (scale / before), values * scale)

@@ -16,14 +16,13 @@ from thinwire.kernels import Format, Residual, Table, reference
 
 pytest.importorskip("triton", reason="triton is not installed: pip install --no-deps triton")
 
-from triton_cases import DEVICE, agree, assembly, compiled, in_the_interpreter, quiet, resources, runs
+from triton_cases import DEVICE, agree, assembly, compiled, quiet, resources, runs
 
 NEAREST, SHIFT = {"rounding": "nearest"}, {"rounding": "shift"}
 FORMATS = [
-    *(Format(bits, 128) for bits in (1, 3, 4, 7, 8)),
-    *(Format(bits, bucket) for bits, bucket in [(2, 1), (3, 3), (2, 64), (5, 100), (4, 256), (8, 4096), (7, 2**40)]),
+    *(Format(bits, bucket) for bits, bucket in [(3, 128), (4, 128), (2, 1), (5, 100), (8, 4096), (7, 2**40)]),
     Format(6, 384, **NEAREST),
-    *(Format(bits, bucket, **SHIFT) for bits, bucket in [(4, 128), (8, 1024), (5, 100), (3, 2**40)]),
+    *(Format(bits, bucket, **SHIFT) for bits, bucket in [(4, 128), (3, 2**40)]),
     Format(4, 128, "maxabs"),
     Format(8, 256, "maxabs", **NEAREST),
     Format(2, 100, "maxabs"),
@@ -31,10 +30,9 @@ FORMATS = [
     Format(3, 512, "maxabs", clip=1.0),
     Format(1, 128, "maxabs", midrise=True),
     Format(6, 2**40, "maxabs", midrise=True, **NEAREST),
-    Format(4, 128, "norm"),
-    Format(5, 300, "norm", levels=3),
-    Format(8, 2**40, "norm"),
-    *(Format(1, bucket, scheme) for scheme in ("sides", "sign") for bucket in (128, 100, 4096, 2**40)),
+    *(Format(4, 128, "norm"), Format(5, 300, "norm", levels=3), Format(8, 2**40, "norm")),
+    *(Format(1, bucket, "sides") for bucket in (128, 100, 2**40)),
+    *(Format(1, bucket, "sign") for bucket in (128, 4096)),
 ]
 
 
@@ -99,8 +97,9 @@ def test_means_of_values_whose_sum_overflows() -> None:
 @runs
 @quiet
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("form", [Format(4, 128, **NEAREST), Format(7, 100), Format(2, 128, "maxabs", clip=2.5),
-                                  Format(1, 100, "sides")], ids=names)  # fmt: skip
+@pytest.mark.parametrize(
+    "form", [Format(4, 128, **NEAREST), Format(2, 128, "maxabs", clip=2.5), Format(1, 100, "sides")], ids=names
+)
 def test_half_precision(form: Format, dtype: torch.dtype) -> None:
     spans = table((129, 0, 900), form)  # `special` holds subnormals, which the interpreter loses in 16 bits
     x = values(spans.num_elements + 3, form.bits, dtype)
@@ -145,12 +144,6 @@ def test_a_message_at_an_odd_address_is_refused() -> None:
         gpu.bucketed_encode(torch.ones(9, device=DEVICE), one(9), sent, Format(4, 128), key=1)
 
 
-@compiled
-@pytest.mark.timeout(300)
-def test_in_the_interpreter() -> None:
-    in_the_interpreter(__file__, at_least=50)
-
-
 TYPES = {
     **dict.fromkeys(("x", "now", "next", "base", "y", "inverses"), "*fp32"),
     **dict.fromkeys(("pieces", "rows", "firsts"), "*i64"),
@@ -181,43 +174,12 @@ def known(name: str, form: Format, constants: dict[str, int | bool]) -> dict[str
 
 
 @compiled
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_compiles_without_fused_multiply_add_and_with_wide_loads(bits: int) -> None:
+@pytest.mark.parametrize(("bits", "capability"), [(1, 90), (3, 90), (4, 100), (8, 100)])
+def test_compiles_with_wide_loads(bits: int, capability: int) -> None:
     form = Format(bits, 128)
     for name in ("encode_tiles", "decode_tiles"):
-        text = ptx(name, form)
-        assert "fma." not in text
-        assert "ld.global.v4" in text
-    assert "div.rn" in ptx("encode_tiles", form)
-
-
-@compiled
-@pytest.mark.parametrize("form", [Format(4, 128, "maxabs"), Format(2, 256, "maxabs", clip=2.5), Format(4, 128, "norm"),
-                                  Format(1, 128, "sides"), Format(1, 512, "sign"), Format(4, 128, **SHIFT)],
-                         ids=names)  # fmt: skip
-def test_schemes_and_residuals_compile(form: Format) -> None:
-    text = ptx("encode_tiles", form, RESIDUAL=True)
-    assert "fma." not in text
-    assert "approx" not in text
-    assert "div.full" not in text
-    assert "fma." not in ptx("decode_tiles", form)
-
-
-@compiled
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_other_buckets_compile_for_every_generation(capability: int) -> None:
-    for name, form, constants in [
-        ("bucket_extrema", Format(4, 100), {"ROWS": 16, "COLS": 128}),
-        ("bucket_scales", Format(4, 100), {"COUNT": 128}),
-        ("bucket_scales", Format(4, 100, "norm"), {"COUNT": 8}),
-        ("bucket_scales", Format(1, 100, "sides"), {"COUNT": 8}),
-        ("encode_codes", Format(4, 100), {}),
-        ("encode_codes", Format(4, 100, "maxabs"), {"RESIDUAL": True}),
-        ("decode_tiles", Format(4, 100), {"BUCKET": 0, "MODE": 2}),
-    ]:
-        text = ptx(name, form, capability, **constants)
-        assert "fma." not in text
-        assert "approx" not in text
+        assert "ld.global.v4" in ptx(name, form, capability)
+    assert "div.rn" in ptx("encode_tiles", form, capability)
 
 
 ALONE, SENT = {"RESIDUAL": False}, {"RESIDUAL": True}
@@ -241,23 +203,27 @@ MADE = [
 
 @compiled
 @pytest.mark.timeout(900)
-def test_registers_suffice_on_every_architecture(request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("capability", [80, 90])
+def test_compiles_without_fused_multiply_add_and_registers_suffice(
+    request: pytest.FixtureRequest, capability: int
+) -> None:
     """Only `norm` spills, and shared memory is what every GPU has. ``--regenerate`` writes the table."""
     from thinwire.kernels import gpu
 
-    table = []
+    path, column = Path(__file__).parents[2] / "benchmarks/gpu-kernels.json", f"sm_{capability}"
+    rows = []
     for name, form, constants in MADE:
         bucket = form.bucket
         tile = gpu.encode_tile_size(form.bits, bucket) if name == "encode_tiles" else gpu.TILE
         options = known(name, form, {"GROUPS": tile // gpu.GROUP} | constants)
-        row = {"kernel": name, "form": names(form), **constants}
-        for capability in (80, 90):
-            row[f"sm_{capability}"] = resources(*built(name, form, capability), **options)
-        table.append(row)
+        text = assembly(*built(name, form, capability), **options)
+        assert not [word for word in ("fma.", "approx", "div.full") if word in text], (name, form)
+        used = resources(*built(name, form, capability), **options)
+        assert used["spilled"] <= (512 if form.scheme == "norm" else 0), (name, form, used)
+        assert used["shared"] <= 48 * 1024, (name, form, used)
+        rows.append({"kernel": name, "form": names(form), **constants, column: used})
     if request.config.getoption("--regenerate"):
-        lines = ",\n ".join(json.dumps(row) for row in table)
-        Path(__file__).parents[2].joinpath("benchmarks/gpu-kernels.json").write_text(f"[{lines}]\n")
-    for row in table:
-        for used in (row["sm_80"], row["sm_90"]):
-            assert used["spilled"] <= (512 if "norm" in row["form"] else 0), row
-            assert used["shared"] <= 48 * 1024, row
+        # Each run fills in its own column.
+        before = json.loads(path.read_text()) if path.exists() else []
+        merged = [{**(before[i] if i < len(before) else {}), **row} for i, row in enumerate(rows)]
+        path.write_text("[" + ",\n ".join(json.dumps(row) for row in merged) + "]\n")

@@ -30,7 +30,7 @@ from thinwire.kernels import native
 
 pytest.importorskip("triton", reason="triton is not installed: pip install --no-deps triton")
 
-from triton_cases import DEVICE, INTERPRETED, assembly, compiled, in_the_interpreter, quiet, runs
+from triton_cases import DEVICE, INTERPRETED, assembly, compiled, quiet, runs
 
 SIZES = (3000, 0, 1, 4500, 129)
 
@@ -141,11 +141,11 @@ def test_sums_and_scales(there: None) -> None:
 
 # --- formats without kernels of their own ----------------------------------------------------------------------------
 
-OTHERS = ["topk(density=0.1)", "topk(density=0.01)", "topk(density=0.02, select=sampled)", "dgc(topk(density=0.05))",
-          "topk(density=0.1) | minmax(bits=8)", "topk(density=0.03) | natural",
-          "threshold(lam=1.0, capacity=0.5)", "threshold(lam=0.5, capacity=0.01)", "globaltopk(density=0.05)",
-          "gaussian(bits=2)", "ef(gaussian(bits=4, bucket=100))", "natural", "levels(bits=3, min_numel=0)",
-          "rangefloat(bits=8, mantissa=3, range=4.0)"]  # fmt: skip
+OTHERS = [
+    *("topk(density=0.1)", "topk(density=0.02, select=sampled)", "dgc(topk(density=0.05))"),
+    *("topk(density=0.1) | minmax(bits=8)", "threshold(lam=0.5, capacity=0.01)", "globaltopk(density=0.05)"),
+    *("gaussian(bits=2)", "natural", "levels(bits=3, min_numel=0)", "rangefloat(bits=8, mantissa=3, range=4.0)"),
+]
 
 
 Coding = tuple[list[Tensor], list[Tensor], State | None]
@@ -225,7 +225,7 @@ def reduced(layout: Layout, num_ranks: int, steps: int) -> list[list[Tensor]]:
 
 @runs
 @quiet
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2])
 def test_all_kinds_in_one_bucket_end_with_the_bytes_of_the_cpu(num_ranks: int, there: None) -> None:
     layout = Layout.build(layers_of(MIXED), num_ranks, torch.float32)
     wanted = run_threads(lambda t: through_the_host(t, layout, 2), num_ranks)
@@ -234,9 +234,9 @@ def test_all_kinds_in_one_bucket_end_with_the_bytes_of_the_cpu(num_ranks: int, t
 
 
 KINDS = [
-    *("ef(minmax(bits=2))", "lattice(bits=4)", "qsgd(bits=4)", "terngrad(clip=2.5)", "natural", "cast(fp16)"),
-    *("rangefloat(bits=8, mantissa=3, range=4.0)", "levels(bits=3, min_numel=0)", "truncate(gamma=4)", "ef(sign)"),
-    *("sign(majority=True)", "randk(density=0.1)", "dgc(topk(density=0.05))", "ef(globaltopk(density=0.05))"),
+    *("ef(minmax(bits=2))", "lattice(bits=4)", "terngrad(clip=2.5)", "natural", "cast(fp16)"),
+    *("levels(bits=3, min_numel=0)", "truncate(gamma=4)", "sign(majority=True)", "randk(density=0.1)"),
+    "ef(globaltopk(density=0.05))",
 ]
 
 
@@ -248,12 +248,6 @@ def test_a_bucket_of_one_kind_ends_with_the_bytes_of_the_cpu(spec: str, there: N
     wanted = run_threads(lambda t: through_the_host(t, layout, 2), 2)
     for mine, theirs in zip(reduced(layout, 2, 2), wanted, strict=True):
         assert all(same(a, b) for a, b in zip(mine, theirs, strict=True))
-
-
-@compiled
-@pytest.mark.timeout(600)
-def test_in_the_interpreter() -> None:
-    in_the_interpreter(__file__, at_least=38)
 
 
 @compiled
@@ -275,7 +269,7 @@ def test_compiles() -> None:
 
 @runs
 @quiet
-@pytest.mark.parametrize("spec", ["minmax(bits=4, bucket=128)", "ef(minmax(bits=2, bucket=128))", "lattice(bits=4)"])
+@pytest.mark.parametrize("spec", ["ef(minmax(bits=2, bucket=128))", "lattice(bits=4)"])
 def test_both_halves_of_shards_end_with_the_bytes_of_the_cpu(spec: str, there: None) -> None:
     layout = sharded_case(spec, 2)
     inputs = [torch.randn(2 * PART_NUMEL, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]

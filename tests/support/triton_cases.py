@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -51,24 +50,6 @@ def agree(wanted: Tensor, got: Tensor) -> bool:
             return False
         stored, got = (v.masked_fill(lost[0], 0.0) for v in (stored, got))
     return same(stored, got)
-
-
-def in_the_interpreter(file: str, *, at_least: int) -> None:
-    """Run a test file again in a process of its own: the interpreter must be chosen before Triton is imported."""
-    if "THINWIRE_INTERPRETER" not in os.environ:
-        pytest.skip("takes minutes: make triton runs it")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None
-    assert int(passed[1]) >= at_least, done.stdout[-4000:]
 
 
 def assembly(kernel: Any, types: dict[str, str], capability: int = 90, num_warps: int = 4, **constants: Any) -> str:
