@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -17,7 +16,6 @@ from thinwire.compressors import Compressor, MinMax, Raw, Wrapper, ef, unwrap
 from thinwire.plan import Speeds, sent_bytes
 from thinwire.policies import Accordion, Auto, Evidence, KMeans, LGreco, Policy, Proposal, Sync
 from thinwire.policies.balance import balanced
-from thinwire.policies.candidates import LayerCandidates
 from thinwire.policies.errors import squared_errors
 from thinwire.policies.families import family, parameter_value
 from thinwire.policies.policy import gradient_norm
@@ -171,33 +169,6 @@ def test_several_families_are_never_worse_than_the_best_of_them(seed: int) -> No
     assert bytes_of(hybrid.layers) <= min(bytes_of(single.layers) for single in singles) * (1 + 1e-5)
     assert all(isinstance(c, Wrapper) for c in hybrid.layers.values()), "feedback around all, if one wants it"
     assert len({type(c.inner) for c in hybrid.layers.values() if isinstance(c, Wrapper)}) > 1
-
-
-@pytest.mark.parametrize("seed", [305, 478, 623])
-def test_rounding_sets_no_family_above_all(seed: int, monkeypatch) -> None:
-    # Of these errors, in so few steps, what is found of all candidates costs more than what is found of one kind.
-    draw = np.random.default_rng(seed)
-    candidates = [*family(parse("minmax(bits=4)"), (2, 6)), *family(parse("qsgd(bits=4)"), (2, 6))]
-    table = {}
-    for name in ("up", "down", "out"):
-        errors, costs = (
-            np.concatenate([np.sort(10 ** draw.uniform(*span) * draw.random(5)) for _ in range(2)])
-            for span in ((-2, 2), (2, 5))
-        )
-        falling = np.concatenate([errors[:5][::-1], errors[5:][::-1]])
-        table[name] = dict(zip(candidates, zip(falling, costs, strict=True), strict=True))
-
-    def cost(kept: list[Compressor]) -> float:
-        def known(name: str, *_: object) -> LayerCandidates:
-            found = tuple(c for c in candidates if c in kept or c == candidates[2])
-            errors, costs = (np.array([table[name][c][i] for c in found]) for i in (0, 1))
-            return LayerCandidates(name, 1, 1.0, found, errors, costs, found.index(candidates[2]))
-
-        monkeypatch.setattr(LayerCandidates, "evaluate", known)
-        layers = LGreco(steps=20).propose(evidence(of={name: gradients()[name] for name in table})).layers
-        return sum(table[name][layers[name]][1] for name in table)
-
-    assert cost(candidates) <= min(cost(candidates[:5]), cost(candidates[5:]))
 
 
 def test_families_without_feedback_get_none() -> None:
