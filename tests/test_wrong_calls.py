@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 
 import thinwire
 from thinwire import Checks, Network, ProcessGroupOptions, compress, compress_ddp, compress_fsdp, parse
-from thinwire.aggregator import AggregatorAddress
+from thinwire.aggregator import Aggregator, AggregatorAddress, Limits, parse_address
 from thinwire.collectives import LoopbackTransport, parse_algorithm, with_shared_memory
 from thinwire.compressors import MinMax, for_world
 from thinwire.data import Share
@@ -27,6 +27,8 @@ from thinwire.policies import Auto, ByLink, parse_policy
 from thinwire.policies.families import family
 from thinwire.runtime.settings import WireSettings
 from thinwire.store import Centres, CentreTable, Crops, Disk, Memory, RecordFormat
+from thinwire_tools import lab
+from thinwire_tools.lab.schedule import Event, check_schedule, read_schedule
 
 Wrong = tuple[Any, type[Exception] | tuple[type[Exception], ...], str]
 """What a function is given, the error, and what its message must name."""
@@ -47,6 +49,15 @@ def policy_family(spec: str, **options: Any) -> object:
 
 def place_check(place: Any, **options: Any) -> None:
     place.check(**options)
+
+
+def lab_event(kind: Any, text: str) -> Event:
+    return Event.parse(kind, text)
+
+
+def aggregator(*, limits: Mapping[str, Any] | None = None, **options: Any) -> None:
+    with Aggregator(limits=Limits(**(limits or {})), **options):
+        pass
 
 
 SPECS: list[Wrong] = [
@@ -387,6 +398,50 @@ DISK: list[Wrong] = [
     ({"num_samples": 1, "snapshots": -1}, ValueError, "snapshots must be at least 0"),
     ({"num_samples": 1, "waiting_bytes": 0}, ValueError, "waiting_bytes must be at least 1"),
 ]
+RATES: list[Wrong] = [
+    *(
+        (text, ValueError, r"as in 100mbit or 2\.5gbit")
+        for text in ("", "100", "mbit", "100mb", "100mbit/s", "-1mbit", "1e3mbit", "1gbit,1gbit", "nanmbit")
+    ),
+    *((text, ValueError, "too slow") for text in ("0mbit", "10bit")),
+    *((text, ValueError, "too fast") for text in ("1001tbit", "9" * 400 + "gbit")),
+]
+TIMES: list[Wrong] = [
+    *((text, ValueError, "as in 20ms") for text in ("", "20", "ms", "20min", "-1ms")),
+    *((text, ValueError, "too long") for text in ("3601s", "9" * 400 + "s")),
+]
+EVENTS: list[Wrong] = [
+    (["kill", "1"], ValueError, "1"),
+    (["kill", "1@2s..3s"], ValueError, r"1@2s\.\.3s"),
+    (["pause", "1@2s"], ValueError, "1@2s"),
+    (["cut", "1@3s..2s"], ValueError, r"1@3s\.\.2s"),
+    (["join", "a@1s"], ValueError, "a@1s"),
+]
+SCHEDULES: list[Wrong] = [
+    ([[line]], ValueError, line.split()[-1]) for line in ("explode 1@60s", "kill", "kill one@60s")
+]
+KILL, AGAIN = Event("kill", 0, 1.0), Event("join", 0, 2.0)
+ORDERS: list[Wrong] = [
+    ([[Event("kill", 2, 1.0)], 2], ValueError, "rank 2: there are ranks 0 to 1"),
+    ([[KILL, AGAIN, Event("join", 0, 4.0)], 2], ValueError, "rank 0 joins at 4 s, and runs already"),
+    ([[KILL, Event("pause", 0, 2.0, 3.0)], 2], ValueError, "rank 0 at 2 s, when it does not run"),
+]
+LAUNCH: list[Wrong] = [
+    ({"timeout": math.nan}, ValueError, "timeout must be a positive number of seconds, not nan"),
+    ({"timeout": -1.0}, ValueError, "timeout must be a positive number"),
+    ({"burst_bytes": -5}, ValueError, "burst_bytes must be between 1 and"),
+    ({"burst_bytes": 10**12}, ValueError, "burst_bytes must be between 1 and"),
+    *(
+        ({"count": count, "possible": possible}, ValueError, "count")
+        for count, possible in (("tokens", None), (r"(\d+)", 0.0), (None, 5.0), (r"(\d)(\d)", 1.0))
+    ),
+]
+AGGREGATOR: list[Wrong] = [
+    *(({"port": port}, ValueError, "port must be between 0 and 65535") for port in (99999, -1)),
+    *(({"limits": {"join_timeout_s": x}}, ValueError, "join_timeout_s must be above 0") for x in (math.nan, -1.0)),
+    ({"limits": {"idle_timeout_s": math.inf}}, ValueError, "idle_timeout_s must be above 0 and finite"),
+    ({"limits": {"shares": 0}}, ValueError, "shares must be at least 1"),
+]
 WRONG = [
     *calls(parse, SPECS),
     *calls(parse_algorithm, ALGORITHMS),
@@ -425,6 +480,20 @@ WRONG = [
         [([2, 2], ValueError, "replica must be between 0 and 1"), ([0, 3], ValueError, "cannot be shared by 3 repl")],
     ),
     *calls(Curve, [([p], ValueError, "ascending") for p in ((), ((2.0, 0.1), (1.0, 0.2)), ((1.0, -0.1),))]),
+    *calls(lab.parse_rate, RATES),
+    *calls(lab.parse_time, TIMES),
+    *calls(lab_event, EVENTS),
+    *calls(read_schedule, SCHEDULES),
+    *calls(check_schedule, ORDERS),
+    *calls(partial(lab.launch, ["true"], num_ranks=1), LAUNCH),
+    *calls(aggregator, AGGREGATOR),
+    *calls(
+        parse_address,
+        [
+            (text, ValueError, "host:port")
+            for text in ("host", "host:", ":1", "host:99999", "host:x", "host:1?slots", "host:1?rate=3")
+        ],
+    ),
     *calls(
         AggregatorAddress,
         [

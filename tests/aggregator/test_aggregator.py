@@ -25,8 +25,7 @@ from thinwire.aggregator.protocol import GREETING, HEADER, HELLO, PROOF_BYTES, G
 # ---- Sums -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("slots", [2, 7, 64])
+@pytest.mark.parametrize(("num_ranks", "slots"), [(1, 64), (2, 7), (3, 2), (5, 2)])
 def test_sums_are_those_of_big_integers_in_few_slots(num_ranks: int, slots: int) -> None:
     """Many chunks more than slots, both widths, sums and maxima, two lanes at once."""
     generator = torch.Generator().manual_seed(num_ranks)
@@ -81,7 +80,7 @@ def test_extremes_fit_and_what_does_not_is_an_error_for_all() -> None:
         works(aggregator.address)
 
 
-@pytest.mark.parametrize(("num_ranks", "limit"), [(1, 1), (2, 1), (3, 7), (5, 1), (2, 63), (1, 127)])
+@pytest.mark.parametrize(("num_ranks", "limit"), [(1, 127), (2, 63), (3, 7), (5, 1)])
 def test_packed_sums_are_exact_and_as_wide_as_their_bounds(num_ranks: int, limit: int) -> None:
     numels = [1, 63, 128, 129, 1000, 0]
     with serving(slots=4, slot_elements=200) as (aggregator, _), Recorder(aggregator.address) as recorder:
@@ -118,10 +117,7 @@ def test_only_integers_are_taken() -> None:
         client.close()
 
 
-@pytest.mark.parametrize("text", ["host", "host:", ":1", "host:99999", "host:x", "host:1?slots", "host:1?rate=3"])
-def test_addresses_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match="host:port"):
-        parse_address(text)
+def test_an_address_has_a_host_a_port_and_perhaps_slots() -> None:
     assert parse_address("[::1]:80?slots=16") == ("::1", 80, 16)
 
 
@@ -172,39 +168,36 @@ def test_every_byte_both_ways_is_a_header_or_an_integer() -> None:
 
 
 def test_slots_in_flight_hide_the_latency() -> None:
-    """Twenty chunks over 50 ms each way: with one slot each waits for the last, with twenty none does."""
+    """Twenty chunks over 20 ms each way: with one slot each waits for the last, with twenty none does."""
     took = {}
     for slots in (1, 20):
-        with serving(slots=slots) as (aggregator, _), Recorder(aggregator.address, 0.05) as slow:
+        with serving(slots=slots) as (aggregator, _), Recorder(aggregator.address, 0.02) as slow:
             pair = clients(slow.address, 2, lanes=1)
             xs = [torch.ones(20 * 64, dtype=torch.int8) for _ in pair]
             started = time.monotonic()
             together([lambda c=c, x=x: c.all_reduce(x) for c, x in zip(pair, xs, strict=True)])
             took[slots] = time.monotonic() - started
             assert all(bool((x == 2).all()) for x in xs)
-    assert took[1] >= 20 * 0.1
+    assert took[1] >= 20 * 0.04
     assert took[20] < 0.5 * took[1]
-
-
-def test_megabytes_go_through() -> None:
-    with serving(slots=32, slot_elements=1 << 15) as (aggregator, _):
-        pair = clients(aggregator.address, 2)
-        xs = [torch.full((4 << 20,), 1 + rank, dtype=torch.int8) for rank in range(2)]
-        started = time.monotonic()
-        together([lambda c=c, x=x: c.all_reduce(x) for c, x in zip(pair, xs, strict=True)])
-        assert time.monotonic() - started < 25.0
-        assert all(bool((x == 3).all()) for x in xs)
 
 
 # ---- Training -------------------------------------------------------------------------------------------------------
 
 
-def _trains(rank: int, spec: str, address: str | None) -> tuple[bytes, dict, int]:
+SPECS = ("intsgd(bits=8)", "intsgd(bits=32, block=global)", "heuristic_intsgd(bits=8)", "intdiana(bits=2)")
+
+
+def _trains(rank: int, address: str | None) -> list[tuple[bytes, dict, int]]:
+    return [_trained(rank, spec, address) for spec in SPECS]
+
+
+def _trained(rank: int, spec: str, address: str | None) -> tuple[bytes, dict, int]:
     model = make(rank)
     wire = thinwire.compress(model, spec, skip_if_slower=False, network=thinwire.Network(aggregator=address))
     train(model, rank, 3, lr=0.03)
     wire.reset_stats()
-    train(model, rank, 5, first=3, lr=0.03)
+    train(model, rank, 2, first=3, lr=0.03)
     assert_replicas_identical(model)
     per_step = wire.wire_bytes_per_step()
     stats = wire.stats.to_dict()
@@ -212,30 +205,26 @@ def _trains(rank: int, spec: str, address: str | None) -> tuple[bytes, dict, int
     return fingerprint(model), stats, per_step
 
 
-@pytest.mark.parametrize(
-    "spec", ["intsgd(bits=8)", "intsgd(bits=32, block=global)", "heuristic_intsgd(bits=8)", "intdiana(bits=2)"]
-)
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_training_through_it_is_bit_identical_to_native_all_reduces(spec: str, num_ranks: int) -> None:
-    native = run_ranks(_trains, num_ranks, spec, None)
+def test_training_through_it_is_bit_identical_to_native_all_reduces() -> None:
+    num_ranks, numel = 3, 43584
+    native = run_ranks(_trains, num_ranks, None)
     with serving(slots=16, slot_elements=1000) as (aggregator, _):
-        through = run_ranks(_trains, num_ranks, spec, aggregator.address)
+        through = run_ranks(_trains, num_ranks, aggregator.address)
         wait_until(lambda: aggregator.num_workers == 0)
         counters = aggregator.counters
-    assert counters.sessions == 1
+    assert counters.sessions == len(SPECS)
     assert counters.failed_sessions == counters.refused == 0
-    numel = 43584
-    bits = 32 if "32" in spec else 2 if "=2" in spec else 8
-    assert counters.received_bytes > num_ranks * 5 * numel * bits / 8
-    for (want, _, _), (got, stats, per_step) in zip(native, through, strict=True):
-        assert got == want
-        assert stats["payload_sent_bytes"] == 5 * per_step
-        if bits == 2:
-            # Two bits up, and three down: sums of 2 or 3 integers of magnitude 1 are at most 3.
-            assert per_step < 2.5 * numel / 8 + 24 * 60
-            assert 1.4 < stats["payload_received_bytes"] / stats["payload_sent_bytes"] < 1.5
-        else:
-            assert stats["payload_received_bytes"] == 5 * per_step
+    assert counters.received_bytes > num_ranks * 4 * numel * (8 + 32 + 8 + 2) / 8
+    for natives, throughs in zip(native, through, strict=True):
+        for spec, (want, _, _), (got, stats, per_step) in zip(SPECS, natives, throughs, strict=True):
+            assert got == want, spec
+            assert stats["payload_sent_bytes"] == 2 * per_step
+            if spec == "intdiana(bits=2)":
+                # Two bits up, and three down: sums of 3 integers of magnitude 1 are at most 3.
+                assert per_step < 2.5 * numel / 8 + 24 * 60
+                assert 1.4 < stats["payload_received_bytes"] / stats["payload_sent_bytes"] < 1.5
+            else:
+                assert stats["payload_received_bytes"] == 2 * per_step
 
 
 def _refused(rank: int) -> list[str]:
@@ -273,10 +262,3 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     figures = {row["name"]: row["value"] for row in json.loads(path.read_text())["results"]}
     assert figures["sessions"] == figures["chunks"] == 1
     assert figures["refused"] == 0
-
-
-def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    from thinwire_tools import cli
-
-    assert cli.main(["aggregator", "--slots", "0"]) == 64
-    assert "slots must be between 1 and" in capsys.readouterr().err

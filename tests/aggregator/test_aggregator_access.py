@@ -142,7 +142,7 @@ HOSTILE: list[Callable[[socket.socket], None]] = [
 
 
 def test_an_honest_job_stays_exact_beside_hundreds_of_hostile_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four workers add up while eight threads open 1000 connections that break every rule, and keep them open."""
+    """Four workers add up while eight threads open 300 connections that break every rule, and keep them open."""
     monkeypatch.setattr(server_module, "MAX_STRANGERS", 64)
     with serving(slots=16, slot_elements=256, shares=2, token=TOKEN) as (aggregator, _):
         host, port, _ = parse_address(aggregator.address)
@@ -151,7 +151,7 @@ def test_an_honest_job_stays_exact_beside_hundreds_of_hostile_clients(monkeypatc
 
         def attack(first: int) -> None:
             kept: list[socket.socket] = []
-            for number in range(first, 1000, 8):
+            for number in range(first, 300, 8):
                 with contextlib.suppress(OSError):
                     sock = socket.create_connection((host, port), timeout=20.0)
                     kept.append(sock)
@@ -182,7 +182,7 @@ def test_an_honest_job_stays_exact_beside_hundreds_of_hostile_clients(monkeypatc
         assert most[0] <= 65
         assert aggregator.counters.sessions == 2
         assert aggregator.counters.failed_sessions == 0
-        wait_until(lambda: aggregator.counters.refused > 300)
+        wait_until(lambda: aggregator.counters.refused > 90)
         for job in jobs:
             for client in job:
                 client.close()

@@ -44,14 +44,14 @@ def test_a_worker_that_dies_ends_the_session_for_the_others_at_once() -> None:
 
 def test_a_worker_that_hangs_is_named_after_the_timeout() -> None:
     with serving() as (aggregator, _):
-        three = clients(aggregator.address, 3, timeout_s=3.0)
+        three = clients(aggregator.address, 3, timeout_s=1.0)
         xs = [torch.ones(1000, dtype=torch.int8) for _ in three]
         started = time.monotonic()
         answers = together([lambda c=c, x=x: c.all_reduce(x) for c, x in zip(three[:2], xs, strict=False)])
-        assert 3.0 <= time.monotonic() - started < 15.0
+        assert 1.0 <= time.monotonic() - started < 15.0
         for error in answers:
             assert isinstance(error, TransportError)
-            assert "nothing came from rank 2 within 3 s" in str(error)
+            assert "nothing came from rank 2 within 1 s" in str(error)
         # The one that hung learns it, too.
         with pytest.raises(TransportError, match=r"nothing came from rank 2|broke earlier"):
             three[2].all_reduce(xs[2])
@@ -78,19 +78,19 @@ def test_a_late_worker_is_waited_for() -> None:
     with serving() as (aggregator, _):
         pair = clients(aggregator.address, 2, timeout_s=20.0)
         xs = [torch.ones(1000, dtype=torch.int8) for _ in pair]
-        together([lambda: pair[0].all_reduce(xs[0]), lambda: time.sleep(1.0) or pair[1].all_reduce(xs[1])])
+        together([lambda: pair[0].all_reduce(xs[0]), lambda: time.sleep(0.3) or pair[1].all_reduce(xs[1])])
         assert all(bool((x == 2).all()) for x in xs)
 
 
 def test_workers_that_never_come_are_named() -> None:
-    with serving(join_timeout_s=2.0) as (aggregator, _):
+    with serving(join_timeout_s=0.5) as (aggregator, _):
         options = {"world_size": 4, "session": 7, "timeout_s": 20.0}
         answers = together(
             [lambda rank=rank: AggregatorClient(aggregator.address, rank=rank, **options) for rank in (0, 2)]
         )
         for error in answers:
             assert isinstance(error, TransportError)
-            assert "ranks 1, 3 did not join within 2 s" in str(error)
+            assert "ranks 1, 3 did not join within 0.5 s" in str(error)
             assert error.host is None, "workers are the cause, not the aggregator's machine"
         works(aggregator.address)
 
@@ -149,14 +149,14 @@ def test_a_training_that_asks_for_no_slots_leaves_some_for_others() -> None:
 
 
 def test_a_session_that_sends_nothing_ends_and_its_slots_are_free() -> None:
-    with serving(slots=8, idle_timeout_s=2.0) as (aggregator, told):
+    with serving(slots=8, idle_timeout_s=0.5) as (aggregator, told):
         pair = clients(aggregator.address, 2)
         xs = [torch.ones(9, dtype=torch.int8) for _ in pair]
         together([lambda c=c, x=x: c.all_reduce(x) for c, x in zip(pair, xs, strict=True)])
         wait_until(lambda: aggregator.num_workers == 0)
-        assert "no worker sent anything within 2 s" in told[-1]
+        assert "no worker sent anything within 0.5 s" in told[-1]
         for client, x in zip(pair, xs, strict=True):
-            with pytest.raises(TransportError, match=r"no worker sent anything within 2 s"):
+            with pytest.raises(TransportError, match=r"no worker sent anything within 0\.5 s"):
                 client.all_reduce(x)
         works(aggregator.address)
 
@@ -206,22 +206,6 @@ def test_a_connection_that_says_nothing_costs_no_buffer() -> None:
                 sock.close()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"port": 99999}, "port must be between 0 and 65535"),
-        ({"port": -1}, "port must be between 0 and 65535"),
-        ({"join_timeout_s": float("nan")}, "join_timeout_s must be above 0 and finite"),
-        ({"join_timeout_s": -1.0}, "join_timeout_s must be above 0 and finite"),
-        ({"idle_timeout_s": float("inf")}, "idle_timeout_s must be above 0 and finite"),
-        ({"shares": 0}, "shares must be at least 1"),
-    ],
-)
-def test_impossible_numbers_are_refused(options: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message), serving(**options):
-        pass
-
-
 def test_ranks_whose_tensors_differ_are_reported() -> None:
     with serving() as (aggregator, _):
         pair = clients(aggregator.address, 2)
@@ -244,7 +228,7 @@ def _raw(address: str, *data: bytes | Greeting, piece: int = 1 << 20) -> bytes:
             _exactly(sock, HELLO.size)
         for part in [item[i : i + piece] for item in whole for i in range(0, len(item), piece)]:
             sock.sendall(part)
-            time.sleep(0.05)
+            time.sleep(0.01)
         answer = b""
         with contextlib.suppress(OSError):
             while more := sock.recv(4096):
@@ -265,44 +249,46 @@ GREETED = Greeting(0, 1, 1, 0, 1000, 77)
 WELCOMED = HEADER.size
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ([b"GET / HTTP/1.1\r\nHost: aggregator\r\n\r\n"], "does not speak the aggregator's protocol"),
-        ([b"\x00" * 4096], "does not speak the aggregator's protocol"),
-        ([GREETED.pack().replace(b"twag\x04", b"twag\x09") + bytes(PROOF_BYTES)], "speaks version 9"),
-        ([GREETED.pack() + bytes(PROOF_BYTES)], "its token is not the aggregator's"),
-        ([Greeting(3, 2, 1, 0, 1000, 77)], "rank 3 of 2"),
-        ([Greeting(0, 60000, 1, 0, 1000, 77)], "rank 0 of 60000"),
-        ([Greeting(0, 1, 200, 0, 1000, 77)], "200 lanes"),
-        ([Greeting(0, 1, 1, 4_000_000_000, 1000, 77)], "4000000000 slots"),
-        ([Greeting(0, 1, 1, 0, 0, 77)], "timeout of 0 ms"),
-        ([Greeting(0, 1, 1, 9, 1000, 77)], "wants 9 slots"),
-        ([GREETED, b"garbage!" * 8], "is no frame"),
-        ([GREETED, Header(Kind.CONTRIBUTE, elements=2**32 - 1).pack()], "4294967295 elements, and 64 is the most"),
-        ([GREETED, Header(Kind.CONTRIBUTE, elements=65).pack()], "65 elements, and 64 is the most"),
-        ([GREETED, Header(Kind.CONTRIBUTE, elements=4, width=8).pack()], "integers of 8 bytes"),
-        ([GREETED, Header(Kind.CONTRIBUTE, elements=4, limit=128).pack()], "packed integers up to 128"),
-        ([GREETED, Header(Kind.CONTRIBUTE, elements=4, limit=1, width=4).pack()], "packed integers up to 1"),
-        ([GREETED, Header(Kind.CONTRIBUTE, elements=4, limit=1).pack() + b"\xff" * 32], "integers up to 2 as such of"),
-        ([GREETED, Header(Kind.RESULT, elements=4).pack() + b"1234"], "of kind RESULT"),
-        ([GREETED, Header(Kind.CONTRIBUTE, elements=4, slot=8).pack() + b"1234"], "slot 8 of lane 0"),
-        ([GREETED, Header(Kind.CONTRIBUTE, elements=4, lane=1).pack() + b"1234"], "of lane 1"),
-        ([GREETED, Header(Kind.CONTRIBUTE, elements=0).pack()], "sent 0 integers"),
-        ([GREETED, Header(Kind.CONTRIBUTE, elements=4, chunk=8).pack() + b"1234"], "serves chunk 0"),
-        ([GREETED, Header(Kind.LEAVE).pack().replace(b"\x04", b"\x63", 1)], "99 is not a valid Kind"),
-        ([GREETED, Header(Kind.CONTRIBUTE, op=7).pack()], "7 is not a valid Op"),  # type: ignore[arg-type]
-    ],
-)
-def test_what_breaks_the_protocol_is_dropped_with_a_reason(data: list[bytes], message: str) -> None:
+BROKEN = [
+    ([b"GET / HTTP/1.1\r\nHost: aggregator\r\n\r\n"], "does not speak the aggregator's protocol"),
+    ([b"\x00" * 4096], "does not speak the aggregator's protocol"),
+    ([GREETED.pack().replace(b"twag\x04", b"twag\x09") + bytes(PROOF_BYTES)], "speaks version 9"),
+    ([GREETED.pack() + bytes(PROOF_BYTES)], "its token is not the aggregator's"),
+    ([Greeting(3, 2, 1, 0, 1000, 77)], "rank 3 of 2"),
+    ([Greeting(0, 60000, 1, 0, 1000, 77)], "rank 0 of 60000"),
+    ([Greeting(0, 1, 200, 0, 1000, 77)], "200 lanes"),
+    ([Greeting(0, 1, 1, 4_000_000_000, 1000, 77)], "4000000000 slots"),
+    ([Greeting(0, 1, 1, 0, 0, 77)], "timeout of 0 ms"),
+    ([Greeting(0, 1, 1, 9, 1000, 77)], "wants 9 slots"),
+    ([GREETED, b"garbage!" * 8], "is no frame"),
+    ([GREETED, Header(Kind.CONTRIBUTE, elements=2**32 - 1).pack()], "4294967295 elements, and 64 is the most"),
+    ([GREETED, Header(Kind.CONTRIBUTE, elements=65).pack()], "65 elements, and 64 is the most"),
+    ([GREETED, Header(Kind.CONTRIBUTE, elements=4, width=8).pack()], "integers of 8 bytes"),
+    ([GREETED, Header(Kind.CONTRIBUTE, elements=4, limit=128).pack()], "packed integers up to 128"),
+    ([GREETED, Header(Kind.CONTRIBUTE, elements=4, limit=1, width=4).pack()], "packed integers up to 1"),
+    ([GREETED, Header(Kind.CONTRIBUTE, elements=4, limit=1).pack() + b"\xff" * 32], "integers up to 2 as such of"),
+    ([GREETED, Header(Kind.RESULT, elements=4).pack() + b"1234"], "of kind RESULT"),
+    ([GREETED, Header(Kind.CONTRIBUTE, elements=4, slot=8).pack() + b"1234"], "slot 8 of lane 0"),
+    ([GREETED, Header(Kind.CONTRIBUTE, elements=4, lane=1).pack() + b"1234"], "of lane 1"),
+    ([GREETED, Header(Kind.CONTRIBUTE, elements=0).pack()], "sent 0 integers"),
+    ([GREETED, Header(Kind.CONTRIBUTE, elements=4, chunk=8).pack() + b"1234"], "serves chunk 0"),
+    ([GREETED, Header(Kind.LEAVE).pack().replace(b"\x04", b"\x63", 1)], "99 is not a valid Kind"),
+    ([GREETED, Header(Kind.CONTRIBUTE, op=7).pack()], "7 is not a valid Op"),  # type: ignore[arg-type]
+]
+
+
+def test_what_breaks_the_protocol_is_dropped_with_a_reason() -> None:
     with serving() as (aggregator, told):
-        answer = _raw(aggregator.address, *data)
-        answer = answer[WELCOMED:] if len(data) > 1 else answer
-        header = Header.unpack(answer[: HEADER.size], 64)
-        assert header.kind in (Kind.ERROR, Kind.ENDED)
-        assert message in answer[HEADER.size : HEADER.size + header.elements].decode()
-        assert any(message in line for line in told)
-        assert aggregator.counters.refused == 1
+        for number, (data, message) in enumerate(BROKEN, 1):
+            answer = _raw(aggregator.address, *data)
+            answer = answer[WELCOMED:] if len(data) > 1 else answer
+            header = Header.unpack(answer[: HEADER.size], 64)
+            assert header.kind in (Kind.ERROR, Kind.ENDED)
+            assert message in answer[HEADER.size : HEADER.size + header.elements].decode()
+            assert any(message in line for line in told)
+            assert aggregator.counters.refused == number
+            told.clear()
+            wait_until(lambda: aggregator.num_workers == 0)
         works(aggregator.address)
 
 

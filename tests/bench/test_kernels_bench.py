@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from thinwire_tools.bench.kernels import kernels
-from thinwire_tools.exits import CommandError
 
 
 def test_figures_add_up(tmp_path: Path) -> None:
@@ -30,10 +29,3 @@ def test_figures_add_up(tmp_path: Path) -> None:
         if "numel" in row:
             assert row["value"] == pytest.approx(4 * row["numel"] / row["seconds"] / 1e9)
             assert row["x_copy"] == pytest.approx(row["value"] / copy["value"])
-
-
-def test_impossible_sizes_are_refused() -> None:
-    with pytest.raises(CommandError, match="--size-mb"):
-        kernels(size_mb=0)
-    with pytest.raises(CommandError, match="--repeats"):
-        kernels(repeats=0)

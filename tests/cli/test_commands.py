@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import thinwire
 from experiments.__main__ import EXPERIMENTS, main as experiments_main
 from thinwire_tools import cli, lab
+from thinwire_tools.compare import rank_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ["demo", "doctor", "run", "lab", "aggregator", "compare", "compare every"]
@@ -26,24 +28,20 @@ def test_help_names_every_command(capsys) -> None:
         assert f"  {command} " in shown
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_with_examples(command: str, capsys) -> None:
-    try:
-        code = cli.main([*command.split(), "--help"])
-    except SystemExit as end:  # how tyro ends
-        code = end.code
-    assert code == 0
-    shown = capsys.readouterr().out
-    assert "thinwire " + command in shown
-    assert "Examples" in shown
-    assert "--json" in shown
-    assert "{None}" not in shown
-    assert "(default: None)" not in shown
-    assert "(default: )" not in shown
-    assert "[STR" not in shown
-    assert "``" not in shown
-    # Words are not cut in two; examples are lines to copy.
-    assert all(len(line) <= 80 for line in shown.splitlines() if "thinwire" not in line)
+def test_every_command_has_help_with_examples(capsys) -> None:
+    for command in COMMANDS:
+        try:
+            code = cli.main([*command.split(), "--help"])
+        except SystemExit as end:  # how tyro ends
+            code = end.code
+        assert code == 0
+        shown = capsys.readouterr().out
+        for words in ("thinwire " + command, "Examples", "--json"):
+            assert words in shown, command
+        for words in ("{None}", "(default: None)", "(default: )", "[STR", "``"):
+            assert words not in shown, command
+        # Words are not cut in two; examples are lines to copy.
+        assert all(len(line) <= 80 for line in shown.splitlines() if "thinwire" not in line)
 
 
 def test_help_of_compare_shows_both_forms_and_an_option_of_the_other_form_says_so(capsys) -> None:
@@ -62,11 +60,10 @@ def test_help_of_compare_shows_both_forms_and_an_option_of_the_other_form_says_s
     assert "--tune is an option for a small GPT of its own only" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], [], ["bench"], ["plan"], ["plan", "--help"], ["nosuch"]]
-)
-def test_help_and_version_do_not_import_torch(arguments: list[str]) -> None:
-    code = f"import sys; from thinwire_tools import cli; cli.main({arguments!r}); print('torch' in sys.modules)"
+def test_help_and_version_do_not_import_torch() -> None:
+    calls = [["--help"], ["--version"], [], ["bench"], ["plan"], ["plan", "--help"], ["nosuch"]]
+    code = f"import sys; from thinwire_tools import cli; [cli.main(argv) for argv in {calls}]; "
+    code += "print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
 
@@ -79,20 +76,14 @@ def test_a_group_by_itself_lists_its_own_commands(capsys) -> None:
     assert cli.main(["bench", "nosuch"]) == 2
     shown = " ".join(capsys.readouterr().err.split())
     assert "no command 'bench nosuch'; it has bench kernels" in shown
-
-
-@pytest.mark.parametrize("program", [cli.THINWIRE, EXPERIMENTS], ids=lambda program: program.name)
-def test_help_fits_80_columns(program: cli.Program, capsys) -> None:
-    assert program.run([]) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
-
-
-def test_an_unknown_command_names_the_known_ones(capsys) -> None:
     assert cli.main(["train"]) == 2
     assert "bench allreduce" in " ".join(capsys.readouterr().err.split())
 
 
-def test_version(capsys) -> None:
+def test_help_fits_80_columns_and_the_version_is_that_of_the_package(capsys) -> None:
+    for program in (cli.THINWIRE, EXPERIMENTS):
+        assert program.run([]) == 0
+        assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"thinwire {thinwire.__version__}\n"
     assert thinwire.__version__.startswith("0.")
@@ -192,20 +183,78 @@ def test_the_figures_of_the_readme_are_those_of_the_json_files() -> None:
     assert subprocess.run(command, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode == 0
 
 
-@pytest.mark.network
-@pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("allreduce --rate fast", "'fast' is not a rate"),
-        ("allreduce --ranks -3", "num_ranks is -3"),
-        ("allreduce --size-mb nan", "must be above 0"),
-        ("allreduce --algorithm mesh", "'mesh' is not a collective algorithm"),
-        ("step --rate -5mbit", "'-5mbit' is not a rate"),
-        ("step --rate none --batches 0", "must be above 0"),
-        ("step --rate none --compressor shrink", "no compressor is called 'shrink'"),
-    ],
-)
-def test_benchmarks_refuse_impossible_arguments_before_they_begin(command: str, words: str, capfd) -> None:
-    assert cli.main(["bench", *command.split()]) == os.EX_USAGE
-    assert words in capfd.readouterr().err
+ADAPTED = "topk(density=0.1) with"
+WRONG = [
+    ("compare 'minmax(bits=99)'", "bits"),
+    ("compare quantise", "no compressor"),
+    ("compare 4bit --within little", "write 1% or 0.01"),
+    ("compare 4bit --within 100%", "margin"),
+    ("compare 4bit --ranks 1", "at least 2"),
+    ("compare 4bit --seeds 0", "at least one (--seeds 1)"),
+    ("compare 4bit --steps 1", "at least 2"),
+    ("compare 4bit --rate fast", "rate"),
+    ("compare 4bit --control 4bit", "another control"),
+    (f"compare '{ADAPTED} '", "names no policy"),
+    (f"compare '{ADAPTED} greed()'", "no policy"),
+    (f"compare '{ADAPTED} lgreco(evry=3)'", "lgreco has no parameter 'evry'"),
+    (f"compare '{ADAPTED} lgreco(every=1)'", "at least 2"),
+    ("compare 'quantise with lgreco()'", "no compressor"),
+    ("compare --", "needs a script"),
+    ("compare --ranks 1 -- a.py", "2 ranks"),
+    ("compare nosuch -- a.py", "no compressor is called 'nosuch'"),
+    ("compare --pattern ( -- a.py", "--pattern"),
+    ("compare --within much -- a.py", "--within"),
+    ("demo --smoke --rate fast", "'fast' is not a rate"),
+    ("demo --smoke --ranks 1", "at least 2 ranks"),
+    ("demo --smoke --steps 1", "--steps 1: at least 2"),
+    ("demo --smoke --seed -1", "--seed -1"),
+    ("aggregator --slots 0", "slots must be between 1 and"),
+    ("doctor --ranks 1", "at least 2"),
+    ("doctor --steps 3", "at least 6"),
+    ("doctor --compressors minmaxx", "minmax"),
+    ("doctor --price-per-hour 3", "--tokens-per-step"),
+    ("doctor --price-per-hour -3 --samples-per-step 3", "above 0"),
+    ("doctor --samples-per-step 3 --tokens-per-step 3", "give one of them"),
+    ("doctor --rate fast", "is not a rate"),
+    ("doctor --ranks-per-node 2", "is for an emulated network"),
+    ("doctor --ranks-per-node 0 --rate 1gbit", "at least 1"),
+    ("bench cuda --size-mb 0", "at least 1"),
+    ("bench cuda --repeats 0", "at least 1"),
+    ("bench cuda --ranks 0", "at least 1"),
+    ("bench kernels --size-mb 0", "--size-mb"),
+    ("bench kernels --repeats 0", "--repeats"),
+    ("bench step --rate -5mbit", "'-5mbit' is not a rate"),
+    ("bench step --rate none --batches 0", "must be above 0"),
+    ("bench step --rate none --compressor shrink", "no compressor is called 'shrink'"),
+    ("bench allreduce --rate fast", "'fast' is not a rate"),
+    ("bench allreduce --ranks -3", "num_ranks is -3"),
+    ("bench allreduce --size-mb nan", "must be above 0"),
+    ("bench allreduce --algorithm mesh", "'mesh' is not a collective algorithm"),
+]
+NOT_THERE = [
+    "doctor -- nosuch.py",
+    "doctor --rate 1gbit -- python nosuch.py --epochs 1",
+    "doctor -- -m nosuch.py",
+    "run -- nosuch.py",
+    "run -- -m nosuch.py.train",
+    "lab -- python nosuch.py",
+    "compare 4bit -- nosuch.py",
+]
+
+
+def test_what_is_wrong_is_said_before_anything_runs(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(rank_processes, "RankProcesses", None)
+    monkeypatch.chdir(tmp_path)
+    for command, words in WRONG:
+        if lab.unavailable() is not None and ("--rate" in command or "allreduce" in command):
+            continue
+        assert cli.main(shlex.split(command)) == os.EX_USAGE, command
+        assert words in " ".join(capfd.readouterr().err.split()), command
+    for command in NOT_THERE:
+        assert cli.main(command.split()) == os.EX_USAGE, command
+        told = " ".join(capfd.readouterr().err.split())
+        assert told.startswith(f"thinwire {command.split()[0]}: there is no ")
+        assert told.count("nosuch") == 1
+    assert list(tmp_path.iterdir()) == []

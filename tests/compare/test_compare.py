@@ -6,7 +6,6 @@ import json
 import math
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,12 +18,13 @@ from hypothesis import given, settings, strategies as st
 from rich.console import Console
 from scipy import stats
 
+from commands import shown_by
 from thinwire import parse
 from thinwire.compressors import registered
 from thinwire_tools import lab
-from thinwire_tools.compare import compare as command, every, paired, rank_processes, statistics, tasks
+from thinwire_tools.compare import compare as command, every, paired, statistics, tasks
 from thinwire_tools.compare.comparison import Comparison, Run, Side
-from thinwire_tools.compare.statistics import Verdict, estimate, judge, relative_differences, seeds_needed, smoothed
+from thinwire_tools.compare.statistics import Verdict, estimate, judge, relative_differences, seeds_needed
 from thinwire_tools.compare.tasks import probe_steps
 from thinwire_tools.compare.train import learning_rate
 from thinwire_tools.results import Results
@@ -42,13 +42,6 @@ def simulated(mean: float, deviation: float, pairs: int, times: int = 2000) -> n
 
 def tolerance(share: float, times: int) -> float:
     return 4 * math.sqrt(share * (1 - share) / times)
-
-
-@pytest.mark.parametrize("pairs", [2, 3, 8])
-def test_each_bound_covers_the_true_mean_as_often_as_it_says(pairs: int) -> None:
-    found = [estimate(row) for row in simulated(0.004, 0.003, pairs).tolist()]
-    for kept in (np.mean([e.upper >= 0.004 for e in found]), np.mean([e.lower <= 0.004 for e in found])):
-        assert abs(kept - 0.95) <= tolerance(0.95, len(found))
 
 
 def test_bounds_are_those_of_the_paired_t_test() -> None:
@@ -95,22 +88,12 @@ def test_the_number_of_seeds_is_the_least_that_is_enough(mean: float, deviation:
         assert count == 2 or half(count - 1) > abs(margin - mean)
 
 
-def test_that_many_seeds_do_decide() -> None:
-    count = seeds_needed(statistics.Estimate(0.006, 0.006, -1.0, 1.0, 3), 0.01)
-    assert count is not None
-    decided = [judge(estimate(row), 0.01) is Verdict.WITHIN for row in simulated(0.006, 0.006, count).tolist()]
-    assert 0.77 <= np.mean(decided) <= 0.9
-
-
-def test_one_seed_decides_nothing_and_none_is_an_error() -> None:
+def test_one_seed_decides_nothing_none_is_an_error_and_a_run_that_diverged_is_beyond() -> None:
     found = estimate([-0.5])
     assert judge(found, 0.01) is Verdict.UNDECIDED
     assert seeds_needed(found, 0.01) is None
     with pytest.raises(ValueError, match="at least one seed"):
         estimate([])
-
-
-def test_a_run_that_diverged_is_beyond_and_a_baseline_that_did_is_an_error() -> None:
     assert judge(estimate(relative_differences([2.0, math.nan], [2.0, 2.0])), 0.01) is Verdict.BEYOND
     with pytest.raises(ValueError, match=r"diverged.*tune"):
         relative_differences([2.0], [math.nan])
@@ -120,10 +103,6 @@ def test_without_scipy_the_error_says_how_to_install_it(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "scipy", None)
     with pytest.raises(ImportError, match="pip install scipy"):
         paired.compare_training(SMOKE, [MINMAX], seeds=[0])
-
-
-def test_smoothing_looks_back_only() -> None:
-    assert smoothed([6.0, 4.0, 2.0, 0.0]) == [6.0, 5.0, 4.0, 2.0]
 
 
 def side(name: str, probes: Sequence[Sequence[float]], losses: Sequence[float] | None = None) -> Side:
@@ -163,9 +142,6 @@ def test_a_control_within_the_margin_makes_everything_insensitive() -> None:
     assert not any("Insensitive" in line for line in good.remarks())
     assert not replace(good, each_tuned=blind).sensitive
     assert any("No control" in line for line in comparison(same, None, FP32).remarks())
-
-
-def test_an_undecided_control_is_reported_and_says_how_many_seeds() -> None:
     unsure = side("unsure", [[5, 4, 3, 3, 3]] * 2, [2.0, 2.1])
     told = comparison(FP32, unsure, FP32)
     assert told.control_verdict is Verdict.UNDECIDED
@@ -206,12 +182,6 @@ def test_a_task_reaches_another_process_as_json() -> None:
 
     with pytest.raises(TypeError, match="top of a module"):
         tasks.describe(Local())
-
-
-@pytest.mark.parametrize("name", ["small", "demo"])
-def test_the_held_out_set_is_large_enough(name: str) -> None:
-    task = tasks.SIZES[name]
-    assert task.held_out_windows * task.model.context >= 48_000
 
 
 def test_ranks_share_the_held_out_set_and_draw_batches_of_their_own() -> None:
@@ -259,35 +229,6 @@ def test_tuning_goes_on_until_the_best_has_a_neighbour_on_both_sides(power: int)
     assert len(runs.about["tuned"]["fp32"]) == runs.made
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["minmax(bits=99)"], "bits"),
-        (["quantise"], "no compressor"),
-        ([MINMAX, "--within", "little"], "write 1% or 0.01"),
-        ([MINMAX, "--within", "100%"], "margin"),
-        ([MINMAX, "--ranks", "1"], "at least 2"),
-        ([MINMAX, "--seeds", "0"], "at least one (--seeds 1)"),
-        ([MINMAX, "--steps", "1"], "at least 2"),
-        ([MINMAX, "--rate", "fast"], "rate"),
-        ([MINMAX, "--control", MINMAX], "another control"),
-    ],
-)
-def test_what_cannot_be_compared_is_reported_before_anything_runs(
-    argv: list[str], said: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from thinwire_tools.cli import main
-
-    monkeypatch.setattr(rank_processes, "RankProcesses", None)
-    assert main(["compare", *argv]) == 64
-    assert said in " ".join(capfd.readouterr().err.split())
-
-
-def test_shares() -> None:
-    assert command.share_of("1%") == command.share_of("0.01") == 0.01
-    assert command.share_of("0.5 %") == 0.005
-
-
 def test_the_table_loses_nothing_on_a_narrow_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     fp32, unsure = side("fp32", [[5, 3, 2, 2, 2]] * 3), side(MINMAX, [[5, 3, 2, 2, 2]] * 3, [2, 2.02, 2.02])
     broken = side(paired.CONTROL, [[5, 3, 2, 2, 2]] * 3, [2.2, 2.25, 2.23])
@@ -307,7 +248,9 @@ def test_the_table_loses_nothing_on_a_narrow_terminal(capsys: pytest.CaptureFixt
         assert part in words
 
 
-def test_exit_codes(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes_and_shares(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    assert command.share_of("1%") == command.share_of("0.01") == 0.01
+    assert command.share_of("0.5 %") == 0.005
     same, broken = side("same", [[5, 3, 2, 2, 2]] * 2), side("broken", [[5, 4, 3, 3, 3]] * 2)
     cases = [(same, broken, False, 0), (same, broken, True, 0), (broken, side("b", [[9, 9]] * 2), True, 1)]
     for variant, control, strict, code in [*cases, (same, side("s", [[2, 2]] * 2), False, 1)]:
@@ -317,40 +260,25 @@ def test_exit_codes(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixtur
     assert "Insensitive" in capfd.readouterr().out
 
 
-@pytest.fixture(scope="module")
-def smoke(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    """The small version as a user starts it, with a variant that changes nothing."""
-    path = tmp_path_factory.mktemp("compare") / "out.json"
-    argv = [sys.executable, "-m", "thinwire", "compare", "raw", MINMAX, "--smoke", "--json", str(path)]
-    done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"}, timeout=250)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout, json.loads(path.read_text())
-
-
 def rows(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in record["results"]}
 
 
-def test_runs_are_paired_a_variant_that_changes_nothing_ends_at_the_same_loss_to_the_bit(smoke: Any) -> None:
-    found = rows(smoke[1])
-    assert found["difference/mean/raw()"]["by_seed"] == [0.0, 0.0, 0.0]
+def test_runs_are_paired_and_a_variant_that_changes_nothing_ends_at_the_same_loss_to_the_bit(tmp_path: Path) -> None:
+    """The small version, with a variant that changes nothing: it learns, its control fails, bytes are the formula's."""
+    path = tmp_path / "out.json"
+    text = shown_by(["compare", "raw", MINMAX, "--smoke", "--seeds", "2", "--json", str(path)])
+    record = json.loads(path.read_text())
+    found = rows(record)
+    assert found["difference/mean/raw()"]["by_seed"] == [0.0, 0.0]
     assert found["within/raw()"]["value"] == 1.0
     fp32 = found["held_out_loss/fp32"]["by_seed"]
     assert found["held_out_loss/raw()"]["by_seed"] == fp32
-    assert len(set(fp32)) == 3
-
-
-def test_training_learns_and_the_control_fails(smoke: Any) -> None:
-    text, record = smoke
-    found = rows(record)
+    assert len(set(fp32)) == 2
     assert found["held_out_loss/fp32"]["value"] < 0.8 * math.log(256)
     assert found[f"difference/mean/control/{paired.CONTROL}"]["verdict"] == "no"
     assert record["about"]["sensitive"] is True
     assert "fails as it must" in text
-
-
-def test_bytes_are_those_that_the_formula_says(smoke: Any) -> None:
-    found = rows(smoke[1])
     fp32, ours = found["bytes_per_step/fp32"], found[f"bytes_per_step/{MINMAX}"]
     assert fp32["value"] == found["bytes_per_step/raw()"]["value"] == fp32["formula"]
     # The buckets of DDP's first steps have other headers than those of all later ones.
@@ -391,18 +319,10 @@ def test_over_a_slow_link_time_counts_and_bytes_are_seen_on_the_interface(tmp_pa
     assert found.about["link"]["rate_bps"] == [20_000_000] * 2
 
 
-@pytest.fixture(scope="module")
-def all_of_them(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    path = tmp_path_factory.mktemp("every") / "out.json"
-    argv = [sys.executable, "-m", "thinwire", "compare", "every", "--smoke", "--json", str(path)]
-    done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"}, timeout=250)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout, json.loads(path.read_text())
-
-
-def test_every_compressor_with_its_error_feedback_and_without(all_of_them: Any) -> None:
-    text, record = all_of_them
-    found = rows(record)
+def test_every_compressor_with_its_error_feedback_and_without(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    text = shown_by(["compare", "every", "--smoke", "--json", str(path)])
+    found = rows(json.loads(path.read_text()))
     for name in ("topk(density=0.01)", "topk(density=0.01, feedback=False)", MINMAX, "onebit(bucket=512)"):
         assert found[f"held_out_loss/{name}"]["value"] < 1.1 * math.log(256)
         series = found[f"alpha/{name}"]["by_seed"][0]

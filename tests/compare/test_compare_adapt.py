@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from thinwire_tools.compare import paired, rank_processes, tasks
+from thinwire_tools.compare import paired, tasks
 from thinwire_tools.compare.compare_rank import plan_bytes
 from thinwire_tools.compare.comparison import Comparison
 from thinwire_tools.compare.variants import Variant
@@ -37,28 +37,6 @@ def test_a_variant_has_one_text(text: str, canonical: Variant) -> None:
     found = Variant.parse(text)
     assert found == canonical
     assert Variant.parse(str(found)) == found
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("topk(density=0.1) with ", "names no policy"),
-        ("topk(density=0.1) with greed()", "no policy"),
-        ("topk(density=0.1) with lgreco(evry=3)", "lgreco has no parameter 'evry'"),
-        ("topk(density=0.1) with lgreco(every=1)", "at least 2"),
-        ("quantise with lgreco()", "no compressor"),
-    ],
-)
-def test_what_is_no_variant_is_reported_before_anything_runs(
-    text: str, said: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from thinwire_tools.cli import main
-
-    with pytest.raises(ValueError, match=said):
-        Variant.parse(text)
-    monkeypatch.setattr(rank_processes, "RankProcesses", None)
-    assert main(["compare", text]) == 64
-    assert said in " ".join(capfd.readouterr().err.split())
 
 
 class _Counted(paired.Watcher):

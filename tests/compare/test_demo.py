@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from commands import shown_by
 from thinwire_tools import lab
 from thinwire_tools.cli import main
 from thinwire_tools.compare import demo as demo_module, rank_processes
@@ -35,7 +36,6 @@ def _values(path: Path) -> dict[str, float]:
 
 @dataclasses.dataclass
 class Smoke:
-    code: int
     text: str
     figures: dict[str, float]
     record: dict[str, Any]
@@ -44,19 +44,16 @@ class Smoke:
 
 @pytest.fixture(scope="module")
 def on_a_slow_link(tmp_path_factory: pytest.TempPathFactory) -> Smoke:
-    """One small demo at 100 Mbit/s, as a user starts it."""
+    """One small demo at 100 Mbit/s."""
     if UNAVAILABLE:
         pytest.skip(UNAVAILABLE)
     out = tmp_path_factory.mktemp("demo")
-    argv = [sys.executable, "-m", "thinwire", "demo", "--smoke", "--out", str(out), "--json", str(out / "f.json")]
-    done = subprocess.run(argv, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"}, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    record = json.loads((out / "f.json").read_text())
-    return Smoke(done.returncode, done.stdout, _values(out / "f.json"), record, out)
+    text = shown_by(["demo", "--smoke", "--out", str(out), "--json", str(out / "f.json")])
+    return Smoke(text, _values(out / "f.json"), json.loads((out / "f.json").read_text()), out)
 
 
 @pytest.mark.network
-def test_all_variants_are_measured(on_a_slow_link: Smoke) -> None:
+def test_all_variants_are_measured_and_bytes_are_those_of_the_formulas(on_a_slow_link: Smoke) -> None:
     figures = on_a_slow_link.figures
     assert "failures" not in on_a_slow_link.record["about"]
     for name in demo_module.ORDER:
@@ -67,11 +64,7 @@ def test_all_variants_are_measured(on_a_slow_link: Smoke) -> None:
     assert len({curve["losses"][0] for curve in curves.values()}) == 1
     assert all(curve["losses"] == sorted(curve["losses"], reverse=True) for curve in curves.values())
     assert on_a_slow_link.record["about"]["link"]["rate_bps"] == [100_000_000] * 2
-
-
-@pytest.mark.network
-def test_bytes_are_those_of_the_formulas(on_a_slow_link: Smoke) -> None:
-    figures, about = on_a_slow_link.figures, on_a_slow_link.record["about"]
+    about = on_a_slow_link.record["about"]
     dense = 4 * about["parameters"] * SMOKE.steps
     assert figures["payload_bytes/fp32"] == dense
     assert figures["payload_bytes/bf16"] == dense / 2
@@ -83,17 +76,13 @@ def test_bytes_are_those_of_the_formulas(on_a_slow_link: Smoke) -> None:
         assert 1.03 < figures[f"wire_bytes/{name}"] / figures[f"payload_bytes/{name}"] < 1.2
     assert figures["wire_bytes/alone"] < 0.01 * figures["wire_bytes/fp32"]
     assert figures["interface_ratio"] == pytest.approx(figures["formula_ratio"], rel=0.1)
-
-
-@pytest.mark.network
-def test_what_can_be_judged_in_a_small_demo_holds(on_a_slow_link: Smoke) -> None:
-    checks = {check["text"]: check["outcome"] for check in on_a_slow_link.record["about"]["checks"]}
+    checks = {check["text"]: check["outcome"] for check in about["checks"]}
     assert list(checks.values()) == ["shown", "shown"]
     assert checks["ranks end with the same parameters, bit for bit"] == "shown"
 
 
 @pytest.mark.network
-def test_results_show_before_the_last_variant_has_begun(on_a_slow_link: Smoke) -> None:
+def test_results_show_as_they_come_then_in_a_table_and_a_picture(on_a_slow_link: Smoke) -> None:
     lines = on_a_slow_link.text.splitlines()
     first = [
         next(i for i, line in enumerate(lines) if line.startswith(f"{VARIANTS[name].title}: 4 steps"))
@@ -104,10 +93,6 @@ def test_results_show_before_the_last_variant_has_begun(on_a_slow_link: Smoke) -
         for name in demo_module.ORDER
     ]
     assert max(first) < min(last)
-
-
-@pytest.mark.network
-def test_the_table_is_sorted_by_time_to_the_same_loss_and_fits(on_a_slow_link: Smoke) -> None:
     figures, text = on_a_slow_link.figures, on_a_slow_link.text
     table = text[text.index("variant  ") : text.index("Held-out loss:")]
     rows = {name: table.index(f"\n{VARIANTS[name].title} ") for name in demo_module.ORDER}
@@ -118,10 +103,6 @@ def test_the_table_is_sorted_by_time_to_the_same_loss_and_fits(on_a_slow_link: S
     assert by_time == sorted(reached, key=lambda name: rows[name])
     assert all(len(line) <= 80 for line in table.splitlines())
     assert "…" not in table
-
-
-@pytest.mark.network
-def test_the_picture_has_a_curve_for_each_variant(on_a_slow_link: Smoke) -> None:
     pytest.importorskip("matplotlib")
     picture = (on_a_slow_link.out / "loss.svg").read_text()
     assert picture.startswith("<?xml")
@@ -254,8 +235,7 @@ def _until(condition: Callable[[], bool], timeout_s: float = 40.0) -> bool:
     return True
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_behind(tmp_path: Path, signal_number: int) -> None:
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     argv = [sys.executable, "-m", "thinwire", "demo", "--smoke", "--steps", "2000", "--out", str(tmp_path / "out")]
@@ -264,26 +244,8 @@ def test_nothing_is_left_behind(tmp_path: Path, signal_number: int) -> None:
         assert demo.stdout is not None
         assert any(line.startswith("DDP fp32: ") for line in demo.stdout)
         assert len(_ranks_of(scratch)) >= 2
-        os.killpg(demo.pid, signal_number)
+        os.killpg(demo.pid, signal.SIGINT)
         demo.stdout.read()
-        assert demo.wait(100) == (130 if signal_number == signal.SIGINT else -signal.SIGKILL)
+        assert demo.wait(100) == 130
     assert _until(lambda: not _ranks_of(scratch))
-    if signal_number == signal.SIGINT:
-        assert list(scratch.glob("thinwire-*")) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rate", "fast"], "'fast' is not a rate"),
-        (["--ranks", "1"], "at least 2 ranks"),
-        (["--steps", "1"], "--steps 1: at least 2"),
-        (["--seed", "-1"], "--seed -1"),
-    ],
-)
-def test_wrong_arguments_are_reported_and_nothing_is_made(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert main(["demo", "--smoke", "--out", str(tmp_path / "out"), *arguments]) == 64
-    assert message in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / "out").exists()
+    assert list(scratch.glob("thinwire-*")) == []

@@ -56,47 +56,42 @@ def ended(process: ForkedProcess, timeout_s: float = 60.0) -> int:
     return code
 
 
-def test_ctrl_c_in_a_terminal_is_left_to_this_process() -> None:
-    # In a process of its own: here another test may have started the fork server already.
-    program = (
-        "import signal; from multiprocessing import forkserver; "
-        "from thinwire_tools.compare.forked import _start_server; "
-        "_start_server('json'); print(forkserver._forkserver._forkserver_pid, flush=True); "
-        "print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())); input()"
-    )
-    command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        status = Path(f"/proc/{process.stdout.readline().strip()}/status").read_text()
-        assert process.stdout.readline() == "False\n"
-        process.communicate("\n", timeout=60)
-    (masked,) = (int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigBlk:"))
-    assert masked & 1 << (signal.SIGINT - 1)
+PARENT = """
+import signal, sys
+from multiprocessing import forkserver
+from pathlib import Path
+from thinwire_tools.compare.forked import ForkedProcess
+from thinwire_tools.lab import Loopback
+folder = Path(sys.argv[1])
+print(ForkedProcess("echo", Loopback(1).namespaces(0), folder / "gone" / "log").wait())
+print(forkserver._forkserver._forkserver_pid, signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+process = ForkedProcess("echo", Loopback(1).namespaces(0), folder / "log")
+process.stdin.write(b"sleep\\n")
+print(process.pid, flush=True)
+process.wait()
+"""
 
 
-def test_one_that_starts_after_its_parent_cleaned_up_ends_without_a_word(tmp_path: Path) -> None:
-    """As after Ctrl-C while PyTorch is loaded."""
-    program = (
-        "from pathlib import Path; from thinwire_tools.compare.forked import ForkedProcess; "
-        "from thinwire_tools.lab import Loopback; "
-        f"print(ForkedProcess('json', Loopback(1).namespaces(0), Path({str(tmp_path / 'gone' / 'log')!r})).wait())"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert (ended.stdout, ended.stderr) == ("1\n", "")
+def test_around_a_server_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """Here another test may have started the server already.
 
-
-def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    """Though it reads no input, as a rank in the middle of a training."""
-    program = (
-        "from pathlib import Path; from thinwire_tools.compare.forked import ForkedProcess; "
-        "from thinwire_tools.lab import Loopback; "
-        f"process = ForkedProcess('echo', Loopback(1).namespaces(0), Path({str(tmp_path / 'log')!r})); "
-        "process.stdin.write(b'sleep\\n'); print(process.pid, flush=True); process.wait()"
-    )
+    What starts after its parent cleaned up, as after Ctrl-C while PyTorch is loaded, ends without a word. Ctrl-C in a
+    terminal is left to the parent. What reads no input, as a rank in the middle of a training, ends with a parent that
+    is killed.
+    """
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "support")}
-    command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
+    command = [sys.executable, "-c", PARENT, str(tmp_path)]
+    with (
+        (tmp_path / "errors").open("w") as errors,
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as parent,
+    ):
         assert parent.stdout is not None
+        assert parent.stdout.readline() == "1\n"
+        server, masked_here = parent.stdout.readline().split()
+        assert masked_here == "False"
+        status = Path(f"/proc/{server}/status").read_text()
+        (masked,) = (int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigBlk:"))
+        assert masked & 1 << (signal.SIGINT - 1)
         rank = os.pidfd_open(int(parent.stdout.readline()))
         try:
             deadline = time.monotonic() + 60.0
@@ -104,6 +99,7 @@ def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             assert not select.select([rank], [], [], 0.2)[0]
+            assert (tmp_path / "errors").read_text() == ""
             parent.kill()
             assert select.select([rank], [], [], 60.0)[0]
         finally:
@@ -123,26 +119,19 @@ def test_lines_go_in_and_out_and_it_ends_with_its_input(tmp_path: Path, fork: Fo
     process.send_signal(signal.SIGTERM)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_signal_that_ends_it_is_its_exit_code(fork: Fork, number: signal.Signals) -> None:
-    process = fork(Loopback(4).namespaces(0))
-    ask(process, "there?")
-    process.send_signal(number)
-    assert ended(process) == -number
-    assert process.stdout.read(1) == b""
-
-
-def test_what_it_raises_is_in_its_log(tmp_path: Path, fork: Fork) -> None:
-    process = fork(Loopback(4).namespaces(0))
-    process.stdin.write(b"raise\n")
-    assert ended(process) == 1
-    assert "ValueError: as it was told" in (tmp_path / "log0").read_text()
-
-
-def test_namespaces_that_are_gone_are_in_the_log(tmp_path: Path, fork: Fork) -> None:
-    process = fork(NodeNamespaces((("/proc/self/no-such-namespace", 0),), {}))
-    assert ended(process) == 1
-    assert "no-such-namespace" in (tmp_path / "log0").read_text()
+def test_how_it_ends_is_its_exit_code_and_what_it_raises_is_in_its_log(tmp_path: Path, fork: Fork) -> None:
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        process = fork(Loopback(4).namespaces(0))
+        ask(process, "there?")
+        process.send_signal(number)
+        assert ended(process) == -number
+        assert process.stdout.read(1) == b""
+    raising = fork(Loopback(4).namespaces(0))
+    raising.stdin.write(b"raise\n")
+    assert ended(raising) == 1
+    assert "ValueError: as it was told" in (tmp_path / "log2").read_text()
+    assert ended(fork(NodeNamespaces((("/proc/self/no-such-namespace", 0),), {}))) == 1
+    assert "no-such-namespace" in (tmp_path / "log3").read_text()
 
 
 def test_it_has_the_variables_of_its_namespaces_and_no_others(fork: Fork, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from thinwire_tools.compare import data
 from thinwire_tools.compare.gpt import GPT, GPTConfig, next_token_loss
-from thinwire_tools.compare.tasks import GPTTask, evaluate, probe_steps
+from thinwire_tools.compare.tasks import GPTTask, probe_steps
 from thinwire_tools.compare.train import digest, train
 
 TINY = GPTConfig(context=16, width=16, layers=2, heads=2)
@@ -107,14 +107,6 @@ def test_batches_stay_inside_the_text_and_depend_on_the_arguments_alone(
     assert torch.equal(targets, inputs + 1)
 
 
-def test_ranks_and_seeds_draw_different_batches() -> None:
-    def draw(seed: int) -> torch.Tensor:
-        return data.draw_offsets(10**6, steps=3, num_ranks=2, batch=4, context=8, seed=seed)
-
-    assert not torch.equal(draw(0)[:, 0], draw(0)[:, 1])
-    assert not torch.equal(draw(0), draw(1))
-
-
 def test_even_offsets_do_not_overlap() -> None:
     offsets = data.even_offsets(1001, count=100, context=10)
     assert torch.equal(offsets.diff(), torch.full((99,), 10))
@@ -146,11 +138,6 @@ def test_gpt_looks_at_the_past_only_and_knows_positions() -> None:
     assert not torch.allclose(one[:, -1], swapped[:, -1], atol=1e-3)
 
 
-def test_gpt_refuses_a_width_that_heads_cannot_share() -> None:
-    with pytest.raises(ValueError, match=r"width=30 is not a multiple of 2 \* heads=8"):
-        GPTConfig(width=30, heads=4)
-
-
 def _tokens() -> torch.Tensor:
     return torch.randint(97, 123, (2000,), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
 
@@ -159,17 +146,6 @@ def _train(model: GPT, draw: int, steps: int) -> list[float]:
     offsets = data.draw_offsets(2000, steps=steps, num_ranks=1, batch=4, context=16, seed=draw)[:, 0]
     batches = (data.windows(_tokens(), starts, 16) for starts in offsets)
     return [loss for loss, _ in train(TASK, model, TASK.optimizer(model), batches, lambda step: 3e-3)]
-
-
-def test_training_lowers_the_loss_of_the_text() -> None:
-    model = TASK.build(0)
-    offsets = data.even_offsets(2000, count=64, context=16)
-    before = evaluate(model, _tokens(), offsets, 16) / (64 * 16)
-    losses = _train(model, 0, 60)
-    after = evaluate(model, _tokens(), offsets, 16) / (64 * 16)
-    # 26 letters at random: nothing can do better than their entropy.
-    assert math.log(26) - 0.1 < after < math.log(26) + 0.5 < before
-    assert losses[-1] < losses[0]
 
 
 def test_models_of_one_seed_train_alike_to_the_bit() -> None:

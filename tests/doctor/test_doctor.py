@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from doctor_training import train
-from experiments.__main__ import main as experiments_main
 from harness import run_ranks
 from thinwire.collectives import World
 from thinwire.compressors import parse
@@ -161,27 +160,24 @@ def test_draws_that_are_slow_for_all_hide_no_gain() -> None:
     assert found.advice[0].title == half.setting.title
 
 
-@pytest.mark.parametrize("shares", [(0.6, 1.3), (0.9, 0.96, 0.99, 1.01), (0.8, 1.1, 1.2), (0.7, 1.0, 2.0, 3.0)])
-def test_what_the_draws_do_not_settle_is_said_to_be_too_noisy(shares: tuple[float, ...]) -> None:
-    found = conclude(1.0, 0.5, [AS_IT_IS, drawn(*shares)], lambda p: p)
-    assert "too noisy to tell" in found.sentence
-    assert "nothing here" not in found.sentence
-    assert [advice.title for advice in found.advice] == ["measure again"]
-
-
-def test_a_step_that_is_faster_than_the_measured_one_is_never_beside_nothing() -> None:
+def test_what_the_draws_do_not_settle_is_said_to_be_too_noisy() -> None:
+    for shares in ((0.6, 1.3), (0.9, 0.96, 0.99, 1.01), (0.8, 1.1, 1.2), (0.7, 1.0, 2.0, 3.0)):
+        found = conclude(1.0, 0.5, [AS_IT_IS, drawn(*shares)], lambda p: p)
+        assert "too noisy to tell" in found.sentence
+        assert "nothing here" not in found.sentence
+        assert [advice.title for advice in found.advice] == ["measure again"]
     # Slower than one as it is in every draw, and yet faster than what was measured.
     found = conclude(1.5, 0.5, [AS_IT_IS, drawn(1.05)], lambda p: p)
     assert "too noisy to tell" in found.sentence
     assert "In doubt" in found.sentence
 
 
-@pytest.mark.parametrize(("at_once", "why"), [(0.5, "the processors are slow"), (0.97, "even if compressing took no")])
-def test_the_reason_why_nothing_helps_is_computed(at_once: float, why: str) -> None:
-    found = conclude(1.0, 0.5, [AS_IT_IS, drawn(1.1)], lambda p: drawn(at_once, setting=p.setting))
-    assert "nothing here would make it at least 5% faster" in found.sentence
-    assert [advice.title for advice in found.advice] == ["nothing"]
-    assert why in found.advice[0].why
+def test_the_reason_why_nothing_helps_is_computed() -> None:
+    for at_once, why in {0.5: "the processors are slow", 0.97: "even if compressing took no"}.items():
+        found = conclude(1.0, 0.5, [AS_IT_IS, drawn(1.1)], lambda p, share=at_once: drawn(share, setting=p.setting))
+        assert "nothing here would make it at least 5% faster" in found.sentence
+        assert [advice.title for advice in found.advice] == ["nothing"]
+        assert why in found.advice[0].why
 
 
 def test_one_bucket_is_the_first_thing_to_change() -> None:
@@ -395,90 +391,27 @@ def test_a_script_over_a_slow_link(tmp_path: Path) -> None:
     assert not weights.exists()
 
 
-@pytest.mark.network
-@pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
-def test_bench_doctor(tmp_path: Path) -> None:
-    path = tmp_path / "bench.json"
-    cell = ["--rates", "200mbit", "--rtts", "0ms", "--batch", "1", "--watched", "6", "--rounds", "1", "--steps", "1"]
-    assert experiments_main(["bench", "doctor", *cell, "--json", str(path)]) == 0
-    found = {row["name"]: row["value"] for row in json.loads(path.read_text())["results"]}
-    for name in ("predicted_step_s", "step_s"):
-        fp32, four, nothing = (found[f"{name}/{title}/200mbit/0ms"] for title in ("as it is", "4 bits", "nothing sent"))
-        # 19 MB at 200 Mbit/s take 0.77 s.
-        assert fp32 > 0.7
-        assert max(four, nothing) < fp32
-    error = found["error/as it is/200mbit/0ms"]
-    assert found["largest_error"] >= abs(error)
-    assert error == pytest.approx(
-        found["predicted_step_s/as it is/200mbit/0ms"] / found["step_s/as it is/200mbit/0ms"] - 1
-    )
+def _alone(rank: int) -> dict[str, torch.Tensor]:
+    return train(16, 0.0)
 
 
-def test_a_script_that_computes_for_long(tmp_path: Path) -> None:
-    done, path = doctor("--", SCRIPT, "100", "0.25", str(tmp_path / "weights.pt"), tmp_path=tmp_path)
+def test_under_torchrun_a_script_that_computes_for_long_has_the_numbers_that_it_has_alone(tmp_path: Path) -> None:
+    weights, path = tmp_path / "weights.pt", tmp_path / "doctor.json"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ours = ["-m", "thinwire", "doctor", "--steps", "6", "--keep-running", "--json", str(path)]
+    argv = [*launcher, *ours, "--", SCRIPT, "16", "0.25", str(weights)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
+    # One report, not one from each rank.
+    assert done.stdout.count("Links, both ways at once") == 1
+    watched, alone = torch.load(weights, weights_only=True), run_ranks(_alone, 2)[0]
+    assert all(torch.equal(alone[name], watched[name]) for name in alone)
     found = json.loads(path.read_text())["about"]
     assert found["exposed_share"] < 0.3
     assert found["compute_s"]["value"] > 0.25
     assert len(found["steps_s"]) == 3
     assert len(found["buckets"]) == 2
     assert found["parameters"] == 256 * 512 + 512 + 512 * 256 + 256
-
-
-def _alone(rank: int) -> dict[str, torch.Tensor]:
-    return train(16, 0.0)
-
-
-def test_under_torchrun_the_numbers_stay_as_they_are(tmp_path: Path) -> None:
-    weights = tmp_path / "weights.pt"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ours = ["-m", "thinwire", "doctor", "--steps", "6", "--keep-running", "--", SCRIPT, "16", "0", str(weights)]
-    done = subprocess.run([*launcher, *ours], capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr
-    # One report, not one from each rank.
-    assert done.stdout.count("Links, both ways at once") == 1
-    watched, alone = torch.load(weights, weights_only=True), run_ranks(_alone, 2)[0]
-    assert all(torch.equal(alone[name], watched[name]) for name in alone)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--ranks", "1"], "at least 2"),
-        (["--steps", "3"], "at least 6"),
-        (["--compressors", "minmaxx"], "minmax"),
-        (["--price-per-hour", "3"], "--tokens-per-step"),
-        (["--price-per-hour", "-3", "--samples-per-step", "3"], "above 0"),
-        (["--samples-per-step", "3", "--tokens-per-step", "3"], "give one of them"),
-        (["--rate", "fast"], "is not a rate"),
-        (["--ranks-per-node", "2"], "is for an emulated network"),
-        (["--ranks-per-node", "0", "--rate", "1gbit"], "at least 1"),
-    ],
-)
-def test_bad_options_say_what_to_do(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", *options]) == 64
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["doctor", "--", "nosuch.py"],
-        ["doctor", "--rate", "1gbit", "--", "python", "nosuch.py", "--epochs", "1"],
-        ["doctor", "--", "-m", "nosuch.py"],
-        ["run", "--", "nosuch.py"],
-        ["run", "--", "-m", "nosuch.py.train"],
-        ["lab", "--", "python", "nosuch.py"],
-        ["compare", "4bit", "--", "nosuch.py"],
-    ],
-)
-def test_a_script_that_is_not_there_is_said_once_before_ranks_start(
-    command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(command) == 64
-    told = " ".join(capsys.readouterr().err.split())
-    assert told.startswith(f"thinwire {command[0]}: there is no ")
-    assert told.count("nosuch") == 1
 
 
 def test_of_the_ranks_that_torchrun_starts_one_says_that_there_is_no_script(
@@ -493,19 +426,8 @@ def test_of_the_ranks_that_torchrun_starts_one_says_that_there_is_no_script(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "network",
-    [
-        [],
-        pytest.param(
-            ["--rate", "1gbit"],
-            marks=[pytest.mark.network, pytest.mark.skipif(bool(lab.unavailable()), reason=str(lab.unavailable()))],
-        ),
-    ],
-    ids=["loopback", "lab"],
-)
-def test_ctrl_c_ends_every_rank_in_one_line(network: list[str]) -> None:
-    command = [sys.executable, "-m", "thinwire", "doctor", *network]
+def test_ctrl_c_ends_every_rank_in_one_line() -> None:
+    command = [sys.executable, "-m", "thinwire", "doctor"]
     # A session of its own, whose processes all get the signal, as those of a terminal do.
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True) as doctor:
         assert doctor.stderr is not None
@@ -543,18 +465,22 @@ def _examined(rank: int, kind: str) -> str:
     return "nothing was wrong"
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("too short", "before doctor had seen 10 training steps, and one more that begins"),
-        ("ends itself", "ended itself with 3"),
-        ("no model", "trained no DistributedDataParallel model"),
-        ("one rank", "start at least 2"),
-        ("a hook", "take thinwire.compress() or register_comm_hook() out of the script"),
-    ],
-)
-def test_what_cannot_be_examined_says_why(kind: str, message: str) -> None:
-    assert all(message in text for text in run_ranks(_examined, 1 if kind == "one rank" else 2, kind))
+NOT_EXAMINED = {
+    "too short": "before doctor had seen 10 training steps, and one more that begins",
+    "ends itself": "ended itself with 3",
+    "no model": "trained no DistributedDataParallel model",
+    "a hook": "take thinwire.compress() or register_comm_hook() out of the script",
+}
+
+
+def _examined_in_turn(rank: int) -> dict[str, str]:
+    return {kind: _examined(rank, kind) for kind in NOT_EXAMINED}
+
+
+def test_what_cannot_be_examined_says_why() -> None:
+    assert all("start at least 2" in text for text in run_ranks(_examined, 1, "one rank"))
+    for texts in run_ranks(_examined_in_turn, 2):
+        assert all(message in texts[kind] for kind, message in NOT_EXAMINED.items()), texts
 
 
 def test_a_virtual_interface_has_no_line_rate() -> None:

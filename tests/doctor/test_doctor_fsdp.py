@@ -155,20 +155,26 @@ def _refused(rank: int, kind: str) -> str:
     return "nothing was wrong"
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("compressed", "take thinwire.compress() and other custom collectives out of the script"),
-        ("replicas", "sharded and replicated"),
-        ("several", "sharded over the same ranks"),
-        ("fewer in backward", "gathers among fewer ranks in backward"),
-        ("one rank", "start at least 2"),
-        ("a module around it", "nothing was wrong"),
-    ],
-)
-def test_what_cannot_be_examined_says_why(kind: str, message: str) -> None:
-    num_ranks = {"one rank": 1, "fewer in backward": 4}.get(kind, 2)
-    assert all(message in text for text in run_ranks(_refused, num_ranks, kind))
+NOT_EXAMINED = {
+    "compressed": "take thinwire.compress() and other custom collectives out of the script",
+    "replicas": "sharded and replicated",
+    "several": "sharded over the same ranks",
+    "a module around it": "nothing was wrong",
+}
+
+
+def _refused_in_turn(rank: int) -> dict[str, str]:
+    return {kind: _refused(rank, kind) for kind in NOT_EXAMINED}
+
+
+def test_what_cannot_be_examined_says_why() -> None:
+    for texts in run_ranks(_refused_in_turn, 2):
+        assert all(message in texts[kind] for kind, message in NOT_EXAMINED.items()), texts
+    for num_ranks, kind, message in (
+        (1, "one rank", "start at least 2"),
+        (4, "fewer in backward", "gathers among fewer ranks in backward"),
+    ):
+        assert all(message in text for text in run_ranks(_refused, num_ranks, kind))
 
 
 # --- what is predicted

@@ -21,11 +21,11 @@ for _ in range(20):
     print("tick", time.monotonic(), flush=True)
     time.sleep(0.1)
 """
-# Rank 1 asks rank 0 ten times a second whether it is there, for six seconds.
+# Rank 1 asks rank 0 ten times a second whether it is there, for four seconds.
 ECHO = """
 import os, socket, time
 s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-end = time.monotonic() + 6.0
+end = time.monotonic() + 4.0
 if os.environ["RANK"] == "0":
     s.bind(("", 4000)); s.settimeout(0.2)
     while time.monotonic() < end + 0.5:
@@ -51,33 +51,10 @@ def test_events_are_read_as_they_are_written() -> None:
     assert read_schedule(lines) == [Event("kill", 1, 60.0), Event("join", 1, 90.0)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"), [("kill", "1"), ("kill", "1@2s..3s"), ("pause", "1@2s"), ("cut", "1@3s..2s"), ("join", "a@1s")]
-)
-def test_what_is_no_event_is_refused(kind, text: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(text)):
-        Event.parse(kind, text)
-
-
-@pytest.mark.parametrize("line", ["explode 1@60s", "kill", "kill one@60s"])
-def test_a_schedule_names_what_it_cannot_read(line: str) -> None:
-    with pytest.raises(ValueError, match=line.split()[-1]):
-        read_schedule([line])
-
-
 def test_a_rank_joins_only_while_it_does_not_run() -> None:
     kill, again, late = Event("kill", 0, 1.0), Event("join", 0, 2.0), Event("join", 1, 3.0)
     assert check_schedule([late, again, kill], 2) == [kill, again, late]
     assert late_ranks([late, again, kill]) == {1}
-    for wrong in ([Event("kill", 2, 1.0)], [kill, again, Event("join", 0, 4.0)], [kill, Event("pause", 0, 2.0, 3.0)]):
-        with pytest.raises(ValueError, match="rank"):
-            check_schedule(wrong, 2)
-
-
-@pytest.mark.parametrize(("count", "possible"), [("tokens", None), (r"(\d+)", 0.0), (None, 5.0), (r"(\d)(\d)", 1.0)])
-def test_what_cannot_be_counted_is_refused(count, possible) -> None:
-    with pytest.raises(ValueError, match="count"):
-        lab.launch(["true"], num_ranks=1, count=count, possible=possible)
 
 
 @pytest.mark.network
@@ -103,11 +80,11 @@ class TestInTheLab:
 
     @pytest.mark.parametrize("rtt", [None, "2ms"])
     def test_a_cut_link_carries_nothing_and_then_again(self, rtt, capfd: pytest.CaptureFixture[str]) -> None:
-        events = [Event("cut", 0, 2.0, 4.0)]
+        events = [Event("cut", 0, 1.2, 2.4)]
         assert lab.launch([*PYTHON, ECHO], num_ranks=2, rtt=rtt, events=events, timeout=60.0).exit_code == 0
         answers = re.findall(r"\[1\] (yes|no)", capfd.readouterr().out)
         first, last = answers.index("no", answers.index("yes")), len(answers) - answers[::-1].index("no")
-        assert last - first >= 3
+        assert last - first >= 2
         assert "yes" in answers[last:]
 
     def test_goodput_is_what_ranks_have_kept_of_what_they_could(self, capfd: pytest.CaptureFixture[str]) -> None:

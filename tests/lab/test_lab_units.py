@@ -18,70 +18,18 @@ from thinwire_tools.lab.network import default_burst_bytes, default_queue_bytes
 from thinwire_tools.lab.units import format_bytes, format_rate, parse_rates
 
 
-@pytest.mark.parametrize(
-    ("text", "rate"),
-    [
-        ("100mbit", 100_000_000),
-        ("1gbit", 10**9),
-        ("2.5gbit", 2_500_000_000),
-        ("500kbit", 500_000),
-        ("9600 bit", 9600),
-        (" 1GBit ", 10**9),
-    ],
-)
-def test_parse_rate(text: str, rate: int) -> None:
-    assert lab.parse_rate(text) == rate
-
-
-@pytest.mark.parametrize(
-    "text", ["", "100", "mbit", "100mb", "100mbit/s", "-1mbit", "1e3mbit", "1gbit,1gbit", "nanmbit"]
-)
-def test_a_wrong_rate_is_an_error_that_shows_the_form(text: str) -> None:
-    with pytest.raises(ValueError, match=r"as in 100mbit or 2\.5gbit"):
-        lab.parse_rate(text)
-
-
-@pytest.mark.parametrize("text", ["0mbit", "10bit"])
-def test_a_link_that_carries_nothing_is_an_error(text: str) -> None:
-    with pytest.raises(ValueError, match="too slow"):
-        lab.parse_rate(text)
-
-
-@pytest.mark.parametrize("text", ["1001tbit", "9" * 400 + "gbit"])
-def test_a_rate_that_no_link_has_is_an_error(text: str) -> None:
-    with pytest.raises(ValueError, match="too fast"):
-        lab.parse_rate(text)
-
-
-@pytest.mark.parametrize("text", ["3601s", "9" * 400 + "s"])
-def test_a_time_of_more_than_an_hour_is_an_error(text: str) -> None:
-    with pytest.raises(ValueError, match="too long"):
-        lab.parse_time(text)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"timeout": float("nan")}, "timeout must be a positive number of seconds, not nan"),
-        ({"timeout": -1.0}, "timeout must be a positive number"),
-        ({"burst_bytes": -5}, "burst_bytes must be between 1 and"),
-        ({"burst_bytes": 10**12}, "burst_bytes must be between 1 and"),
-    ],
-)
-def test_impossible_numbers_are_refused_before_a_network_is_made(options: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        lab.launch(["true"], num_ranks=1, **options)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("20ms", 0.02), ("500us", 0.0005), ("1.5s", 1.5)])
-def test_parse_time(text: str, seconds: float) -> None:
-    assert lab.parse_time(text) == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize("text", ["", "20", "ms", "20min", "-1ms"])
-def test_a_wrong_time_is_an_error_that_shows_the_form(text: str) -> None:
-    with pytest.raises(ValueError, match="as in 20ms"):
-        lab.parse_time(text)
+def test_rates_and_times_are_read_as_people_write_them() -> None:
+    for text, rate in {
+        "100mbit": 100_000_000,
+        "1gbit": 10**9,
+        "2.5gbit": 2_500_000_000,
+        "500kbit": 500_000,
+        "9600 bit": 9600,
+        " 1GBit ": 10**9,
+    }.items():
+        assert lab.parse_rate(text) == rate
+    for text, seconds in {"20ms": 0.02, "500us": 0.0005, "1.5s": 1.5}.items():
+        assert lab.parse_time(text) == pytest.approx(seconds)
 
 
 def test_one_rate_is_for_all_and_several_are_in_order_of_rank() -> None:

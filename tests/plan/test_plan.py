@@ -24,55 +24,48 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("spec", "compressor"),
-    [
-        ("minmax", thinwire.compressors.MinMax()),
-        (" minmax(2) ", thinwire.compressors.MinMax(bits=2)),
-        ("minmax(3, bucket=64)", thinwire.compressors.MinMax(bits=3, bucket=64)),
-        ("minmax(bits=4, rounding=nearest)", thinwire.compressors.MinMax(rounding="nearest")),
-        ("minmax(bits=4, rounding='nearest')", thinwire.compressors.MinMax(rounding="nearest")),
-        ("raw", thinwire.compressors.Raw()),
-        ("cast(fp16)", thinwire.compressors.Cast("fp16")),
-        ("ef(minmax(bits=1))", thinwire.compressors.ef(thinwire.compressors.MinMax(bits=1))),
-        ("ef(randk(density=0.5))", thinwire.compressors.ef(thinwire.compressors.RandK(density=0.5))),
-    ],
-)
-def test_specs(spec: str, compressor: thinwire.compressors.Compressor) -> None:
-    assert parse(spec) == compressor
-    assert parse(str(compressor)) == compressor
-
-
-@pytest.mark.parametrize(
-    ("pattern", "name", "expected"),
-    [
+def test_specs_and_patterns() -> None:
+    for spec, compressor in {
+        "minmax": thinwire.compressors.MinMax(),
+        " minmax(2) ": thinwire.compressors.MinMax(bits=2),
+        "minmax(3, bucket=64)": thinwire.compressors.MinMax(bits=3, bucket=64),
+        "minmax(bits=4, rounding=nearest)": thinwire.compressors.MinMax(rounding="nearest"),
+        "minmax(bits=4, rounding='nearest')": thinwire.compressors.MinMax(rounding="nearest"),
+        "cast(fp16)": thinwire.compressors.Cast("fp16"),
+        "ef(randk(density=0.5))": thinwire.compressors.ef(thinwire.compressors.RandK(density=0.5)),
+    }.items():
+        assert parse(spec) == compressor
+        assert parse(str(compressor)) == compressor
+    for pattern, name, expected in (
         ("bias", "layers.0.linear.bias", True),
         ("bn", "layers.0.bn.weight", True),
         ("embed.*", "embed.weight", True),
         ("embed.*", "model.embed.weight", False),
         ("*", "anything", True),
         ("layers.[01].*", "layers.2.weight", False),
-    ],
-)
-def test_patterns(pattern: str, name: str, expected: bool) -> None:
-    assert matches(pattern, name) is expected
+    ):
+        assert matches(pattern, name) is expected
 
 
-@pytest.mark.parametrize(
-    ("word", "raw"),
-    [
-        ("0.weight", {"0.weight"}),
-        ("10.weight", {"10.weight"}),
-        ("w", {"w"}),
-        ("head.weight", {"0.weight"}),
-        ("frozen.weight", set()),
-        ("weight", {"0.weight", "10.weight", "h.weight", "my_frozen.weight", "other_head.weight"}),
-        ("0", {"0.weight", "10.weight"}),
-        ("?.weight", {"0.weight", "h.weight"}),
-        ("a[0].weight", {"a[0].weight"}),
-    ],
-)
-def test_a_full_name_is_that_layer_alone(word: str, raw: set[str]) -> None:
+WORDS: list[tuple[str, set[str]]] = [
+    ("0.weight", {"0.weight"}),
+    ("10.weight", {"10.weight"}),
+    ("w", {"w"}),
+    ("head.weight", {"0.weight"}),
+    ("frozen.weight", set()),
+    ("weight", {"0.weight", "10.weight", "h.weight", "my_frozen.weight", "other_head.weight"}),
+    ("0", {"0.weight", "10.weight"}),
+    ("?.weight", {"0.weight", "h.weight"}),
+    ("a[0].weight", {"a[0].weight"}),
+]
+
+
+def test_a_full_name_is_that_layer_alone() -> None:
+    for word, raw in WORDS:
+        check_layers_kept_raw(word, raw)
+
+
+def check_layers_kept_raw(word: str, raw: set[str]) -> None:
     layers = ["0.weight", "10.weight", "w", "h.weight", "my_frozen.weight", "other_head.weight"]
     layers += ["a[0].weight"] * word.startswith("a")
     shapes = dict.fromkeys(layers, (64, 64))
@@ -124,16 +117,13 @@ def test_rules_by_name() -> None:
     assert str(Plan.build(SHAPES, {"embed.*": "minmax"})["layers.0.linear.weight"]) == "raw()"
 
 
-@pytest.mark.parametrize("patterns", [("*", "embed.*"), ("linear", "layers.0.linear.*")])
-def test_a_pattern_whose_layers_an_earlier_one_takes_is_refused(patterns: tuple[str, str]) -> None:
-    wide, narrow = patterns
-    with pytest.raises(ValueError, match=re.escape(f"{narrow!r} is never used: {wide!r} before it")):
-        Plan.build(SHAPES, {wide: "minmax(bits=4)", narrow: "minmax(bits=2)"})
-
-
-@pytest.mark.parametrize("patterns", [("embed.*", "*"), ("*", "embed.weight"), ("weight", "bias", "*"), ("bn", "0")])
-def test_a_full_name_a_fallback_and_what_is_taken_in_part_are_not(patterns: tuple[str, ...]) -> None:
-    Plan.build(SHAPES, dict.fromkeys(patterns, "minmax(bits=4)"))
+def test_a_pattern_whose_layers_an_earlier_one_takes_is_refused_and_others_are_not() -> None:
+    for wide, narrow in (("*", "embed.*"), ("linear", "layers.0.linear.*")):
+        with pytest.raises(ValueError, match=re.escape(f"{narrow!r} is never used: {wide!r} before it")):
+            Plan.build(SHAPES, {wide: "minmax(bits=4)", narrow: "minmax(bits=2)"})
+    # A full name, a fallback and what is taken in part.
+    for patterns in (("embed.*", "*"), ("*", "embed.weight"), ("weight", "bias", "*"), ("bn", "0")):
+        Plan.build(SHAPES, dict.fromkeys(patterns, "minmax(bits=4)"))
 
 
 def test_a_plan_survives_json_and_its_hash_tells_plans_apart() -> None:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -17,7 +16,6 @@ from thinwire.compressors import Compressor, MinMax, Raw, Wrapper, ef, unwrap
 from thinwire.plan import Speeds, sent_bytes
 from thinwire.policies import Accordion, Auto, Evidence, KMeans, LGreco, Policy, Proposal, Sync
 from thinwire.policies.balance import balanced
-from thinwire.policies.candidates import LayerCandidates
 from thinwire.policies.errors import squared_errors
 from thinwire.policies.families import family, parameter_value
 from thinwire.policies.policy import gradient_norm
@@ -71,11 +69,12 @@ def test_lgreco_sends_less_at_no_more_error(spec: str) -> None:
     assert_within(proposal, seen)
     assert bytes_of(proposal.layers) < 0.95 * bytes_of(seen.reference)
     assert proposal.note == ""
+    assert min(proposal.errors_s, proposal.solve_s) > 0
     assert set(proposal.errors) == set(SHAPES)
     assert {type(c) for c in proposal.layers.values()} == {type(parse(spec))}, "the residual survives"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 10_000), st.sampled_from(REFERENCES), st.sampled_from([0.5, 1.0, 1.5]))
 def test_lgreco_is_within_its_budget_always(seed: int, spec: str, alpha: float) -> None:
     seen = evidence(spec, of=gradients(seed))
@@ -90,16 +89,13 @@ def test_layers_without_a_gradient_keep_the_reference() -> None:
     of = gradients()
     of["embed"], of["up"] = torch.zeros(SHAPES["embed"]), torch.full(SHAPES["up"], torch.nan)
     del of["down"]
+    of["bias"] = torch.ones(64)
     of["query"][3, 3] = torch.inf
     seen = evidence(of=of)
     proposal = LGreco(alpha=30.0).propose(seen)
     assert {name for name in SHAPES if proposal.layers[name] != seen.reference[name]} == {"out"}
     assert set(proposal.errors) == {"out"}
-
-
-def test_what_is_not_in_the_reference_is_not_decided() -> None:
-    of = gradients() | {"bias": torch.ones(64)}
-    assert set(LGreco().propose(evidence(of=of)).layers) == set(SHAPES)
+    assert set(proposal.layers) == set(SHAPES)
 
 
 def test_a_budget_that_nothing_meets_keeps_the_reference_and_says_so() -> None:
@@ -164,7 +160,7 @@ def test_a_reference_without_error_stays() -> None:
     assert sum(proposal.errors.values()) <= 1e-9 * error_of({n: parse("topk(0.01)") for n in SHAPES}, seen.gradients)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_several_families_are_never_worse_than_the_best_of_them(seed: int) -> None:
     seen = evidence("ef(topk(density=0.05))", of=gradients(seed))
     singles = [LGreco(families=(spec,)).propose(seen) for spec in HYBRID]
@@ -173,33 +169,6 @@ def test_several_families_are_never_worse_than_the_best_of_them(seed: int) -> No
     assert bytes_of(hybrid.layers) <= min(bytes_of(single.layers) for single in singles) * (1 + 1e-5)
     assert all(isinstance(c, Wrapper) for c in hybrid.layers.values()), "feedback around all, if one wants it"
     assert len({type(c.inner) for c in hybrid.layers.values() if isinstance(c, Wrapper)}) > 1
-
-
-@pytest.mark.parametrize("seed", [305, 478, 623])
-def test_rounding_sets_no_family_above_all(seed: int, monkeypatch) -> None:
-    # Of these errors, in so few steps, what is found of all candidates costs more than what is found of one kind.
-    draw = np.random.default_rng(seed)
-    candidates = [*family(parse("minmax(bits=4)"), (2, 6)), *family(parse("qsgd(bits=4)"), (2, 6))]
-    table = {}
-    for name in ("up", "down", "out"):
-        errors, costs = (
-            np.concatenate([np.sort(10 ** draw.uniform(*span) * draw.random(5)) for _ in range(2)])
-            for span in ((-2, 2), (2, 5))
-        )
-        falling = np.concatenate([errors[:5][::-1], errors[5:][::-1]])
-        table[name] = dict(zip(candidates, zip(falling, costs, strict=True), strict=True))
-
-    def cost(kept: list[Compressor]) -> float:
-        def known(name: str, *_: object) -> LayerCandidates:
-            found = tuple(c for c in candidates if c in kept or c == candidates[2])
-            errors, costs = (np.array([table[name][c][i] for c in found]) for i in (0, 1))
-            return LayerCandidates(name, 1, 1.0, found, errors, costs, found.index(candidates[2]))
-
-        monkeypatch.setattr(LayerCandidates, "evaluate", known)
-        layers = LGreco(steps=20).propose(evidence(of={name: gradients()[name] for name in table})).layers
-        return sum(table[name][layers[name]][1] for name in table)
-
-    assert cost(candidates) <= min(cost(candidates[:5]), cost(candidates[5:]))
 
 
 def test_families_without_feedback_get_none() -> None:
@@ -302,36 +271,21 @@ def test_accordion_goes_by_its_regimes() -> None:
     assert after(1.0, dropped=True) == low
 
 
-@pytest.mark.parametrize(
-    ("reference", "pair"),
-    [
-        ("qsgd(bits=4)", (2, 4)),
-        ("qsgd(bits=4)", (3, 4)),
-        ("ef(powersgd(rank=8))", (4, 16)),
-        ("ef(topk(density=0.01))", (0.001, 0.02)),
-    ],
-)
-def test_accordion_takes_a_pair_of_parameters(reference: str, pair: tuple[float, float]) -> None:
-    policy = Accordion(pair=pair)
-    first = policy.propose(evidence(reference))
-    steady = policy.propose(evidence(reference, memory=first.memory))
-    assert {parameter_value(c) for c in first.layers.values()} == {pair[1]}
-    assert {parameter_value(c) for c in steady.layers.values()} == {pair[0]}
-
-
-@pytest.mark.parametrize(
-    ("reference", "expected"),
-    [
-        ("ef(powersgd(rank=16))", "ef(powersgd(rank=4))"),
-        ("ef(topk(density=0.02))", "ef(topk(density=0.001))"),
-        ("ef(topk(density=0.2) | minmax(bits=8))", "ef(topk(density=0.01) | minmax(bits=8))"),
-        ("qsgd(bits=2)", "qsgd(bits=2)"),
-    ],
-)
-def test_what_accordion_compresses_more_to(reference: str, expected: str) -> None:
-    seen = evidence(reference)
-    steady = Accordion().propose(replace(seen, memory=Accordion().propose(seen).memory))
-    assert set(steady.layers.values()) == {parse(expected)}
+def test_accordion_goes_from_one_parameter_to_another() -> None:
+    for reference, pair in (("qsgd(bits=4)", (2, 4)), ("ef(powersgd(rank=8))", (4, 16))):
+        policy = Accordion(pair=pair)
+        first = policy.propose(evidence(reference))
+        steady = policy.propose(evidence(reference, memory=first.memory))
+        assert {parameter_value(c) for c in first.layers.values()} == {pair[1]}
+        assert {parameter_value(c) for c in steady.layers.values()} == {pair[0]}
+    for reference, expected in {
+        "ef(powersgd(rank=16))": "ef(powersgd(rank=4))",
+        "ef(topk(density=0.2) | minmax(bits=8))": "ef(topk(density=0.01) | minmax(bits=8))",
+        "qsgd(bits=2)": "qsgd(bits=2)",
+    }.items():
+        seen = evidence(reference)
+        steady = Accordion().propose(replace(seen, memory=Accordion().propose(seen).memory))
+        assert set(steady.layers.values()) == {parse(expected)}
 
 
 def test_accordion_keeps_feedback_in_both_regimes() -> None:
@@ -350,9 +304,8 @@ def test_accordion_leaves_what_does_not_suit_a_layer() -> None:
 
 
 @pytest.mark.parametrize("spec", REFERENCES)
-@pytest.mark.parametrize("policy", [KMeans(), KMeans(clusters=3, buckets=(1024, 128))], ids=str)
-def test_kmeans_is_within_the_budget_too_and_deterministic(policy: Policy, spec: str) -> None:
-    for seed in (0, 1):
+def test_kmeans_is_within_the_budget_too_and_deterministic(spec: str) -> None:
+    for policy, seed in ((KMeans(), 0), (KMeans(clusters=3, buckets=(1024, 128)), 1)):
         seen = evidence(spec, of=gradients(seed))
         proposal = policy.propose(seen)
         assert_within(proposal, seen)
@@ -370,34 +323,21 @@ ALL = [LGreco(), LGreco(families=HYBRID), LGreco(reference=Accordion()), LGreco(
 ALL += [KMeans(), Accordion()]
 
 
-@pytest.mark.parametrize("policy", ALL, ids=str)
-def test_every_policy_survives(policy: Policy) -> None:
-    for of in ({}, {name: torch.zeros(shape) for name, shape in SHAPES.items()}):
-        nothing = policy.propose(evidence(of=of))
-        assert nothing.layers == evidence().reference
-        assert not nothing.errors
-    broken = {name: torch.full(shape, torch.nan) for name, shape in SHAPES.items()}
-    assert policy.propose(evidence(of=broken)).layers == evidence().reference
-    reference = {"up": parse("minmax(bits=4)")}
-    alone = Evidence(reference, reference, {"up": gradients()["up"]}, num_ranks=1)
-    proposal = policy.propose(alone)
-    assert set(proposal.layers) == {"up"}
-    assert norms(proposal.errors) <= norms(proposal.reference_errors) * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("policy", ALL, ids=str)
-def test_evidence_is_not_changed(policy: Policy) -> None:
-    seen = evidence(memory={})
-    before = {name: gradient.clone() for name, gradient in seen.gradients.items()}
-    policy.propose(seen)
-    assert all(torch.equal(before[name], seen.gradients[name]) for name in before)
-    assert seen.memory == {}
-
-
-def test_reports_say_how_long_it_took() -> None:
-    proposal = LGreco().propose(evidence())
-    assert proposal.errors_s > 0
-    assert proposal.solve_s > 0
+def test_every_policy_survives_and_changes_no_evidence() -> None:
+    for policy in ALL:
+        for of in ({}, {name: torch.zeros(shape) for name, shape in SHAPES.items()}):
+            nothing = policy.propose(evidence(of=of))
+            assert nothing.layers == evidence().reference
+            assert not nothing.errors
+        broken = {name: torch.full(shape, torch.nan) for name, shape in SHAPES.items()}
+        assert policy.propose(evidence(of=broken)).layers == evidence().reference
+        reference = {"up": parse("minmax(bits=4)")}
+        seen = Evidence(reference, reference, {"up": gradients()["up"]}, num_ranks=1, memory={})
+        proposal = policy.propose(seen)
+        assert set(proposal.layers) == {"up"}
+        assert norms(proposal.errors) <= norms(proposal.reference_errors) * (1 + 1e-9)
+        assert torch.equal(seen.gradients["up"], gradients()["up"])
+        assert seen.memory == {}
 
 
 def test_weights_and_gradients_share_one_budget() -> None:
@@ -451,8 +391,7 @@ def test_alpha_multiplies_the_error_and_not_its_square(alpha: float) -> None:
     assert proposal.layers != LGreco(alpha=alpha).propose(seen).layers
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize(("policy", "least"), [(KMeans(), 1.25), (LGreco(), 1.4)], ids=str)
+@pytest.mark.parametrize(("policy", "least", "seed"), [(KMeans(), 1.25, 0), (LGreco(), 1.4, 1)], ids=str)
 def test_every_policy_spends_its_budget(policy: Policy, least: float, seed: int) -> None:
     """How many times fewer bytes than uniform each sends. Without a search k-means has 1.2."""
     seen = nine_layers(seed)
@@ -529,54 +468,46 @@ def test_a_fast_link_keeps_residuals() -> None:
     assert set(layers.values()) == {ef(Raw())}
 
 
-WITH_FEEDBACK = ("2bit", "ef(minmax(bits=2))", "ef(maxabs(bits=2))", "ef(qsgd(bits=4))", "ef(qsgd(bits=4), bits=8)")
+WITH_FEEDBACK = ("2bit", "ef(maxabs(bits=2))", "ef(qsgd(bits=4), bits=8)")
 MIXED = LGreco(families=("minmax(bits=2)", "qsgd(bits=4)", "topk(density=0.05)"), alpha=8.0)
 
 
-@pytest.mark.parametrize("spec", WITH_FEEDBACK)
 @pytest.mark.parametrize("policy", [LGreco(alpha=8.0), MIXED, KMeans(alpha=8.0), Accordion()], ids=str)
-def test_what_errs_by_more_than_its_input_never_has_error_feedback(policy: Policy, spec: str) -> None:
+def test_what_errs_by_more_than_its_input_never_has_error_feedback(policy: Policy) -> None:
     """Even with a budget for it: an error is taken without feedback, and the residual would grow in every step."""
-    seen = evidence(spec)
-    policy.check(seen.reference, SHAPES)
-    first = policy.propose(seen)
-    for proposal in (first, policy.propose(replace(seen, memory=first.memory))):
-        coders = [compressor.coder for compressor in proposal.layers.values() if isinstance(compressor, Wrapper)]
-        assert len(coders) == len(SHAPES)
-        assert all(compressor.traits.contracts for compressor in coders)
+    for seen in map(evidence, WITH_FEEDBACK):
+        policy.check(seen.reference, SHAPES)
+        first = policy.propose(seen)
+        for proposal in (first, policy.propose(replace(seen, memory=first.memory))):
+            coders = [compressor.coder for compressor in proposal.layers.values() if isinstance(compressor, Wrapper)]
+            assert len(coders) == len(SHAPES)
+            assert all(compressor.traits.contracts for compressor in coders)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        LGreco(bounds=(1, 4)),
-        KMeans(bounds=(1, 4)),
-        LGreco(families=("minmax(bits=1)", "topk(density=0.05)")),
-        LGreco(families=("minmax(bits=2)", "topk(density=0.05)"), bounds=(1, 4)),
-        Accordion(pair=(1, 2)),
-        Accordion(pair=("minmax(bits=1)", "minmax(bits=2)")),
-        LGreco(reference=Accordion(pair=(1, 2))),
-    ],
-    ids=str,
-)
-def test_asking_for_what_makes_residuals_grow_is_an_error_that_names_it(policy: Policy) -> None:
-    with pytest.raises(ValueError, match=r"would offer ef\(minmax\(bits=1.*residual .* grows"):
-        policy.check(evidence("2bit").reference, SHAPES)
+GROWING = [
+    LGreco(bounds=(1, 4)),
+    KMeans(bounds=(1, 4)),
+    LGreco(families=("minmax(bits=1)", "topk(density=0.05)")),
+    LGreco(families=("minmax(bits=2)", "topk(density=0.05)"), bounds=(1, 4)),
+    Accordion(pair=(1, 2)),
+    Accordion(pair=("minmax(bits=1)", "minmax(bits=2)")),
+    LGreco(reference=Accordion(pair=(1, 2))),
+]
 
 
-def test_buckets_that_make_residuals_grow_are_refused() -> None:
+def test_asking_for_what_makes_residuals_grow_is_an_error_that_names_it() -> None:
+    for policy in GROWING:
+        with pytest.raises(ValueError, match=r"would offer ef\(minmax\(bits=1.*residual .* grows"):
+            policy.check(evidence("2bit").reference, SHAPES)
     with pytest.raises(ValueError, match=r"buckets=.* would offer ef\(qsgd\(bits=4, bucket=8192"):
         KMeans(buckets=(8192, 128)).check(evidence("ef(qsgd(bits=4))").reference, SHAPES)
     KMeans(buckets=(8192, 128)).check(evidence("qsgd(bits=4)").reference, SHAPES)
-
-
-def test_auto_refuses_candidates_that_make_residuals_grow() -> None:
     with pytest.raises(ValueError, match=r"candidates=.* would offer ef\(minmax\(bits=1"):
         Auto(candidates=("minmax(bits=1)", "topk(density=0.05)"))
     Auto(candidates=("minmax(bits=1)", "minmax(bits=2)"))
 
 
-@pytest.mark.parametrize("spec", ["8bit", "minmax(bits=8, bucket=1024)", "ef(minmax(bits=8))", "maxabs(bits=8)"])
+@pytest.mark.parametrize("spec", ["ef(minmax(bits=8))", "maxabs(bits=8)"])
 @pytest.mark.parametrize(("policy", "least"), [(LGreco(), 1.3), (KMeans(), 1.1)], ids=str)
 def test_the_most_bits_have_something_to_exchange(policy: Policy, least: float, spec: str) -> None:
     seen = nine_layers(0)

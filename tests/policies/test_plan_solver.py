@@ -31,33 +31,24 @@ def direct(compressor, gradient: torch.Tensor) -> float:
     return float((compressor.roundtrip(gradient) - gradient).square().sum(dtype=torch.float64))
 
 
-@pytest.mark.parametrize(
-    ("spec", "expected"),
-    [
-        ("minmax(bits=4)", [2, 3, 4, 5, 6, 7, 8]),
-        ("minmax(bits=3)", [2, 3, 4, 5, 6]),
-        ("minmax(bits=6)", [3, 4, 5, 6, 7, 8]),
-        ("maxabs(bits=2)", [2, 3, 4]),
-        ("qsgd(bits=3)", [2, 3, 4, 5, 6]),
-        ("rangefloat(bits=10)", list(range(5, 16))),
-        ("powersgd(rank=4)", [2, 3, 4, 5, 6, 7, 8]),
-        ("powersgd(rank=32)", list(range(16, 65))),
-        ("ef(powersgd(rank=1))", [1, 2]),
-    ],
-)
-def test_bits_and_ranks_are_from_half_to_twice_as_many(spec: str, expected: list[int]) -> None:
-    assert strengths(spec) == expected
+def test_bits_and_ranks_are_from_half_to_twice_as_many() -> None:
+    for spec, expected in {
+        "minmax(bits=4)": [2, 3, 4, 5, 6, 7, 8],
+        "minmax(bits=6)": [3, 4, 5, 6, 7, 8],
+        "maxabs(bits=2)": [2, 3, 4],
+        "rangefloat(bits=10)": list(range(5, 16)),
+        "powersgd(rank=32)": list(range(16, 65)),
+        "ef(powersgd(rank=1))": [1, 2],
+    }.items():
+        assert strengths(spec) == expected
 
 
-@pytest.mark.parametrize("density", [0.001, 0.01, 0.1])
-def test_densities_are_from_a_tenth_to_ten_times_as_much(density: float) -> None:
-    found = strengths(f"topk(density={density})")
-    assert len(found) == 100
-    assert (found[0], found[-1]) == (pytest.approx(density / 10), pytest.approx(10 * density))
-    assert np.diff(found) == pytest.approx(density / 10)
-
-
-def test_densities_end_at_one() -> None:
+def test_densities_are_from_a_tenth_to_ten_times_as_much_and_end_at_one() -> None:
+    for density in (0.001, 0.1):
+        found = strengths(f"topk(density={density})")
+        assert len(found) == 100
+        assert (found[0], found[-1]) == (pytest.approx(density / 10), pytest.approx(10 * density))
+        assert np.diff(found) == pytest.approx(density / 10)
     found = strengths("topk(density=0.3)")
     assert len(found) == 33
     assert max(found) <= 1.0
@@ -85,9 +76,8 @@ def test_bounds_and_step_are_in_units_of_the_parameter() -> None:
     assert strengths("topk(density=0.01)", bounds=(0.01, 0.03), step=0.01) == [0.01, 0.02, 0.03]
 
 
-@pytest.mark.parametrize(
-    ("spec", "factor", "expected"),
-    [
+def test_weaker_is_at_least_the_least_there_is() -> None:
+    for spec, factor, expected in (
         ("minmax(bits=4)", 3 / 4, "minmax(bits=3)"),
         ("powersgd(rank=64)", 1 / 4, "powersgd(rank=16)"),
         ("ef(topk(density=0.02))", 1 / 20, "ef(topk(density=0.001))"),
@@ -95,10 +85,8 @@ def test_bounds_and_step_are_in_units_of_the_parameter() -> None:
         ("maxabs(bits=4)", 1 / 8, "maxabs(bits=2)"),
         ("rangefloat(bits=4)", 1 / 4, "rangefloat(bits=3)"),
         ("topk(density=0.2) | minmax(bits=8)", 1 / 2, "topk(density=0.1) | minmax(bits=8)"),
-    ],
-)
-def test_weaker_is_at_least_the_least_there_is(spec: str, factor: float, expected: str) -> None:
-    assert with_share(parse(spec), factor) == parse(expected)
+    ):
+        assert with_share(parse(spec), factor) == parse(expected)
 
 
 def test_parameters_have_names() -> None:
@@ -107,17 +95,13 @@ def test_parameters_have_names() -> None:
     assert parameter_value(FFT(theta=0.9)) == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("numel", [1000, 4096, 30_000])
-def test_densities_of_one_sort_err_as_they_would_one_by_one(numel: int) -> None:
-    gradient = normal(numel) ** 3
+def test_densities_of_one_sort_err_as_they_would_one_by_one() -> None:
+    gradient = normal(4097) ** 3
     members = family(parse("topk(density=0.02)"))
     found = squared_errors(gradient, members)
     for at in range(0, len(members), 7):
         assert found[at] == pytest.approx(direct(members[at], gradient), rel=1e-5)
     assert all(later <= earlier for earlier, later in itertools.pairwise(found))
-
-
-def test_all_that_is_kept_errs_nothing() -> None:
     gradient = normal(500)
     total = float(gradient.square().sum())
     few, all_of_it = squared_errors(gradient, [parse("topk(density=0.01)"), parse("topk(density=1.0)")])
@@ -222,7 +206,7 @@ def brute_force(table, budget: float) -> float | None:
     return min(found) if found else None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60)
 @given(tables, st.integers(0, 60))
 def test_the_programme_finds_what_brute_force_finds(table, budget: int) -> None:
     expected = brute_force(table, budget)
@@ -241,7 +225,7 @@ def test_the_programme_finds_what_brute_force_finds(table, budget: int) -> None:
     assert allocate.total(costs, plan) == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 8), st.integers(1, 6), st.floats(0.3, 1.5), st.integers(5, 2000))
 def test_no_plan_is_over_the_budget(seed: int, layers: int, choices: int, alpha: float, steps: int) -> None:
     draw = np.random.default_rng(seed)
@@ -282,30 +266,18 @@ def test_the_dynamic_programme_is_within_a_hundredth_of_the_optimum(seed: int) -
     assert allocate.total(costs, found) < 0.9 * allocate.total(costs, reference)
 
 
-def test_a_budget_of_zero_leaves_what_errs_nothing() -> None:
+def test_budgets_at_the_edge_and_what_rounding_leaves_of_them() -> None:
     tiny = np.array([1e-9, 0.0, 0.0])
     assert allocate.dynamic_programme([tiny, tiny], [np.array([1.0, 3.0, 2.0])] * 2, 0.0) == [2, 2]
     with pytest.raises(allocate.Infeasible):
         allocate.dynamic_programme([np.array([1e-9])], [np.array([1.0])], 0.0)
-
-
-def test_infinite_errors_are_never_chosen() -> None:
     of_errors = [np.array([np.inf, 1.0]), np.array([np.inf, 2.0])]
     assert allocate.dynamic_programme(of_errors, [np.array([1.0, 5.0])] * 2, 3.0) == [1, 1]
-
-
-def test_a_budget_that_only_the_reference_meets() -> None:
     of_errors = [np.array([0.3, 0.7]), np.array([0.1, 0.9])]
     costs = [np.array([2.0, 1.0]), np.array([2.0, 1.0])]
     assert allocate.dynamic_programme(of_errors, costs, 0.4) == [0, 0]
-
-
-def test_rounding_rules_no_plan_out() -> None:
     # In steps of a tenth, 1/3 and 2/3 of the budget are 0.4 and 0.7 of it.
     assert allocate.dynamic_programme([np.array([1.0]), np.array([2.0])], [np.array([1.0])] * 2, 3.0, 10) == [0, 0]
-
-
-def test_what_rounding_leaves_of_the_budget_is_spent() -> None:
     # Ten steps: each layer's 0.11 counts as 0.2, so that only five of the eight that fit are taken.
     of_errors, costs = [np.array([0.0, 0.11])] * 9, [np.array([10.0, 1.0])] * 9
     assert sum(allocate.dynamic_programme(of_errors, costs, 1.0, 10)) == 9
@@ -333,16 +305,12 @@ def test_regression_recovers_what_a_bucket_s_byte_costs() -> None:
     assert fit_quality([sync for at, sync in enumerate(noisy) if at % 8 >= 2], found) > 0.95
 
 
-def test_regression_waits_for_enough_plans_and_forgets_other_buckets() -> None:
+def test_regression_waits_for_enough_plans_and_it_and_its_quality_leave_out_other_buckets() -> None:
     known = (1e-9, 4e-9)
     assert seconds_per_byte([]) is None
     assert seconds_per_byte(syncs(known, 0.0, plans=3)) is None
     before = syncs((1e-9, 1e-9, 1e-9), 0.0, plans=8)
     assert seconds_per_byte(before + syncs(known, 0.0, plans=5)) == pytest.approx(known, rel=1e-6)
-
-
-def test_quality_of_a_fit_leaves_out_other_buckets() -> None:
-    known = (1e-9, 4e-9)
     mixed = [*(s for s in syncs((1.0,), 0.0, 2)), *syncs(known, 0.0, plans=5)[2:8]]
     assert fit_quality(mixed, known) == pytest.approx(1.0)
     assert fit_quality([], known) == 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 
 from thinwire.store import CentreStore, CentreTable, Part, RecordFormat, Rows, StoreError, centre_bytes
 
@@ -40,23 +39,6 @@ def test_a_centre_follows_a_drift_within_its_window() -> None:
         for value in [0.0] * 50 + [1.0] * 10:
             centres.update(name, torch.full((1, 1), value))
     assert float(quick.look_up(name)) > 0.8 > 0.3 > float(slow.look_up(name))
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.integers(1, 16), st.integers(1, 5), st.integers(0, 1000))
-def test_sides_that_are_given_the_same_keep_the_same(num: int, width: int, seed: int) -> None:
-    ours, theirs = CentreTable(num, width), CentreTable(num, width)
-    for side in (ours, theirs):
-        side.begin(vectors(num, width, seed))
-    for step in range(4):
-        batch = vectors(9, width, seed + step)
-        names = ours.nearest(batch)
-        arrived = ours.look_up(names) + 0.9 * (batch - ours.look_up(names))
-        for side in (ours, theirs):
-            side.update(names, arrived)
-    mine, other = ours.state_dict(), theirs.state_dict()
-    assert all(torch.equal(mine[name], other[name]) for name in mine)
-    assert 2 * ours.num_bytes == centre_bytes(num, (7, width))
 
 
 def test_what_is_not_finite_moves_no_centre() -> None:

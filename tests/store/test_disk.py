@@ -124,7 +124,7 @@ def test_what_is_loaded_is_what_was_saved_last_whatever_is_read_ahead_and_writte
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        for step in range(400):
+        for step in range(200):
             samples = torch.randperm(8, generator=random)[:3].tolist()
             store.prefetch(torch.randperm(8, generator=random)[:3].tolist())
             assert store.verify(samples) == []
@@ -272,12 +272,12 @@ def test_a_store_on_disk_is_not_opened_unasked(tmp_path: Path) -> None:
     assert Disk(tmp_path, num_samples=8, resume=True).run_of("other") is None
 
 
-@pytest.mark.parametrize("content", ["", "[]", "nonsense", '{"run": 1', "[" * 100_000])
-def test_a_manifest_that_is_none_is_refused(content: str, tmp_path: Path) -> None:
+def test_a_manifest_that_is_none_is_refused(tmp_path: Path) -> None:
     filled(tmp_path).close()
-    (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(StoreError, match=r"remove|another run"):
-        make(tmp_path)
+    for content in ("", "[]", "nonsense", '{"run": 1', "[" * 100_000):
+        (tmp_path / "manifest.json").write_text(content)
+        with pytest.raises(StoreError, match=r"remove|another run"):
+            make(tmp_path)
 
 
 def test_no_size_in_a_file_is_believed(tmp_path: Path) -> None:

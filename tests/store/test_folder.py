@@ -23,7 +23,7 @@ def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_only_the_owner_reads_the_folder_and_its_files(tmp_path: Path) -> None:
+def test_only_the_owner_reads_the_folder_and_its_files_whatever_modes_they_had(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         folder = tmp_path / "store"
@@ -32,11 +32,6 @@ def test_only_the_owner_reads_the_folder_and_its_files(tmp_path: Path) -> None:
         os.umask(before)
     assert mode_of(folder) == 0o700
     assert {path.name: mode_of(path) for path in folder.iterdir()} == dict.fromkeys(FILES, 0o600)
-
-
-def test_a_store_with_wider_modes_is_closed_to_others(tmp_path: Path) -> None:
-    folder = tmp_path / "store"
-    open_store(folder).close()
     folder.chmod(0o755)
     for name in FILES[:3]:
         (folder / name).chmod(0o644)
@@ -45,24 +40,23 @@ def test_a_store_with_wider_modes_is_closed_to_others(tmp_path: Path) -> None:
     assert {mode_of(folder / name) for name in FILES} == {0o600}
 
 
-@pytest.mark.parametrize("name", ["lock", "records.bin", "index.bin", "manifest.json.new"])
-def test_links_are_not_followed(name: str, tmp_path: Path) -> None:
-    folder, victim = tmp_path / "store", tmp_path / "victim"
-    victim.write_bytes(PRECIOUS)
-    folder.mkdir()
-    (folder / name).symlink_to(victim)
-    with pytest.raises(StoreError, match=name):
-        open_store(folder)
-    assert victim.read_bytes() == PRECIOUS
-
-
-@pytest.mark.parametrize("name", ["lock", "records.bin", "index.bin"])
-def test_files_that_no_store_made_are_not_overwritten(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(PRECIOUS)
-    for _ in range(2):
-        with pytest.raises(StoreError, match="name another folder"):
-            open_store(tmp_path)
-        assert (tmp_path / name).read_bytes() == PRECIOUS
+def test_links_are_not_followed_and_files_that_no_store_made_are_not_overwritten(tmp_path: Path) -> None:
+    for name in ("lock", "records.bin", "index.bin", "manifest.json.new"):
+        folder, victim = tmp_path / name / "store", tmp_path / name / "victim"
+        folder.mkdir(parents=True)
+        victim.write_bytes(PRECIOUS)
+        (folder / name).symlink_to(victim)
+        with pytest.raises(StoreError, match=name):
+            open_store(folder)
+        assert victim.read_bytes() == PRECIOUS
+    for name in ("lock", "records.bin", "index.bin"):
+        folder = tmp_path / f"with {name}"
+        folder.mkdir()
+        (folder / name).write_bytes(PRECIOUS)
+        for _ in range(2):
+            with pytest.raises(StoreError, match="name another folder"):
+                open_store(folder)
+            assert (folder / name).read_bytes() == PRECIOUS
 
 
 def test_a_store_whose_making_was_interrupted_is_made_again(tmp_path: Path) -> None:
@@ -71,9 +65,6 @@ def test_a_store_whose_making_was_interrupted_is_made_again(tmp_path: Path) -> N
     (tmp_path / "records.bin").write_bytes(b"half")
     open_store(tmp_path).close()
     assert (tmp_path / "records.bin").stat().st_size == 16 * FORMAT.record_bytes
-
-
-def test_what_is_no_folder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "store").write_bytes(PRECIOUS)
+    (tmp_path / "file").write_bytes(PRECIOUS)
     with pytest.raises(StoreError, match="cannot hold a message store"):
-        open_store(tmp_path / "store")
+        open_store(tmp_path / "file")
