@@ -27,6 +27,7 @@ from thinwire_tools.results import OutputFile, Results
 _TASK = replace(tasks.SCRATCH, samples=2400, steps=150)
 _SMOKE_TASK = replace(tasks.SCRATCH_SMOKE, steps=2)
 _STAGES = 4
+_BINS = 16
 _BACKWARD = "maxabs(bits=8)"
 TILE = 64
 """Channels of a tile."""
@@ -146,12 +147,12 @@ def _nearest(tiles: Tensor, bits: int) -> Tensor:
     return low + codes * unit
 
 
-def entropy(tiles: Tensor, bins: int = 16) -> Tensor:
-    """In bits, of the distribution of each tile's values over ``bins`` of equal width between its extremes."""
+def entropy(tiles: Tensor) -> Tensor:
+    """In bits, of the distribution of each tile's values over `_BINS` of equal width between its extremes."""
     low, high = tiles.amin(1, keepdim=True), tiles.amax(1, keepdim=True)
     span = (high - low).where(high > low, 1.0)
-    at = ((tiles - low) / span * bins).long().clamp(0, bins - 1)
-    shares = tiles.new_zeros(len(tiles), bins).scatter_add_(1, at, torch.ones_like(tiles)) / tiles.shape[1]
+    at = ((tiles - low) / span * _BINS).long().clamp(0, _BINS - 1)
+    shares = tiles.new_zeros(len(tiles), _BINS).scatter_add_(1, at, torch.ones_like(tiles)) / tiles.shape[1]
     return torch.special.entr(shares).sum(1) / math.log(2)
 
 

@@ -130,11 +130,11 @@ def beyond(row: str, key: str, effect: float | None = None) -> Rule:
     return lambda rows: exceeds(estimated(rows[row], key), effect)
 
 
-def faster_than_all(row: str, others: Sequence[str], key: str = "step_s") -> Rule:
+def faster_than_all(row: str, others: Sequence[str]) -> Rule:
     """The seconds of ``row`` (one a seed) are below the least of all ``others``'."""
 
     def rule(rows: Rows) -> Judgement:
-        seconds = zip(rows[row][key], *(rows[other][key] for other in others), strict=True)
+        seconds = zip(rows[row]["step_s"], *(rows[other]["step_s"] for other in others), strict=True)
         return faster([min(theirs) / mine for mine, *theirs in seconds])
 
     return rule
@@ -150,9 +150,9 @@ def times_faster(rows: Rows, fast: str, slow: str, key: str = "step_s") -> float
     return median(ratios(rows, fast, slow, key))
 
 
-def ahead(fast: str, slow: str, bound: float = 1.0, key: str = "step_s") -> Rule:
-    """``fast`` is over ``bound`` times as fast as ``slow``."""
-    return lambda rows: faster(ratios(rows, fast, slow, key), bound)
+def ahead(fast: str, slow: str, key: str = "step_s") -> Rule:
+    """``fast`` is faster than ``slow``."""
+    return lambda rows: faster(ratios(rows, fast, slow, key))
 
 
 def differences(row: Mapping[str, Any], key: str) -> list[float]:

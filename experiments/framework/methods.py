@@ -173,9 +173,9 @@ def _reduce_timed(state, bucket):
     return future
 
 
-def compressed(spec: str, algorithm: str = "sra") -> Method:
+def compressed(spec: str) -> Method:
     """A training whose gradients are compressed by ``spec`` and sent as `thinwire.compress` does by itself."""
-    return Method(spec, spec, "#0a7d4f", spec=spec, algorithm=algorithm, transport="auto")
+    return Method(spec, spec, "#0a7d4f", spec=spec, transport="auto")
 
 
 FP32 = Method("fp32", "DDP fp32", "#555555", kind="ddp")

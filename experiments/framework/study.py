@@ -215,18 +215,9 @@ class ImageStudy(Study[ImageScaleT]):
     def task(self) -> ImageTask:
         return self.scale.task
 
-    def train(
-        self,
-        method: Method,
-        seed: int,
-        *,
-        task: ImageTask | None = None,
-        num_ranks: int | None = None,
-        measure: int = 0,
-        shaped: bool = False,
-    ) -> Trained:
-        """`Study.train_task`; the scale's task and ranks unless others are given."""
-        task, num_ranks = task or self.task, num_ranks or self.scale.num_ranks
+    def train(self, method: Method, seed: int, *, measure: int = 0, shaped: bool = False) -> Trained:
+        """`Study.train_task` of the scale's task and ranks."""
+        task, num_ranks = self.task, self.scale.num_ranks
         trained = self.train_task(task, method, seed, num_ranks=num_ranks, measure=measure, shaped=shaped)
         if shaped and self.emulated:
             link = self.runs(task, num_ranks).link

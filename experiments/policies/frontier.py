@@ -64,21 +64,13 @@ def fewer_bytes(
     return _over_trainings(bench, method, later, at, ratio)
 
 
-def less_error(
-    bench: Bench,
-    method: str,
-    *,
-    later: bool = False,
-    measure: Measure = "error",
-    at: frozenset[DecisionPlace] | None = None,
-) -> Ratio | None:
+def less_error(bench: Bench, method: str, *, at: frozenset[DecisionPlace] | None = None) -> Ratio | None:
     """How many times less error than uniform compression of the same bytes a policy has."""
 
     def ratio(point: Point, line: Line) -> float:
-        error = getattr(point, measure)
-        return line.error_at(point, measure) / error if error else math.nan
+        return line.error_at(point, "error") / point.error if point.error else math.nan
 
-    return _over_trainings(bench, method, later, at, ratio)
+    return _over_trainings(bench, method, False, at, ratio)
 
 
 def against(bench: Bench, method: str, other: str, *, later: bool = False) -> Ratio | None:

@@ -57,9 +57,9 @@ def join(parts: Sequence[Reconstruction]) -> Reconstruction:
     return Reconstruction(torch.cat([part.exact for part in parts]), torch.cat([part.received for part in parts]))
 
 
-def quantiles(values: Tensor, count: int = _QUANTILES) -> np.ndarray:
-    """``count`` quantiles of ``values``, from that of 0 to that of 1."""
-    return np.quantile(values.numpy(), np.linspace(0, 1, count))
+def quantiles(values: Tensor) -> np.ndarray:
+    """Quantiles of ``values``, from that of 0 to that of 1."""
+    return np.quantile(values.numpy(), np.linspace(0, 1, _QUANTILES))
 
 
 def share_with_least_error(errors: Mapping[str, np.ndarray], name: str, others: Sequence[str] = ()) -> float:

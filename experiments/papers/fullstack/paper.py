@@ -56,9 +56,9 @@ def _against(ours: Sequence[float], others: Sequence[float]) -> str:
 Losses = Callable[[Rows], Sequence[float]]
 
 
-def _of_table(name: str, key: str = "loss") -> Losses:
+def _of_table(name: str) -> Losses:
     """By seed, from the row of a part that trains in one process."""
-    return lambda rows: rows["table"][key][name]
+    return lambda rows: rows["table"]["loss"][name]
 
 
 def _compared(
@@ -106,7 +106,7 @@ def _row(method: Any) -> str:
     return f"loss/{method.name}"
 
 
-def _losses(method: Any, row: str = "") -> Losses:
+def _losses(method: Any) -> Losses:
     """By seed; FP32's are beside every other method's."""
     return lambda rows: rows[_row(AQSGD)]["baseline"]["losses"] if method is FP32 else rows[_row(method)]["losses"]
 

@@ -99,10 +99,10 @@ def _policy(name: str, every: int, more: str) -> str:
     return f"{name}(every={every}, window={every // 2}, lag={min(LAG, every // 2)}{', ' + more if more else ''})"
 
 
-def settled(policy: str, warm_up: int, more: str = "") -> str:
+def settled(policy: str, warm_up: int) -> str:
     """A policy that looks at the end of ``warm_up`` dense steps, decides once, and then leaves the plan alone."""
     window = max(1, warm_up // 3)
-    return f"{policy}(every=100000, warmup={warm_up}, window={window}, lag=2{', ' + more if more else ''})"
+    return f"{policy}(every=100000, warmup={warm_up}, window={window}, lag=2)"
 
 
 def uniform_method(family: Family) -> Method:

@@ -115,16 +115,14 @@ def rounded(weights: int, gradients: int, rounding: Rounding) -> Method:
     )
 
 
-def learned(weights: int, gradients: int, learn_at: Sequence[int], min_numel: int = 0) -> Method:
-    """The same with levels that are learned at these steps, where they have any effect.
-
-    ``min_numel``: of the layers that learn; the thesis's 10^5 would be none of these networks'.
-    """
+def learned(weights: int, gradients: int, learn_at: Sequence[int]) -> Method:
+    """The same with levels that are learned at these steps, where they have any effect."""
 
     def spec(bits: int) -> str:
         if bits > _MOST_LEARNED_BITS:
             return _minmax(bits, BUCKET, None)
-        return f"levels(bits={bits}, bucket={BUCKET}, learn_at={tuple(learn_at)}, min_numel={min_numel})"
+        # The thesis learns for layers from 10^5 elements on: none of these networks'.
+        return f"levels(bits={bits}, bucket={BUCKET}, learn_at={tuple(learn_at)}, min_numel=0)"
 
     name = f"W{weights}G{gradients} learned"
     return Method(name, name, "#1f6fb2", weights=spec(weights), gradients=spec(gradients))

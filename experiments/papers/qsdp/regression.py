@@ -168,9 +168,9 @@ def mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
     return [fmean(values) for values in zip(*curves, strict=True)]
 
 
-def thinned(curve: Sequence[float], count: int = 50) -> list[float]:
-    """At most so many values, evenly spread."""
-    return list(curve[:: max(1, len(curve) // count)])
+def thinned(curve: Sequence[float]) -> list[float]:
+    """About 50 values, evenly spread."""
+    return list(curve[:: max(1, len(curve) // 50)])
 
 
 def _draw(
