@@ -27,6 +27,7 @@ from thinwire_tools.results import OutputFile, Results
 _TASK = replace(tasks.SCRATCH, samples=2400, steps=150)
 _SMOKE_TASK = replace(tasks.SCRATCH_SMOKE, steps=2)
 _STAGES = 4
+_BINS = 16
 _BACKWARD = "maxabs(bits=8)"
 TILE = 64
 """Channels of a tile."""

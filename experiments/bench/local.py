@@ -16,10 +16,28 @@ from thinwire_tools.compare.demo import MARGIN, TASK, Turns
 from thinwire_tools.compare.paired import train_in_turns
 from thinwire_tools.compare.statistics import estimate, relative_differences
 from thinwire_tools.compare.tasks import GPTTask
-from thinwire_tools.compare.variants import LOCAL_EVERY, VARIANTS
+from thinwire_tools.compare.variants import (
+    LOCAL_EVERY,
+    POWERSGD_RANK,
+    VARIANTS as OF_THE_DEMO,
+    Variant,
+    local_updates,
+    low_rank,
+)
 from thinwire_tools.lab.units import format_rate, parse_rate
 from thinwire_tools.results import OutputFile, Results
 
+VARIANTS = {
+    **OF_THE_DEMO,
+    "low-rank-bf16": low_rank(f"thinwire rank {POWERSGD_RANK}, bf16", "bf16"),
+    "in-optimizer": Variant(
+        "gaussian(bits=2, bucket=64)", title="2 bits in AdamW", optimizer="compressed-adamw", rate_factor=2.0
+    ),
+    "one-bit-adam": Variant("onebit(bucket=layer)", title="1-bit Adam", optimizer="one-bit-adam"),
+    "overlapped": local_updates("local, 1 step late", overlap=1),
+    "streaming": local_updates("local, streaming", fragments=2, overlap=3, mix=0.5),
+    "muloco-streaming": local_updates("local with Muon, streaming", "muon", fragments=2, overlap=2),
+}
 METHODS = ("fp32", "thinwire", "local", "overlapped", "streaming", "muloco", "muloco-streaming", "muon", "alone")
 CONTROLS = ("fp32", "alone")
 
@@ -49,7 +67,7 @@ def local(
         rates: of each rank's link, both ways.
         steps: training steps of each way.
         seeds: of the initial weights, the batches and the rounding.
-        methods: variants of `thinwire_tools.compare.variants`; fp32 and training alone are always among them.
+        methods: of `VARIANTS`; fp32 and training alone are always among them.
         json: write the figures to this file.
     """
     console = Console(highlight=False)

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,12 +27,24 @@ from experiments.framework.methods import Method, TimedReduction
 from experiments.framework.replay import Clock, Compute, ReplayedTask, gradients_along, pin, record
 from experiments.tasks.resnet import ImageTask
 from thinwire_tools.compare.rank_program import Channel, join, run_rank
-from thinwire_tools.compare.tasks import GPTTask, ScoredTask, probe_steps, restore
+from thinwire_tools.compare.tasks import GPTTask, Task, probe_steps, restore
 from thinwire_tools.compare.train import digest, gradient_bytes, ring_factor
 
 _BATCHES = 4
 _ONE_BUCKET_MB = 1e6
 _STAGES = ("encode_s", "wire_s", "reduce_s", "decode_s")
+
+
+class ScoredTask(Task, Protocol):
+    """A task with a learning rate schedule of its own, and right answers to be counted."""
+
+    def rate(self, step: int) -> float:
+        """Learning rate of ``step`` (from 0)."""
+        ...
+
+    def score(self, model: nn.Module, rank: int, num_ranks: int, *, probe: bool) -> tuple[float, int, int]:
+        """Sum of the loss over this rank's share of the held-out data, how many answers are right, and of how many."""
+        ...
 
 
 class TimedModel:

@@ -15,7 +15,7 @@ from experiments.framework.methods import FP32, NOTHING, Method
 from experiments.tasks.models import Model
 from thinwire.policies import Sync
 from thinwire_tools import lab
-from thinwire_tools.compare.rank_processes import NoSetup, launch_ranks
+from thinwire_tools.compare.rank_processes import launch_ranks
 from thinwire_tools.compare.tasks import describe
 from thinwire_tools.compare.train import ring_factor
 from thinwire_tools.lab.units import format_rate
@@ -105,7 +105,7 @@ class Timing:
             network = self._made_network(per_node) if self._emulated else None
             self._network = stack.enter_context(network) if network is not None else None
             options = {"name": self._place, "timeout_s": _TIMEOUT_S}
-            started = launch_ranks(self._program, NoSetup(), self._num_ranks, self._network, **options)
+            started = launch_ranks(self._program, None, self._num_ranks, self._network, **options)
             self._ranks, _ = stack.enter_context(started)
             self._stack = stack.pop_all()
         return self

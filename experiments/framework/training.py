@@ -17,11 +17,12 @@ from torch import Tensor
 
 from experiments.framework import rank as rank_module
 from experiments.framework.methods import Method
+from experiments.framework.rank import ScoredTask
 from experiments.framework.run_cache import RunCache
 from thinwire.runtime import ParityError
 from thinwire_tools import lab
-from thinwire_tools.compare.rank_processes import NoSetup, launch_ranks
-from thinwire_tools.compare.tasks import ScoredTask, describe, probe_steps
+from thinwire_tools.compare.rank_processes import launch_ranks
+from thinwire_tools.compare.tasks import describe, probe_steps
 
 _TIMEOUT_S = 180.0
 _FIRST_STEPS = 5
@@ -113,7 +114,7 @@ class Runs:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             self._network = stack.enter_context(lab.Network(self.num_ranks)) if self.rate is not None else None
-            started = launch_ranks(rank_module, NoSetup(), self.num_ranks, self._network, timeout_s=_TIMEOUT_S)
+            started = launch_ranks(rank_module, None, self.num_ranks, self._network, timeout_s=_TIMEOUT_S)
             self._ranks, self._folder = stack.enter_context(started)
             self._stack = stack.pop_all()
         return self

@@ -30,26 +30,6 @@ def canvas(panels: int, *, titles: Sequence[str], x: str, y: str | Sequence[str]
     return figure, grid[:panels]
 
 
-def bars(axes: Any, shown: Sequence[tuple[str, str, float]]) -> None:
-    """Horizontal bars, ``(label, colour, value)`` each, the first on top."""
-    labels, colours, values = zip(*shown, strict=True)
-    axes.barh(range(len(shown)), values, color=colours)
-    axes.set_yticks(range(len(shown)), labels)
-    axes.invert_yaxis()
-    axes.set_axisbelow(True)
-    axes.set(xlabel=axes.get_ylabel(), ylabel="")
-    axes.grid(visible=False, axis="y")
-
-
-def plain_log(axis: Any) -> None:
-    """A log ``axis`` (``axes.xaxis`` or ``axes.yaxis``) with ticks at 1, 2 and 5 of each decade, as plain numbers."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter("{x:g}")
-
-
 def save(figure: Any, path: Path, *, legends: bool = True) -> None:
     """Write ``figure`` as SVG, with a legend on every panel that has labelled lines unless it has its own."""
     import matplotlib

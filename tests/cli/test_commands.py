@@ -49,15 +49,15 @@ def test_help_of_compare_shows_both_forms_and_an_option_of_the_other_form_says_s
     shown = capsys.readouterr().out
     assert "thinwire compare [OPTIONS] [SPEC ...] -- SCRIPT ..." in shown
     assert "usage: thinwire compare [-h] [OPTIONS] SPEC ... -- SCRIPT ..." in shown
-    assert all(f"{option} " in shown for option in ("--size", "--tune,", "--plot", "--pattern"))
+    assert all(f"{option} " in shown for option in ("--size", "--rate", "--plot", "--pattern"))
     assert "thinwire compare --smoke" in shown
     assert "--plot curves.svg -- train.py" in shown
     assert cli.main(["compare", "--plot", "curves.svg"]) == 2
     assert "--plot is an option for your own script only" in capsys.readouterr().err
     assert cli.main(["compare", "4bit", "train.py"]) == os.EX_USAGE
     assert 'a script comes after two dashes: thinwire compare "4bit" -- train.py' in capsys.readouterr().err
-    assert cli.main(["compare", "--tune", "--", "train.py"]) == 2
-    assert "--tune is an option for a small GPT of its own only" in capsys.readouterr().err
+    assert cli.main(["compare", "--smoke", "--", "train.py"]) == 2
+    assert "--smoke is an option for a small GPT of its own only" in capsys.readouterr().err
 
 
 def test_help_and_version_do_not_import_torch() -> None:

@@ -21,7 +21,7 @@ from thinwire_tools import lab
 from thinwire_tools.cli import main
 from thinwire_tools.compare import demo as demo_module, rank_processes
 from thinwire_tools.compare.paired import Setup
-from thinwire_tools.compare.rank_processes import NoSetup, RankFailed, RankProcesses
+from thinwire_tools.compare.rank_processes import RankFailed, RankProcesses
 from thinwire_tools.compare.tasks import describe
 from thinwire_tools.compare.variants import VARIANTS, Variant
 from thinwire_tools.lab import Loopback
@@ -115,7 +115,7 @@ def _ignore(*_: Any) -> None:
 
 
 def _run(ranks: RankProcesses, variant: Variant, on_event: Callable[..., None] = _ignore) -> list[dict[str, Any]]:
-    asked = {"variant": dataclasses.asdict(variant), "seed": 0, "highest": 1e-3, "measure": 0}
+    asked = {"variant": dataclasses.asdict(variant), "seed": 0, "measure": 0}
     ranks.run({"do": "begin", **asked})
     ranks.run({"do": "train", "until": SMOKE.steps}, on_event)
     return ranks.run({"do": "finish"})
@@ -156,7 +156,7 @@ def test_what_others_tell_after_a_rank_has_ended_is_heard(tmp_path: Path) -> Non
     told = []
     options: dict[str, Any] = {"folder": tmp_path, "name": "ranks", "timeout_s": 40, "module": "early_exit_rank"}
     ended = pytest.raises(RankFailed, match="rank 0: it ended")
-    with RankProcesses(Loopback(3), NoSetup(), 3, **options) as ranks, ended:
+    with RankProcesses(Loopback(3), None, 3, **options) as ranks, ended:
         ranks.run({"do": "go on"}, lambda rank, event: told.append((rank, event["step"])))
     assert sorted(told) == [(1, 1), (2, 2)]
 

@@ -21,7 +21,7 @@ from experiments.papers.aqsgd.methods import Method
 from experiments.papers.aqsgd.rank import Asked
 from experiments.papers.aqsgd.tasks import FineTuning
 from thinwire_tools import lab
-from thinwire_tools.compare.rank_processes import NoSetup, RankProcesses, launch_ranks
+from thinwire_tools.compare.rank_processes import RankProcesses, launch_ranks
 
 _TIMEOUT_S = 120.0
 BURST_BYTES = 2 * 1514
@@ -134,7 +134,7 @@ class Trainings:
 
     @contextmanager
     def _started(self) -> Iterator[RankProcesses]:
-        with launch_ranks(self._program, NoSetup(), self.num_ranks, self._network, timeout_s=_TIMEOUT_S) as (ranks, _):
+        with launch_ranks(self._program, None, self.num_ranks, self._network, timeout_s=_TIMEOUT_S) as (ranks, _):
             yield ranks
 
     def __exit__(

@@ -9,6 +9,7 @@ from itertools import product
 from statistics import fmean, median
 from typing import Any, ClassVar
 
+from experiments.framework import pictures
 from experiments.framework.claims import Row
 from experiments.framework.instrument import SeparateRuns
 from experiments.framework.methods import CGX, FP32, NORM, NOTHING, Method, compressed
@@ -209,9 +210,9 @@ def _draw(timed: Timed, study: CGXStudy, rows: Mapping[str, Row], errors: Sequen
             continue
         values = {"items": {m: row.value for m, row in own.items()}, "seconds": seconds}
         shown = values.get(timed.drawn) or {m: row.data["relative"] for m, row in own.items()}
-        plots.bars(axes, [(method.title, method.colour, value) for method, value in shown.items()])
+        pictures.bars(axes, [(method.title, method.colour, value) for method, value in shown.items()])
     for axes, row in zip(panels[len(models) :], errors, strict=True):
-        plots.bars(axes, [(method.title, method.colour, row.data["mean"][method.name]) for method in timed.errors])
+        pictures.bars(axes, [(method.title, method.colour, row.data["mean"][method.name]) for method in timed.errors])
     plots.save(figure, study.picture(timed.figure))
 
 

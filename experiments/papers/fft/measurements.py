@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from experiments.framework import pictures
 from experiments.framework.claims import Row
 from experiments.framework.instrument import SeparateRuns
 from experiments.framework.methods import NOTHING, Method
@@ -268,7 +269,7 @@ def _draw_10(study: FFTStudy, speeds: Throughputs, built: float) -> None:
             axes.axvline(rate / 1e9, color="#aaaaaa", linewidth=1)
             axes.annotate(link, (rate / 1e9, _MOST_RATIO), (12, -3), textcoords="offset points", **_SIDEWAYS)
         axes.set(xscale="log", xlim=(0.1, 100), ylim=(1, _MOST_RATIO), yticks=(1, 10, 20, 30, _MOST_RATIO))
-        plots.plain_log(axes.xaxis)
+        pictures.plain_log(axes.xaxis)
     plots.save(figure, study.picture("10"))
 
 
@@ -419,7 +420,7 @@ def _draw_14(study: FFTStudy, trained: Mapping[str, Sequence[Trained]]) -> None:
             losses = np.mean([run.held_out_loss for run in runs], axis=0)
             axes.plot(seconds, losses, color=method.colour, label=label)
         axes.set_yscale("log")
-        plots.plain_log(axes.yaxis)
+        pictures.plain_log(axes.yaxis)
     plots.save(figure, study.picture("14"))
 
 

@@ -13,6 +13,7 @@ from statistics import fmean, median
 from types import ModuleType
 from typing import Any, ClassVar, Literal, Self
 
+from experiments.framework import pictures
 from experiments.framework.claims import Row
 from experiments.framework.study import Scale
 from experiments.framework.time_to_loss import courses, reached, sooner
@@ -204,7 +205,7 @@ def _curves(study: StackStudy) -> list[Row]:
     shown = [
         (method.title, method.colour, median(run.held_out[-1] for run in trained[method.name])) for method in CURVES
     ]
-    plots.bars(ends, shown)
+    pictures.bars(ends, shown)
     ends.set_xlim(left=0.95 * min(value for _, _, value in shown))
     plots.save(figure, study.picture("5-curves"))
     rows = []

@@ -106,7 +106,7 @@ def _row(method: Any) -> str:
     return f"loss/{method.name}"
 
 
-def _losses(method: Any, row: str = "") -> Losses:
+def _losses(method: Any) -> Losses:
     """By seed; FP32's are beside every other method's."""
     return lambda rows: rows[_row(AQSGD)]["baseline"]["losses"] if method is FP32 else rows[_row(method)]["losses"]
 

@@ -164,9 +164,9 @@ def choose(
     return choices
 
 
-def plan_bytes(plan: Mapping[str, Compressor], snapshot: Snapshot, num_ranks: int = NUM_RANKS) -> float:
+def plan_bytes(plan: Mapping[str, Compressor], snapshot: Snapshot) -> float:
     """Bytes that a rank sends in a step."""
-    return sum(sent_bytes(plan[name], tuple(g.shape), num_ranks) for name, g in snapshot.gradients.items())
+    return sum(sent_bytes(plan[name], tuple(g.shape), NUM_RANKS) for name, g in snapshot.gradients.items())
 
 
 def error_of(plan: Mapping[str, Compressor], snapshot: Snapshot) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
+from experiments.framework import pictures
 from experiments.framework.claims import Row
 from experiments.papers.lgreco.judging import bytes_from, first_plan, gains, kept, lost, side_named
 from experiments.papers.lgreco.methods import FAMILIES, POWERSGD, Family
@@ -121,7 +122,7 @@ def _draw(study: LGrecoStudy, rows: Mapping[str, Row]) -> None:
             ratio = rows[f"{TABLES[name]}/gain/{name}/{family.name}"].data["ratio"]
             bars.append((f"{family.title}, uniform", f"{family.colour}80", ratio["uniform"]))
             bars.append((f"{family.title}, L-GreCo", family.colour, ratio["lgreco"]))
-        plots.bars(axes, bars)
+        pictures.bars(axes, bars)
     plots.save(figure, study.picture("4.2-4.3"))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
+from experiments.framework import pictures
 from experiments.framework.claims import Row
 from experiments.framework.methods import FP32, NOTHING, Method
 from experiments.framework.timing import Times
@@ -196,5 +197,5 @@ def _draw_profile(study: LGrecoStudy, all_times: AllTimes) -> None:
         shown += [(f"{POWERSGD.title}, uniform", POWERSGD.colour, 1e3 * times.step_s(POWERSGD.name))]
         stages = times.least_stages[POWERSGD.name]
         shown += [(f"  of it {title}", "#c9b3e6", 1e3 * fmean(stages[s])) for s, title in STAGES.items() if s in stages]
-        plots.bars(axes, shown)
+        pictures.bars(axes, shown)
     plots.save(figure, study.picture("B.3"))

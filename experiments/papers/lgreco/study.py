@@ -127,7 +127,7 @@ class LGrecoStudy(Study[LGrecoScale]):
         """
         runs = self._trainings(name)
         known = None if variant is None else str(Variant.parse(variant))
-        return runs.run(known, seed, runs.task.learning_rate, shaped=False)
+        return runs.run(known, seed, shaped=False)
 
     def compare(self, name: Name, variants: Sequence[str]) -> Comparison:
         """Paired trainings of ``variants``, of uncompressed gradients and of the control, from every seed."""

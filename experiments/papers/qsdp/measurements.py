@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any, ClassVar
 
+from experiments.framework import pictures
 from experiments.framework.claims import Row
 from experiments.framework.study import Scale, Study
 from experiments.framework.time_to_loss import Course, Rounds, courses, sooner
@@ -474,7 +475,7 @@ def _draw_5_3(
         if name in nearest:
             bars.append((f"{name} uniform, nearest", "#0a7d4f", mean_perplexity(nearest[name])))
         bars.append((f"{name} learned", "#1f6fb2", mean_perplexity(by_levels[name])))
-    plots.bars(axes, bars)
+    pictures.bars(axes, bars)
     plots.save(figure, study.picture("5.3"))
 
 

@@ -15,7 +15,7 @@ from experiments.framework.run_cache import RunCache
 from experiments.papers.qsdp import rank as rank_module
 from experiments.papers.qsdp.methods import Method
 from thinwire_tools import lab
-from thinwire_tools.compare.rank_processes import NoSetup, launch_ranks
+from thinwire_tools.compare.rank_processes import launch_ranks
 from thinwire_tools.compare.tasks import GPTTask, describe, probe_steps
 
 _TIMEOUT_S = 180.0
@@ -67,7 +67,7 @@ class Trainings:
             if self._rate is not None:
                 network = stack.enter_context(lab.Network(self.num_ranks, rate=self._rate))
                 self.link = network.describe()
-            started = launch_ranks(rank_module, NoSetup(), self.num_ranks, network, timeout_s=_TIMEOUT_S)
+            started = launch_ranks(rank_module, None, self.num_ranks, network, timeout_s=_TIMEOUT_S)
             self._ranks, _ = stack.enter_context(started)
             self._stack = stack.pop_all()
         return self

@@ -32,19 +32,19 @@ class Speeds:
     native: float = 0.0
     """Bytes per second that a rank sends in a native all-reduce; 0 for ``bandwidth``."""
 
-    def seconds_per_element(self, compressor: Compressor, dtype: torch.dtype = torch.float32) -> float:
+    def seconds_per_element(self, compressor: Compressor) -> float:
         """``encode + bytes / bandwidth + decode`` for an element of a large layer (after the FFT paper's equation 1).
 
         Latency is left out: every layer shares the messages of its DDP bucket.
         """
-        return self.codec_s.get(compressor, 0.0) + self.wire_seconds(compressor, _SAMPLE, dtype) / math.prod(_SAMPLE)
+        return self.codec_s.get(compressor, 0.0) + self.wire_seconds(compressor, _SAMPLE) / math.prod(_SAMPLE)
 
-    def wire_seconds(self, compressor: Compressor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> float:
+    def wire_seconds(self, compressor: Compressor, shape: Sequence[int]) -> float:
         """Seconds that the bytes of a layer of this shape take."""
         # Raw layers are the baseline, and sums have no alternative.
         native = isinstance(unwrap(compressor), Raw) or not isinstance(compressor, Coded)
         crossings = 0.0 if native else self.crossings
-        num_bytes = sent_bytes(compressor, shape, self.num_ranks, dtype, crossings=crossings)
+        num_bytes = sent_bytes(compressor, shape, self.num_ranks, crossings=crossings)
         return num_bytes / ((native and self.native) or self.bandwidth)
 
 

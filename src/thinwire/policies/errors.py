@@ -19,7 +19,7 @@ LARGEST_GRAM = 1024
 """Rows or columns up to which all singular values are taken: beyond, the ranks asked for are few beside them."""
 
 
-def squared_errors(gradient: Tensor, candidates: Sequence[Compressor], key: int = 0) -> list[float]:
+def squared_errors(gradient: Tensor, candidates: Sequence[Compressor]) -> list[float]:
     """Squared L2 errors of ``candidates`` on a layer's gradient, without error feedback.
 
     All densities of a top-k come from one selection and one sort, all ranks from one spectrum (thesis, B.2: from the
@@ -29,7 +29,6 @@ def squared_errors(gradient: Tensor, candidates: Sequence[Compressor], key: int 
     Args:
         gradient: in the shape of its layer, any floating dtype.
         candidates: compressors that take layers of this shape.
-        key: of the random draws of stochastic ones.
     """
     exact = gradient.detach().float()
     inner = [c.coder if isinstance(c, Wrapper) else c for c in candidates]
@@ -42,7 +41,7 @@ def squared_errors(gradient: Tensor, candidates: Sequence[Compressor], key: int 
         errors |= _rank_errors(exact, ranks)
     for compressor in inner:
         if compressor not in errors:
-            errors[compressor] = float((compressor.roundtrip(exact, key) - exact).square().sum(dtype=torch.float64))
+            errors[compressor] = float((compressor.roundtrip(exact, 0) - exact).square().sum(dtype=torch.float64))
     return [errors[compressor] for compressor in inner]
 
 

@@ -115,14 +115,14 @@ class ShardedEngine:
         members = self.members_of(layer)
         return (slot.first(shape, layer) if members is None else members.slots.value(layer, slot)).reshape(-1)
 
-    def sent_bytes(self, site: Site, dtype: torch.dtype) -> int:
-        """Bytes that this rank sends when all weights are gathered once, or all gradients reduced once."""
+    def sent_bytes(self, site: Site) -> int:
+        """Bytes that this rank sends when all weights are gathered once, or all gradients reduced once, as fp32."""
         kind: Kind = "all_gather" if site == "weights" else "reduce_scatter"
         total = 0
         for unit, members in zip(self.units, self.weights if site == "weights" else self.gradients, strict=True):
             if members.names:
                 contents = self._contents_of(unit, members, self.plan, compressed=True)
-                total += self._channels[id(unit.transport)].sent_bytes(kind, contents, dtype)
+                total += self._channels[id(unit.transport)].sent_bytes(kind, contents, torch.float32)
         return total
 
     def gather(self, unit: Unit, flat: Tensor, *, keep: Callable[[Tensor], object] | None = None) -> Future[Tensor]:

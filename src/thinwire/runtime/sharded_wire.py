@@ -167,13 +167,13 @@ class ShardedWire(Handle["ShardedEngine"]):
                 stages,
             )
 
-    def gather_bytes(self, dtype: torch.dtype = torch.float32) -> int:
-        """Bytes that this rank sends when all weights are gathered once as ``dtype``, by formula, with headers."""
-        return self._engine.sent_bytes("weights", dtype)
+    def gather_bytes(self) -> int:
+        """Bytes that this rank sends when all weights are gathered once as fp32, by formula, with headers."""
+        return self._engine.sent_bytes("weights")
 
-    def reduce_bytes(self, dtype: torch.dtype = torch.float32) -> int:
-        """Bytes that this rank sends when all gradients are reduced once as ``dtype``, by formula, with headers."""
-        return self._engine.sent_bytes("gradients", dtype)
+    def reduce_bytes(self) -> int:
+        """Bytes that this rank sends when all gradients are reduced once as fp32, by formula, with headers."""
+        return self._engine.sent_bytes("gradients")
 
     # What attachments call.
 

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from thinwire.runtime import ParityError
 from thinwire_tools.compare.comparison import Comparison, Run
 from thinwire_tools.compare.data import standard_library
-from thinwire_tools.compare.paired import CONTROL, Tune, Watcher, compare_training
+from thinwire_tools.compare.paired import CONTROL, Watcher, compare_training
 from thinwire_tools.compare.rank_processes import RankFailed
 from thinwire_tools.compare.tasks import SIZES, GPTTask
 from thinwire_tools.exits import FAILED, ends_command
@@ -37,8 +37,6 @@ def compare(
     ranks: int = 2,
     rate: str | None = None,
     learning_rate: float | None = None,
-    tune: bool = False,
-    tune_each: bool = False,
     measure: int = 0,
     smoke: bool = False,
     strict: bool = False,
@@ -52,7 +50,6 @@ def compare(
     Examples:
       thinwire compare "minmax(bits=4, bucket=128)" "ef(minmax(bits=2))"
       thinwire compare "minmax(bits=4)" --seeds 5 --within 0.5% --rate 100mbit --json out.json
-      thinwire compare "onebit(bucket=512)" --tune-each
       thinwire compare "topk(density=0.01)" "topk(density=0.01) with lgreco(every=25)"
       thinwire compare --smoke
 
@@ -67,20 +64,17 @@ def compare(
         ranks: number of ranks.
         rate: of each rank's link (100mbit, 1gbit ...), emulated; without it loopback, where time means nothing.
         learning_rate: the highest one, for all variants, instead of the size's own.
-        tune: sweep the learning rate of uncompressed training first, on a seed of its own; its best holds for all.
-        tune_each: as --tune, and a second table with the learning rate of every variant tuned.
         measure: every so many steps, also measure how far the mean that arrives is from the exact one (alpha).
         smoke: a tiny model and few steps, under a minute: the same path, no figures worth keeping.
         strict: exit with 1 unless every variant is within the margin.
         json: write the figures to this file.
     """
-    tuning: Tune = "each" if tune_each else "baseline" if tune else "no"
     with ends_command(ValueError):
         if script := next((text for text in variants if text.endswith(".py")), None):
             before = "".join(f'"{text}" ' for text in variants[: variants.index(script)])
             raise ValueError(f"a script comes after two dashes: thinwire compare {before}-- {script}")
         task = _task("smoke" if smoke else size, steps, learning_rate)
-    options = {"control": control, "num_ranks": ranks, "rate": rate, "tune": tuning, "measure": measure}
+    options = {"control": control, "num_ranks": ranks, "rate": rate, "measure": measure}
     comparison = conduct("thinwire compare", task, variants, seeds=seeds, within=within, json=json, **options)
     return 0 if comparison.sensitive and (comparison.all_within or not strict) else 1
 
@@ -94,18 +88,15 @@ def conduct(
         margin = share_of(within)
         with Bar(console, task.steps) as bar:
             comparison = compare_training(task, variants, seeds=range(seeds), margin=margin, watcher=bar, **options)
-        for found, what in ((comparison, "of fp32 for all"), (comparison.each_tuned, "of each variant tuned")):
-            if found is not None:
-                rates = {f"{side.learning_rate:g}" for side in found.sides()}
-                show(console, found, f"Learning rate {what}: {', '.join(sorted(rates, key=float))}")
+        show(console, comparison)
     write_figures(console, command, comparison, facts_of(comparison), json)
     return comparison
 
 
-def show(console: Console, comparison: Comparison, title: str | None = None) -> None:
+def show(console: Console, comparison: Comparison) -> None:
     """Print a comparison's table, and how to read it."""
     console.print()
-    console.print(comparison.table(title))
+    console.print(comparison.table())
     for line in comparison.remarks():
         console.print(line, soft_wrap=True)
 

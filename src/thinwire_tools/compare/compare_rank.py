@@ -34,8 +34,8 @@ class Rank:
         self.task = restore(setup["task"])
         self.rank, self.num_ranks = join(setup)
 
-    def begin(self, variant: dict[str, Any], seed: int, highest: float, measure: int) -> dict[str, Any]:
-        """Start a run of the `Variant` from ``seed`` at the task's ``highest`` learning rate."""
+    def begin(self, variant: dict[str, Any], seed: int, measure: int) -> dict[str, Any]:
+        """Start a run of the `Variant` from ``seed``."""
         chosen, task = Variant(**variant), self.task
         self.every, self.steps_done = chosen.every, 0
         self.model = task.build(seed)
@@ -44,7 +44,7 @@ class Rank:
         self.asked = self.attached.wire.plan if self.attached.wire else None
         # What a model draws while it trains (dropout) is the same for every variant, too.
         torch.manual_seed(seed * self.num_ranks + self.rank)
-        rate = highest * chosen.rate_factor
+        rate = task.learning_rate * chosen.rate_factor
         self.steps = train(
             task,
             ddp,

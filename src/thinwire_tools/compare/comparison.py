@@ -171,8 +171,7 @@ class Judgement:
 class Comparison:
     """Variants beside the baseline. ``margin``: a loss higher by that share is still the same (0.01 for 1 %).
 
-    ``shaped``: the runs went over a shaped link, so that seconds mean something. ``each_tuned``: the same with the
-    learning rate of every variant tuned, where that was asked for.
+    ``shaped``: the runs went over a shaped link, so that seconds mean something.
     """
 
     seeds: tuple[int, ...]
@@ -182,8 +181,7 @@ class Comparison:
     variants: tuple[Side, ...]
     control: Side | None
     about: dict[str, Any]
-    """The task, the ranks, the link; and what was tried where learning rates were tuned."""
-    each_tuned: Comparison | None = None
+    """The task, the ranks, the link."""
 
     def judge(self, side: Side) -> Judgement:
         """How ``side`` compares to the baseline. Raises ``ValueError`` if the baseline diverged."""
@@ -200,8 +198,7 @@ class Comparison:
     @property
     def sensitive(self) -> bool:
         """False where the control, which must fail, is within the margin: then "within" means nothing here."""
-        here = self.control_verdict is not Verdict.WITHIN
-        return here and (self.each_tuned is None or self.each_tuned.sensitive)
+        return self.control_verdict is not Verdict.WITHIN
 
     @property
     def all_within(self) -> bool:
@@ -229,9 +226,9 @@ class Comparison:
         if self.control:
             yield self.control
 
-    def table(self, title: str | None = None) -> Table:
+    def table(self) -> Table:
         """A row for each variant; a column of verdicts, unless there is one seed, which decides nothing."""
-        table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0), show_edge=False)
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
         table.add_column("variant", overflow="fold", min_width=17)
         columns = list(self.columns())
         if len(self.seeds) > 1:
@@ -365,8 +362,6 @@ class Comparison:
                 add(f"probe_loss/seed{seed}", run.losses[-1], "", **curve)
             if side is not self.baseline:
                 self._record_judgement(side, add)
-        if self.each_tuned:
-            self.each_tuned.record(results, f"each_tuned/{prefix}")
 
     def _record_judgement(self, side: Side, add: Adder) -> None:
         judged = self.judge(side)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, Self
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
 from thinwire.runtime import ParityError
 from thinwire_tools import lab
@@ -23,8 +23,6 @@ from thinwire_tools.lab.units import parse_rates
 CONTROL = "minmax(bits=1, bucket=8192, rounding=nearest)"
 """One bit, few scales, a biased rounding and no error feedback: training must suffer from it."""
 
-Tune = Literal["no", "baseline", "each"]
-_FACTOR, _WIDEST = 2.0, 4
 _TIMEOUT_S = 180.0
 
 
@@ -59,7 +57,6 @@ def compare_training(
     control: str | None = CONTROL,
     num_ranks: int = 2,
     rate: str | None = None,
-    tune: Tune = "no",
     measure: int = 0,
     watcher: Watcher | None = None,
 ) -> Comparison:
@@ -73,10 +70,7 @@ def compare_training(
         margin: how much higher a loss may be, as a share, and still be the same.
         control: a spec that must turn out worse than that; None for none.
         num_ranks: ranks, at least 2, each a process.
-        rate: of each rank's link, emulated; None for loopback. The control and the tuning run on an unshaped link.
-        tune: "baseline" looks for the baseline's best learning rate first, by doubling and halving the task's on a seed
-            that is not compared, and takes it for all; "each" makes a second comparison, in which every variant and the
-            control have their own (``Comparison.each_tuned``).
+        rate: of each rank's link, emulated; None for loopback. The control runs on an unshaped link.
         measure: every so many steps, take the exact mean as well and note how far what arrived is from it
             (``Run.alpha``); its bytes are not counted, but where a link is emulated its time is. 0 never does.
         watcher: notified of the progress of the runs.
@@ -89,31 +83,39 @@ def compare_training(
         RankFailed: a rank did not finish a run.
         ParityError: ranks ended with different parameters, so that there is no one loss.
     """
-    statistics.need_scipy()
-    specs, control = named(variants, control)
-    _check(specs, seeds, margin, num_ranks, rate, measure)
+    _check(named(variants, control)[0], seeds, margin, num_ranks, rate, measure)
     with Runs(task, num_ranks, rate, watcher or Watcher(), measure) as runs:
-        others = [*specs, *([control] if control else [])]
-        highest = runs.tuned(None, max(seeds) + 1) if tune != "no" else task.learning_rate
-        rates = dict.fromkeys([None, *others], highest)
-        first = _compare(runs, seeds, margin, specs, control, rates)
-        if tune != "each":
-            return first
-        rates |= {spec: runs.tuned(spec, max(seeds) + 1) for spec in others}
-        second = _compare(runs, seeds, margin, specs, control, rates)
-        return replace(first, each_tuned=second)
+        return compare_runs(runs, variants, seeds=seeds, margin=margin, control=control)
 
 
 def compare_runs(
     runs: Runs, variants: Sequence[str], *, seeds: Sequence[int], margin: float = 0.01, control: str | None = CONTROL
 ) -> Comparison:
-    """`compare_training` by processes that live on, at the task's own learning rate: what they have trained already is
-    not trained again."""
-    statistics.need_scipy()
+    """`compare_training` by processes that live on: what they have trained already is not trained again."""
     specs, control = named(variants, control)
     _check(specs, seeds, margin)
-    rates: dict[str | None, float] = dict.fromkeys([None, *specs, control], runs.task.learning_rate)
-    return _compare(runs, seeds, margin, specs, control, rates)
+    order = [None, *specs, *([control] if control else [])]
+    trained: dict[str | None, list[Run]] = {spec: [] for spec in order}
+    runs.expect(order, seeds)
+    for seed in seeds:
+        # Seed by seed, so that what slows the machine for a while slows all variants.
+        for spec in order:
+            trained[spec].append(runs.run(spec, seed, shaped=spec is None or spec != control))
+    sides = {
+        spec: Side(
+            spec or BASELINE, runs.task.learning_rate, tuple(trained[spec]), on_link=spec is None or spec != control
+        )
+        for spec in order
+    }
+    return Comparison(
+        seeds=tuple(seeds),
+        margin=margin,
+        shaped=runs.shaped,
+        baseline=sides[None],
+        variants=tuple(sides[spec] for spec in specs),
+        control=sides[control] if control else None,
+        about=runs.about,
+    )
 
 
 def named(variants: Sequence[str], control: str | None) -> tuple[list[str], str | None]:
@@ -139,6 +141,7 @@ def _check(
     rate: str | None = None,
     measure: int = 0,
 ) -> None:
+    statistics.need_scipy()
     if not specs:
         raise ValueError("nothing to compare: give at least one spec, as 'minmax(bits=4, bucket=128)'")
     if not seeds or len(set(seeds)) != len(seeds) or min(seeds) < 0:
@@ -150,37 +153,6 @@ def _check(
         raise ValueError(f"measuring every {measure} steps: give a number of steps, or 0 for never")
     if rate is not None:
         parse_rates(rate, num_ranks)
-
-
-def _compare(
-    runs: Runs,
-    seeds: Sequence[int],
-    margin: float,
-    specs: Sequence[str],
-    control: str | None,
-    rates: Mapping[str | None, float],
-) -> Comparison:
-    order = [None, *specs, *([control] if control else [])]
-    trained: dict[str | None, list[Run]] = {spec: [] for spec in order}
-    runs.expect(order, seeds, rates)
-    for seed in seeds:
-        # Seed by seed, so that what slows the machine for a while slows all variants.
-        for spec in order:
-            shaped = spec is None or spec != control
-            trained[spec].append(runs.run(spec, seed, rates[spec], shaped=shaped))
-    sides = {
-        spec: Side(spec or BASELINE, rates[spec], tuple(trained[spec]), on_link=spec is None or spec != control)
-        for spec in order
-    }
-    return Comparison(
-        seeds=tuple(seeds),
-        margin=margin,
-        shaped=runs.shaped,
-        baseline=sides[None],
-        variants=tuple(sides[spec] for spec in specs),
-        control=sides[control] if control else None,
-        about=runs.about,
-    )
 
 
 class Training:
@@ -260,7 +232,7 @@ def train_in_turns(
                         link = network if variant.on_link else None
                         started = launch_ranks(compare_rank, _setup(task), num_ranks, link, timeout_s=_TIMEOUT_S)
                         ranks, _ = stack.enter_context(started)
-                        asked = {"seed": seed, "highest": task.learning_rate, "measure": 0}
+                        asked = {"seed": seed, "measure": 0}
                         trainings[name] = Training(ranks, link, watcher, name, variant, **asked)
                     trainings[name].turn(until)
                     if until == task.steps:
@@ -290,7 +262,7 @@ class Runs:
     def __init__(self, task: Task, num_ranks: int, rate: str | None, watcher: Watcher, measure: int = 0) -> None:
         self.task, self.shaped = task, rate is not None
         self._num_ranks, self._rate, self._watcher, self._measure = num_ranks, rate, watcher, measure
-        self._known: dict[tuple[str | None, int, float], Run] = {}
+        self._known: dict[tuple[str | None, int], Run] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -306,48 +278,22 @@ class Runs:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def expect(self, specs: Sequence[str | None], seeds: Sequence[int], rates: Mapping[str | None, float]) -> None:
+    def expect(self, specs: Sequence[str | None], seeds: Sequence[int]) -> None:
         """Tell the watcher how many runs are to come."""
-        self._watcher.plan(sum((spec, seed, rates[spec]) not in self._known for spec in specs for seed in seeds))
+        self._watcher.plan(sum((spec, seed) not in self._known for spec in specs for seed in seeds))
 
-    def tuned(self, spec: str | None, seed: int) -> float:
-        """The learning rate with the least held-out loss: the task's times a power of two."""
-        losses: dict[int, float] = {}
-
-        def try_out(power: int) -> None:
-            highest = self.task.learning_rate * _FACTOR**power
-            self._watcher.plan((spec, seed, highest) not in self._known)
-            loss = self.run(spec, seed, highest, shaped=False).val_loss
-            losses[power] = loss if math.isfinite(loss) else math.inf
-
-        for power in (0, -1, 1):
-            try_out(power)
-        while True:
-            # Of equal ones the lowest, so that where all diverged the search goes down.
-            best = min(sorted(losses), key=losses.__getitem__)
-            outside = [power for power in (best - 1, best + 1) if power not in losses and abs(power) <= _WIDEST]
-            if not outside:
-                break
-            try_out(outside[0])
-        name = spec or BASELINE
-        self.about.setdefault("tuned", {})[name] = {
-            str(self.task.learning_rate * _FACTOR**power): losses[power] for power in sorted(losses)
-        }
-        return self.task.learning_rate * _FACTOR**best
-
-    def run(self, spec: str | None, seed: int, highest: float, *, shaped: bool) -> Run:
+    def run(self, spec: str | None, seed: int, *, shaped: bool) -> Run:
         """Train, unless it has been: a run is a function of its arguments, apart from its times."""
-        key = (spec, seed, highest)
-        if key not in self._known:
+        if (spec, seed) not in self._known:
             self._set_link(shaped)
-            self._known[key] = self._train(spec, seed, highest)
-        return self._known[key]
+            self._known[spec, seed] = self._train(spec, seed)
+        return self._known[spec, seed]
 
-    def _train(self, spec: str | None, seed: int, highest: float) -> Run:
+    def _train(self, spec: str | None, seed: int) -> Run:
         name = spec or BASELINE
         variant = Variant.parse(spec) if spec else Variant(BASELINE)
         self._watcher.begin(f"{name}, seed {seed}")
-        asked = {"seed": seed, "highest": highest, "measure": self._measure}
+        asked = {"seed": seed, "measure": self._measure}
         training = Training(self._ranks, self._network, self._watcher, name, variant, **asked)
         for until in probe_steps(self.task):
             training.turn(until)

@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from types import ModuleType
@@ -84,7 +83,7 @@ class RankProcesses:
 
     Args:
         link: what joins the ranks.
-        setup: a dataclass that is sent to every rank first, as JSON.
+        setup: a dataclass that is sent to every rank first, as JSON; None where a later command says what to do.
         num_ranks: number of ranks.
         folder: where the logs and the rendezvous file are put.
         name: of these ranks within ``folder``.
@@ -111,7 +110,7 @@ class RankProcesses:
         self._ranks: list[_Rank] = []
         command = {
             "do": "setup",
-            "task": dataclasses.asdict(setup),
+            "task": setup and dataclasses.asdict(setup),
             "num_ranks": num_ranks,
             "rendezvous": str(folder / f"{name}.rendezvous"),
             "timeout_s": timeout_s,
@@ -214,11 +213,6 @@ class RankProcesses:
         code = rank.process.poll()
         why = f"ended by signal {-code}" if code is not None and code < 0 else rank.failure or "it ended"
         return RankFailed(rank.rank, why, rank.tail())
-
-
-@dataclass(frozen=True)
-class NoSetup:
-    """A setup for ranks that get their task by a later command."""
 
 
 @contextmanager

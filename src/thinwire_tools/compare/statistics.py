@@ -62,7 +62,7 @@ def relative_differences(losses: Sequence[float], baseline: Sequence[float]) -> 
     return [loss / other - 1 if math.isfinite(loss) else math.inf for loss, other in zip(losses, baseline, strict=True)]
 
 
-def estimate(differences: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
+def estimate(differences: Sequence[float]) -> Estimate:
     """Bounds of the true mean by the paired t-test, one-sided each; infinite for a single pair.
 
     Where a difference is infinite, because a run diverged, so are the mean and both bounds. Raises ``ValueError``
@@ -77,7 +77,7 @@ def estimate(differences: Sequence[float], confidence: float = CONFIDENCE) -> Es
     if count == 1:
         return Estimate(mean, math.nan, -math.inf, math.inf, count)
     deviation = math.sqrt(math.fsum((difference - mean) ** 2 for difference in differences) / (count - 1))
-    half = float(need_scipy().t.ppf(confidence, count - 1)) * deviation / math.sqrt(count)
+    half = float(need_scipy().t.ppf(CONFIDENCE, count - 1)) * deviation / math.sqrt(count)
     return Estimate(mean, deviation, mean - half, mean + half, count)
 
 
@@ -112,17 +112,17 @@ def seeds_needed(difference: Estimate, margin: float) -> int | None:
     return low
 
 
-def smoothed(values: Sequence[float], width: int = 3) -> list[float]:
-    """Mean of each value and those just before it, ``width`` in all where there are as many."""
-    parts = [values[max(0, end - width) : end] for end in range(1, len(values) + 1)]
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Mean of each value and the two before it, where there are as many."""
+    parts = [values[max(0, end - 3) : end] for end in range(1, len(values) + 1)]
     return [math.fsum(part) / len(part) for part in parts]
 
 
-def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
     """A confidence interval of the median that assumes no distribution: two order statistics of ``values``.
 
     With n values the k-th smallest and the k-th largest enclose the median with probability
-    1 − 2 P(Binomial(n, 1/2) < k); k is the largest that keeps it at ``confidence``. Fewer than six values do not reach
+    1 − 2 P(Binomial(n, 1/2) < k); k is the largest that keeps it at `CONFIDENCE`. Fewer than six values do not reach
     95 %: their whole range is returned then.
     """
     ordered, count = sorted(values), len(values)
@@ -130,7 +130,7 @@ def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> 
     depth = 0
     while depth < count // 2:
         below += math.comb(count, depth) / 2**count
-        if 1 - 2 * below < confidence:
+        if 1 - 2 * below < CONFIDENCE:
             break
         depth += 1
     depth = max(depth, 1)

@@ -73,18 +73,6 @@ class Task(Protocol):
         ...
 
 
-class ScoredTask(Task, Protocol):
-    """A task with a learning rate schedule of its own, and right answers to be counted."""
-
-    def rate(self, step: int) -> float:
-        """Learning rate of ``step`` (from 0)."""
-        ...
-
-    def score(self, model: nn.Module, rank: int, num_ranks: int, *, probe: bool) -> tuple[float, int, int]:
-        """Sum of the loss over this rank's share of the held-out data, how many answers are right, and of how many."""
-        ...
-
-
 class Tokens(Protocol):
     """A corpus: integers of any dtype, those that are learnt and those that are held out."""
 

@@ -194,12 +194,14 @@ def _bf16_hook(follower, bucket):
     return for_reducer(follower.follow(work, lambda: buffer.copy_(message)))
 
 
-def _low_rank(title: str, dtype: str) -> Variant:
+def low_rank(title: str, dtype: str) -> Variant:
+    """Thinwire's PowerSGD with factors of ``dtype``, comparable to PyTorch's."""
     spec = f"powersgd(rank={POWERSGD_RANK}, dtype={dtype})"
     return Variant(spec, title=title, start=_POWERSGD_START, one_bucket=True)
 
 
-def _local(title: str, optimizer: str = "task", **options: Any) -> Variant:
+def local_updates(title: str, optimizer: str = "task", **options: Any) -> Variant:
+    """`DiLoCo` with ``options``; for the optimizer "muon" at its own learning rate."""
     factor = _MUON_RATE_FACTOR if optimizer == "muon" else 1.0
     return Variant("local", title=title, local=options, optimizer=optimizer, rate_factor=factor)
 
@@ -209,19 +211,11 @@ VARIANTS = {
     "bf16": Variant("bf16", title="DDP bf16"),
     "powersgd": Variant("torch-powersgd", title="torch PowerSGD", one_bucket=True),
     "thinwire": Variant("minmax(bits=4, bucket=128)", title="thinwire 4-bit"),
-    "low-rank": _low_rank(f"thinwire rank {POWERSGD_RANK}", "fp32"),
-    "low-rank-bf16": _low_rank(f"thinwire rank {POWERSGD_RANK}, bf16", "bf16"),
-    "in-optimizer": Variant(
-        "gaussian(bits=2, bucket=64)", title="2 bits in AdamW", optimizer="compressed-adamw", rate_factor=2.0
-    ),
-    "one-bit-adam": Variant("onebit(bucket=layer)", title="1-bit Adam", optimizer="one-bit-adam"),
-    "local": _local(f"local, every {LOCAL_EVERY}"),
-    "overlapped": _local("local, 1 step late", overlap=1),
-    "streaming": _local("local, streaming", fragments=2, overlap=3, mix=0.5),
-    "muloco": _local("local with Muon", "muon"),
-    "muloco-streaming": _local("local with Muon, streaming", "muon", fragments=2, overlap=2),
+    "low-rank": low_rank(f"thinwire rank {POWERSGD_RANK}", "fp32"),
+    "local": local_updates(f"local, every {LOCAL_EVERY}"),
+    "muloco": local_updates("local with Muon", "muon"),
     "muon": Variant(BASELINE, title="DDP fp32, Muon", optimizer="muon", rate_factor=_MUON_RATE_FACTOR, on_link=False),
     ALONE: Variant(ALONE, title="training alone"),
     "control": Variant(CONTROL_RULES, title="1-bit control"),
 }
-"""The ways that `thinwire demo` and the benchmarks of local updates train by, by their names there."""
+"""The ways that `thinwire demo` trains by, by their names there."""

@@ -19,6 +19,9 @@ from thinwire.plan.sites import at_site
 
 Collective = Literal["all_gather", "reduce_scatter"]
 
+_DEPTH = 2
+"""Of `thinwire.prefetch` by itself."""
+
 
 @dataclass(frozen=True)
 class Move(Bucket):
@@ -91,9 +94,9 @@ class ShardedPace:
         each = {module: 2 if len(indices) <= self.batches else 1 for module, indices in gathers.items()}
         return {i: each[module] * k for module, indices in gathers.items() for k, i in enumerate(indices)}
 
-    def ahead(self, depth: int = 2) -> ShardedPace:
-        """The step after ``thinwire.prefetch(model, depth)``: what is gathered is asked for as soon as the weights of
-        the module ``depth`` before it are there, in forward and in backward; nothing later than now."""
+    def ahead(self) -> ShardedPace:
+        """The step after ``thinwire.prefetch(model)``: what is gathered is asked for as soon as the weights of the
+        module `_DEPTH` before it are there, in forward and in backward; nothing later than now."""
         events = list(self.events)
         phases: dict[int, list[int]] = {}
         for event in self.events:
@@ -101,7 +104,7 @@ class ShardedPace:
                 phases.setdefault(self._passes[event.move], []).append(event.move)
         for gathers in phases.values():
             for k, move in enumerate(gathers[1:], 1):
-                place = 1 + _index(events, gathers[max(0, k - depth)], needed=True)
+                place = 1 + _index(events, gathers[max(0, k - _DEPTH)], needed=True)
                 asked = _index(events, move, needed=False)
                 at_s = events[place - 1].at_s
                 # Behind those that are asked for there already.

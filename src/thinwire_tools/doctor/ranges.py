@@ -38,7 +38,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[low] + (at - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
 
 
-def draws(paces: Sequence[_P], links: Sequence[_L], num: int = _DRAWS) -> list[tuple[_P, _L]]:
+def draws(paces: Sequence[_P], links: Sequence[_L]) -> list[tuple[_P, _L]]:
     """Measured steps beside measured links, drawn at random but always the same: what a range is taken over."""
     pick = random.Random(0)
-    return [(pick.choice(paces), pick.choice(links)) for _ in range(num)]
+    return [(pick.choice(paces), pick.choice(links)) for _ in range(_DRAWS)]
