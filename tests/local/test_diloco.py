@@ -199,29 +199,6 @@ def test_workers_learn_and_end_with_the_same_weights() -> None:
     assert torch.equal(first["on the CPU"][0], first["streaming"][0])
 
 
-def _by_algorithm(rank: int) -> list[torch.Tensor]:
-    weights = []
-    for network in (
-        thinwire.Network(),
-        thinwire.Network(transport="group"),
-        thinwire.Network("allgather"),
-        thinwire.Network("sra"),
-    ):
-        training = Training(rank, every=5, network=network)
-        training.run(10)
-        training.local.close()
-        weights.append(training.weights())
-    return weights
-
-
-@pytest.mark.parametrize("workers", [2, 3])
-def test_two_workers_gather_each_others_messages(workers: int) -> None:
-    for default, with_transport, gathered, scattered in run_ranks(_by_algorithm, workers):
-        assert not torch.equal(gathered, scattered)
-        assert torch.equal(default, gathered if workers == 2 else scattered)
-        assert torch.equal(with_transport, default)
-
-
 class Strided(nn.Module):
     """A layer with buffers that are not in one piece, or not in the order of their indices. On rank 1 all are larger
     by ten, and one lies otherwise in memory."""
@@ -633,7 +610,7 @@ def _disagree(rank: int) -> dict[str, str]:
         with pytest.raises(thinwire.DisagreementError) as error:
             _quiet(model, optimizer, **options)
         errors[name] = str(error.value)
-    # What two workers take by default and what one of them names are the same.
+    # Two workers gather each other's messages by default.
     _quiet(model, optimizer, every=10, network=thinwire.Network("allgather" if rank else None)).close()
     return errors
 
