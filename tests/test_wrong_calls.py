@@ -47,6 +47,12 @@ def policy_family(spec: str, **options: Any) -> object:
     return family(parse(spec), **options)
 
 
+def sparse_step(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    optimizer(embedding.parameters()).step()
+
+
 def place_check(place: Any, **options: Any) -> None:
     place.check(**options)
 
@@ -457,6 +463,10 @@ WRONG = [
     *calls(partial(CompressedAdamW, [X]), PRECONDITIONED),
     *calls(partial(QuantizedAdam, [X]), QUANTIZED),
     *calls(Muon, MUON),
+    *calls(
+        sparse_step,
+        [([CompressedAdamW], TypeError, "sparse=False"), ([QuantizedAdam], TypeError, "make the embedding dense")],
+    ),
     *calls(Nesterov, NESTEROV),
     *calls(partial(DiLoCo, MODEL), DILOCO),
     *calls(preset, [("dilco", ValueError, "preset must be .*streaming.*, not 'dilco'")]),

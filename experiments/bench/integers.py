@@ -79,7 +79,7 @@ def _train(results: Results, console: Console) -> None:
     seeds, ranks = range(about["seeds"]), about["ranks"]
     with Bar(console, task.steps) as bar:
         comparison = compare_training(task, [ALONE, *SPECS], seeds=seeds, num_ranks=ranks, watcher=bar)
-    console.print(comparison.table("Trained over loopback"))
+    console.print(comparison.table())
     for line in comparison.remarks():
         console.print(line, soft_wrap=True)
     about["training"] = facts_of(comparison)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import threading
@@ -92,7 +93,7 @@ def _assert_same(*workers: Worker) -> None:
         assert torch.equal(first.anchor(), other.anchor())
 
 
-@pytest.mark.parametrize("compressor", ["gaussian(bits=2)", "minmax(bits=4)", "powersgd(rank=2)", "raw"])
+@pytest.mark.parametrize("compressor", ["gaussian(bits=2)", "powersgd(rank=2)"])
 def test_a_worker_leaves_and_another_joins(compressor: str) -> None:
     lighthouse = Lighthouse("a", "b", "c")
     a, b, c, d = (Worker(lighthouse, name, compressor=compressor) for name in "abcd")
@@ -118,30 +119,22 @@ def test_a_worker_leaves_and_another_joins(compressor: str) -> None:
     assert torch.isfinite(a.anchor()).all()
 
 
-@pytest.mark.parametrize("damage", ["changed", "missing", "of another shape"])
-@pytest.mark.parametrize("way", ["load_state_dict", "torchft"])
-def test_a_damaged_state_leaves_the_worker_as_it_was(damage: str, way: str) -> None:
+def test_a_damaged_state_leaves_the_worker_as_it_was() -> None:
     lighthouse = Lighthouse("a")
     a = Worker(lighthouse, "a")
     a.begin()
     a.train(5)
     state = a.local.state_dict()
     a.train(13)
-    last = "momentum/2.bias"
-    damaged = {key: value for key, value in state.items() if key != "checksums"}
-    if damage == "changed":
-        damaged = state | {last: state[last] + 1.0}
-    elif damage == "missing":
-        damaged = sealed({key: value for key, value in damaged.items() if key != last})
-    else:
-        damaged = sealed(damaged | {last: torch.zeros(3)})
-    before, weights = a.local.state_dict(), a.weights()
-    load = a.local.load_state_dict if way == "load_state_dict" else a.manager.load
-    with pytest.raises(ValueError, match="state"):
-        load(damaged)
-    after = a.local.state_dict()
-    assert torch.equal(a.weights(), weights)
-    assert all(torch.equal(after[key], value) for key, value in before.items())
+    before, weights, last = a.local.state_dict(), a.weights(), "momentum/2.bias"
+    rest = {key: value for key, value in state.items() if key not in ("checksums", last)}
+    damages = state | {last: state[last] + 1.0}, sealed(rest), sealed(rest | {last: torch.zeros(3)})
+    for damaged, load in itertools.product(damages, (a.local.load_state_dict, a.manager.load)):
+        with pytest.raises(ValueError, match="state"):
+            load(damaged)
+        after = a.local.state_dict()
+        assert torch.equal(a.weights(), weights)
+        assert all(torch.equal(after[key], value) for key, value in before.items())
     a.local.load_state_dict(state)
     assert a.local.steps == 5
     assert torch.equal(a.anchor(), a.shared[5])
@@ -301,23 +294,23 @@ def test_a_single_worker_goes_on_alone() -> None:
     assert repr(a.local).startswith("ManagedDiLoCo of 2 workers: exchange of the model every ")
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4), (2, 1), (1, 2)])
-def test_a_residual_keeps_its_part_of_the_mean(before: int, after: int) -> None:
-    compressor, name, numel, rank = parse("ef(minmax(bits=4))"), "layer", 1000, min(before, after) - 1
+def test_a_residual_keeps_its_part_of_the_mean() -> None:
+    compressor, name, numel = parse("ef(minmax(bits=4))"), "layer", 1000
     assert isinstance(compressor, Coded)
 
-    def owned(num_ranks: int) -> torch.Tensor:
+    def owned(rank: int, num_ranks: int) -> torch.Tensor:
         mask = torch.zeros(numel, dtype=torch.bool)
         for owner, begin, end in owned_parts(name, compressor, numel, (1,) * num_ranks):
             mask[begin:end] |= owner == rank
         return mask
 
-    value = torch.randn(numel)
-    moved = moved_residual(value, compressor, name, (rank, (1,) * before), (rank, (1,) * after))
-    was, now = owned(before), owned(after)
-    assert torch.equal(moved[was == now], value[was == now])
-    torch.testing.assert_close(moved[was & ~now], value[was & ~now] * after)
-    torch.testing.assert_close(moved[~was & now], value[~was & now] / after)
+    for before, after in ((4, 3), (3, 4), (2, 1), (1, 2)):
+        value, rank = torch.randn(numel), min(before, after) - 1
+        moved = moved_residual(value, compressor, name, (rank, (1,) * before), (rank, (1,) * after))
+        was, now = owned(rank, before), owned(rank, after)
+        assert torch.equal(moved[was == now], value[was == now])
+        torch.testing.assert_close(moved[was & ~now], value[was & ~now] * after)
+        torch.testing.assert_close(moved[~was & now], value[~was & now] / after)
 
 
 def test_arguments_are_checked_before_others_are_waited_for() -> None:

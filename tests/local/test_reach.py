@@ -89,24 +89,20 @@ def test_a_meeting_place_without_a_connection_is_another_ones_fault(monkeypatch:
     assert raised.value.excused
 
 
-@pytest.mark.parametrize(
-    ("unreached", "faulty"),
-    [
+def test_whose_fault_it_is() -> None:
+    cases: list[tuple[dict[int, set[int]], set[int]]] = [
         ({0: {1}, 1: set()}, {1}),
         ({0: {1}, 1: set(), 2: {1}}, {1}),
         ({0: {1, 2}, 1: {2}, 2: {1}}, {1, 2}),
         ({0: {2}, 1: {2}}, {2}),
         ({0: {1}, 1: set(), 2: set()}, {0, 1}),  # one connection that fails blames its two ends
-    ],
-)
-def test_whose_fault_it_is(unreached: dict[int, set[int]], faulty: set[int]) -> None:
-    size = max(2, len(unreached), *(max(found, default=0) + 1 for found in unreached.values()))
-    raised = _outcomes(lambda rank: judge(rank, size, unreached, ADDRESSES), *unreached)
-    assert {rank for rank, error in raised.items() if not error.excused} == faulty & unreached.keys()
+    ]
+    for unreached, faulty in cases:
+        size = max(2, len(unreached), *(max(found, default=0) + 1 for found in unreached.values()))
+        raised = _outcomes(lambda rank, u=unreached, n=size: judge(rank, n, u, ADDRESSES), *unreached)
+        assert {rank for rank, error in raised.items() if not error.excused} == faulty & unreached.keys()
 
 
-@pytest.mark.parametrize(
-    "address", ["", "host", "127.0.0.1:", "127.0.0.1:99999", "127.0.0.1:-1", "127.0.0.1:" + "9" * 5000]
-)
-def test_what_is_no_address_is_not_connected_to(address: str) -> None:
-    assert not reach.accepts(address)
+def test_what_is_no_address_is_not_connected_to() -> None:
+    for address in ("", "host", "127.0.0.1:", "127.0.0.1:99999", "127.0.0.1:-1", "127.0.0.1:" + "9" * 5000):
+        assert not reach.accepts(address)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 import pickle
 from typing import Any
@@ -96,41 +95,17 @@ def test_a_step_that_is_skipped_leaves_no_trace(order: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(parameters, undisturbed, strict=True))
 
 
-def test_clip_limits_the_root_mean_square_of_what_is_sent() -> None:
+def test_clip_limits_the_root_mean_square_of_what_is_sent_and_of_steps() -> None:
     parameters, gradients = _problem()
     optimizer = CompressedAdamW(parameters, clip=0.5, **OPTIONS)
     for size in (1.0, 1e6):  # the second one is a spike: 1e6 times what the second moment has seen
         gradient = gradients[0][0] * size
         optimizer.outgoing([(parameters[0], gradient)], 1.0)
         assert float(gradient.square().mean().sqrt()) == pytest.approx(0.5 * OPTIONS["lr"], rel=1e-4)
-    unlimited = CompressedAdamW(_problem()[0], **OPTIONS)
-    assert float(unlimited.param_groups[0]["clip"] or math.inf) == math.inf
-
-
-def test_scalars_take_steps_that_clip_limits() -> None:
-    parameter = torch.nn.Parameter(torch.ones(()))
-    optimizer = CompressedAdamW([parameter], lr=0.1, weight_decay=0.0, clip=0.5)
-    parameter.square().backward()
-    optimizer.step()
-    assert parameter.item() == pytest.approx(1.0 - 0.5 * 0.1)
-
-
-@pytest.mark.parametrize("order", ["pre", "update"])
-def test_it_continues_bit_for_bit_from_its_state(order: Any) -> None:
-    parameters, gradients = _problem()
-    optimizer = CompressedAdamW(parameters, order=order, **OPTIONS)
-    _train(optimizer, parameters, gradients[:6])
-    file = io.BytesIO()
-    torch.save({"optimizer": optimizer.state_dict(), "parameters": [p.detach() for p in parameters]}, file)
-    _train(optimizer, parameters, gradients[6:])
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    resumed = [p.requires_grad_() for p in saved["parameters"]]
-    other = CompressedAdamW(resumed, order=order, **OPTIONS)
-    other.load_state_dict(saved["optimizer"])
-    other.param_groups[0]["lr"] = OPTIONS["lr"]
-    _train(other, resumed, gradients[6:])
-    assert all(torch.equal(a, b) for a, b in zip(parameters, resumed, strict=True))
+    scalar = torch.nn.Parameter(torch.ones(()))
+    scalar.square().backward()
+    CompressedAdamW([scalar], lr=0.1, weight_decay=0.0, clip=0.5).step()
+    assert scalar.item() == pytest.approx(1.0 - 0.5 * 0.1)
 
 
 @pytest.mark.parametrize("order", [("own", "file"), ("file", "own")])
@@ -150,19 +125,16 @@ def test_moments_of_a_rank_stay_its_own_whichever_state_is_loaded_first(order: t
     assert torch.equal(own.local_state(mine[1])["exp_avg_sq"], other.local_state(of_rank_0[1])["exp_avg_sq"])
 
 
-def test_a_copy_steps_alike() -> None:
+@pytest.mark.parametrize("order", ["pre", "update"])
+def test_copies_and_what_has_loaded_its_state_step_alike(order: Any) -> None:
     parameters, gradients = _problem()
-    optimizer = CompressedAdamW(parameters, **OPTIONS)
-    _train(optimizer, parameters, gradients[:2])
-    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        of = copied.param_groups[0]["params"]
-        _train(copied, of, gradients[2:4])
-    _train(optimizer, parameters, gradients[2:4])
-    assert all(torch.equal(a, b) for a, b in zip(parameters, of, strict=True))
-
-
-def test_sparse_gradients_are_refused() -> None:
-    embedding = torch.nn.Embedding(4, 2, sparse=True)
-    embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(TypeError, match="sparse=False"):
-        CompressedAdamW(embedding.parameters()).step()
+    optimizer = CompressedAdamW(parameters, order=order, **OPTIONS)
+    _train(optimizer, parameters, gradients[:6])
+    loaded = CompressedAdamW([p.detach().clone().requires_grad_() for p in parameters], lr=1.0)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    others = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer)), loaded]
+    _train(optimizer, parameters, gradients[6:])
+    for other in others:
+        its = other.param_groups[0]["params"]
+        _train(other, its, gradients[6:])
+        assert all(torch.equal(a, b) for a, b in zip(parameters, its, strict=True))

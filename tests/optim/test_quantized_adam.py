@@ -109,75 +109,46 @@ def _options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"optimizer": optimizer, "skip_if_slower": False}
 
 
-def _fed(rank: int, size: int, spec: str, steps: int) -> dict[str, Any]:
-    """One run whose momenta travel in ``spec``, beside one in which nothing is compressed."""
-    found: dict[str, Any] = {}
-    for name, rules in (("exact", "raw"), ("coded", spec)):
+SPECS = {FOUR_BITS: 0.03, "maxabs(bits=4, bucket=128)": 0.03, "onebit(bucket=512)": 0.15, "topk(density=0.1)": 0.15}
+"""By how much losses may be larger than those of momenta that are not compressed."""
+
+
+def _fed(rank: int) -> dict[str, dict[str, Any]]:
+    """Runs whose momenta travel in each of `SPECS`, and one in which nothing is compressed."""
+    found: dict[str, dict[str, Any]] = {}
+    for spec in ("raw", *SPECS):
         model = make(rank)
         optimizer = QuantizedAdam(trained(model), lr=3e-3, betas=(0.9, 0.99), warmup=4)
-        wire = thinwire.compress(model, rules, **_options(optimizer)) if rules != "raw" else None
-        losses, sent = [], []
-        for step in range(steps):
+        wire = thinwire.compress(model, spec, **_options(optimizer)) if spec != "raw" else None
+        losses, sent = [], [0]
+        for step in range(60):
             optimizer.zero_grad()
             loss = loss_of(model, batch_of(rank, step))
             loss.backward()
             optimizer.step()
             losses.append(float(loss.detach()))
             sent.append(wire.stats.payload_sent_bytes if wire else 0)
-        found[name] = losses
-        found[f"{name} parameters"] = {n: p.detach().clone() for n, p in model.module.named_parameters()}
+        found[spec] = {"losses": losses, "weights": [p.detach().clone() for p in model.module.parameters()]}
         if wire is not None:
-            found["sent"] = [b - a for a, b in pairwise([0, *sent])]
-            found["dense"] = wire.stats.dense_bytes / steps
-            found["plan"] = {str(c) for c in wire.plan.layers.values()}
+            found[spec] |= {"sent": [b - a for a, b in pairwise(sent)], "dense": wire.stats.dense_bytes / 60}
+            found[spec]["fed back"] = any(str(c).startswith("ef(") for c in wire.plan.layers.values())
     return found
 
 
-@pytest.mark.parametrize(
-    ("spec", "margin"),
-    [
-        (FOUR_BITS, 0.03),
-        ("maxabs(bits=4, bucket=128)", 0.03),
-        ("onebit(bucket=512)", 0.15),
-        ("topk(density=0.1)", 0.15),
-    ],
-)
-def test_momenta_are_sent_compressed_after_the_warm_up(spec: str, margin: float) -> None:
-    answers = run_ranks(_fed, 2, 2, spec, 60)
-    for answer in answers:
-        exact, coded = answer["exact"], answer["coded"]
-        assert coded[:5] == pytest.approx(exact[:5], rel=1e-5)
-        assert sum(coded[-8:]) < (1 + margin) * sum(exact[-8:])
-        assert all(sent == pytest.approx(answer["dense"], rel=0.01) for sent in answer["sent"][:4])
-        assert all(sent < answer["dense"] / 2 for sent in answer["sent"][4:])
-        assert any(plan.startswith("ef(") for plan in answer["plan"])
-    for name, values in answers[0]["coded parameters"].items():
-        assert torch.equal(values, answers[1]["coded parameters"][name]), name
-
-
-def _conserved(rank: int, size: int) -> dict[str, Any]:
-    """The momentum that all ranks' gradients would have made, and what was made of them."""
-    model = make(rank)
-    parameters = {n: p for n, p in model.module.named_parameters() if p.requires_grad}
-    optimizer = QuantizedAdam(parameters.values(), lr=0.0, betas=(0.9, 0.99), warmup=1)
-    wire = thinwire.compress(model, "minmax(bits=3, bucket=128)", **_options(optimizer))
-    mine: dict[str, list[Tensor]] = {name: [] for name in parameters}
-    seen: dict[str, list[Tensor]] = {name: [] for name in parameters}
-    plain = make(rank)
-    for step in range(6):
-        optimizer.zero_grad()
-        loss_of(model, batch_of(rank, step)).backward()
-        with plain.no_sync():
-            plain.zero_grad()
-            loss_of(plain, batch_of(rank, step)).backward()
-        for name, parameter in plain.module.named_parameters():
-            if parameter.requires_grad:
-                mine[name].append(parameter.grad.clone())
-        optimizer.step()
-        for name, parameter in parameters.items():
-            seen[name].append(optimizer.momentum(parameter).clone())
-    state = {key: value for key, value in wire.state_dict().items() if "residual" in key}
-    return {"mine": mine, "momenta": seen, "state": state}
+def test_momenta_are_sent_compressed_after_the_warm_up() -> None:
+    first, second = run_ranks(_fed, 2)
+    for answer in (first, second):
+        exact = answer["raw"]["losses"]
+        for spec, margin in SPECS.items():
+            coded = answer[spec]
+            assert coded["losses"][:5] == pytest.approx(exact[:5], rel=1e-5)
+            assert sum(coded["losses"][-8:]) < (1 + margin) * sum(exact[-8:])
+            assert all(sent == pytest.approx(coded["dense"], rel=0.01) for sent in coded["sent"][:4])
+            assert all(sent < coded["dense"] / 2 for sent in coded["sent"][4:])
+            assert coded["fed back"]
+    for spec in SPECS:
+        pairs = zip(first[spec]["weights"], second[spec]["weights"], strict=True)
+        assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
 def _unsent(name: str, states: list[dict[str, Tensor]]) -> Tensor:
@@ -188,19 +159,6 @@ def _unsent(name: str, states: list[dict[str, Tensor]]) -> Tensor:
         for rank, residual in enumerate(residuals):
             unsent[begin:end] += residual[begin:end] * (1.0 if rank == owner else 0.5)
     return unsent
-
-
-def test_the_residual_is_all_that_is_missing() -> None:
-    answers = run_ranks(_conserved, 2, 2)
-    name = "layers.0.weight"
-    made = answers[0]["momenta"][name]
-    total = torch.zeros_like(made[0])
-    for step in range(1, 6):
-        mean = sum(answer["mine"][name][step] for answer in answers) / 2
-        total += 0.9 * made[step - 1] + 0.1 * mean - made[step]
-    unsent = _unsent(name, [answer["state"] for answer in answers])
-    assert float(unsent.abs().max()) > 1e-5
-    torch.testing.assert_close(total.reshape(-1), unsent, rtol=1e-3, atol=1e-6)
 
 
 class _Recorded:
@@ -246,41 +204,44 @@ def test_a_gradient_becomes_a_momentum_and_itself_again(dtype: torch.dtype) -> N
     torch.testing.assert_close(bucket, gradient, rtol=20 * torch.finfo(dtype).eps, atol=0.0)
 
 
-def _norms(rank: int, size: int, spec: str, ddp: str) -> list[tuple[float, float]]:
-    return _Recorded(rank, spec, 1e9, 6, ddp).norms
+CLIPPED = [(FOUR_BITS, "default"), *(("minmax(bits=2, bucket=128)", d) for d in DDP_OPTIONS if d != "bf16 model")]
 
 
-@pytest.mark.parametrize(
-    ("spec", "ddp"),
-    [(FOUR_BITS, "default"), *(("minmax(bits=2, bucket=128)", ddp) for ddp in DDP_OPTIONS if ddp != "bf16 model")],
-)
-def test_clipping_sees_the_norm_of_the_mean_gradient(spec: str, ddp: str) -> None:
-    norms = run_ranks(_norms, 4, 4, spec, ddp)[0][1:]
+def _norms(rank: int) -> list[list[tuple[float, float]]]:
+    return [_Recorded(rank, spec, 1e9, 6, ddp).norms[1:] for spec, ddp in CLIPPED]
+
+
+def test_clipping_sees_the_norm_of_the_mean_gradient() -> None:
     # A layer's length errs by 8 to 12 %. Without lengths all norms are too long: 12 % in sum in 4 bits, threefold in 2.
-    assert all(seen == pytest.approx(true, rel=0.2) for seen, true in norms)
-    assert sum(seen for seen, _ in norms) == pytest.approx(sum(true for _, true in norms), rel=0.05)
+    for case, norms in zip(CLIPPED, run_ranks(_norms, 4)[0], strict=True):
+        assert all(seen == pytest.approx(true, rel=0.2) for seen, true in norms), case
+        assert sum(seen for seen, _ in norms) == pytest.approx(sum(true for _, true in norms), rel=0.05), case
 
 
-def _clipped(rank: int, size: int) -> tuple[Any, ...]:
-    recorded = _Recorded(rank, "minmax(bits=3, bucket=128)", 0.2, 6)
-    return recorded.norms, recorded.mine, recorded.momenta, recorded.state
+MAX_NORMS = (1e9, 0.2)
 
 
-def test_clipping_discards_none_of_the_momentum_that_error_feedback_sent() -> None:
-    answers = run_ranks(_clipped, 2, 2)
+def _clipped(rank: int) -> list[tuple[Any, ...]]:
+    recorded = [_Recorded(rank, "minmax(bits=3, bucket=128)", max_norm, 6) for max_norm in MAX_NORMS]
+    return [(each.norms, each.mine, each.momenta, each.state) for each in recorded]
+
+
+def test_the_residual_is_all_that_is_missing_whether_gradients_are_clipped_or_not() -> None:
+    """Clipping discards none of the momentum that error feedback sent."""
     name = "layers.0.weight"
-    norms, gradients, made, _ = answers[0]
-    total = torch.zeros_like(made[0][name])
-    for step in range(1, 6):
-        kept = min(1.0, 0.2 / (norms[step][0] + 1e-6))
-        assert kept < 0.9
-        total += 0.9 * made[step - 1][name] + 0.1 * kept * gradients[step][name] - made[step][name]
-    unsent = _unsent(name, [state for *_, state in answers])
-    assert float(unsent.abs().max()) > 1e-5
-    torch.testing.assert_close(total.reshape(-1), unsent, rtol=1e-3, atol=1e-6)
+    for max_norm, answers in zip(MAX_NORMS, zip(*run_ranks(_clipped, 2), strict=True), strict=True):
+        norms, gradients, made, _ = answers[0]
+        total = torch.zeros_like(made[0][name])
+        for step in range(1, 6):
+            kept = min(1.0, max_norm / (norms[step][0] + 1e-6))
+            assert kept < 0.9 or max_norm > 1.0
+            total += 0.9 * made[step - 1][name] + 0.1 * kept * gradients[step][name] - made[step][name]
+        unsent = _unsent(name, [state for *_, state in answers])
+        assert float(unsent.abs().max()) > 1e-5
+        torch.testing.assert_close(total.reshape(-1), unsent, rtol=1e-3, atol=1e-6)
 
 
-def _skipped(rank: int, size: int) -> float:
+def _skipped(rank: int) -> float:
     """How much of the momentum of two backward passes without a step between them arrives."""
     answers = []
     for spec in ("minmax(bits=2, bucket=128)", "raw"):
@@ -299,10 +260,10 @@ def _skipped(rank: int, size: int) -> float:
 
 
 def test_gradients_of_two_backward_passes_add_up_in_one_step() -> None:
-    assert all(share == pytest.approx(1.0, abs=0.03) for share in run_ranks(_skipped, 2, 2))
+    assert all(share == pytest.approx(1.0, abs=0.03) for share in run_ranks(_skipped, 2))
 
 
-def _with_everything(rank: int, size: int, stop: int | None) -> Any:
+def _with_everything(rank: int, stop: int | None) -> Any:
     """Clipping, a schedule, groups, and a loss scale; stopped and resumed after ``stop`` steps."""
 
     def fresh() -> tuple[Any, ...]:
@@ -341,43 +302,33 @@ def _with_everything(rank: int, size: int, stop: int | None) -> Any:
     return losses, whole, parts[1].frozen_at, parts[4].stats.nonfinite_steps
 
 
+def _straight_and_resumed(rank: int) -> tuple[Any, Any]:
+    return _with_everything(rank, None), _with_everything(rank, 7)
+
+
 def test_clipping_schedules_scalers_and_checkpoints() -> None:
-    going_on = run_ranks(_with_everything, 2, 2, None)
-    resumed = run_ranks(_with_everything, 2, 2, 7)
-    for (losses, whole, frozen_at, skipped), (again, same, *_) in zip(going_on, resumed, strict=True):
+    answers = run_ranks(_straight_and_resumed, 2)
+    for (losses, whole, frozen_at, skipped), (again, same, *_) in answers:
         assert losses == again
         assert all(torch.equal(whole[name], same[name]) for name in whole)
         assert (frozen_at, skipped) == (3, 1)
         assert losses[-1] < losses[0]
-    assert all(torch.equal(going_on[0][1][name], going_on[1][1][name]) for name in going_on[0][1])
+    (((_, first, *_), _), ((_, second, *_), _)) = answers
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def _refused(rank: int, size: int) -> list[str]:
-    texts = []
+def _refused(rank: int) -> None:
     model = make(rank)
-    some = QuantizedAdam(trained(model)[:2], lr=1e-3)
-    with pytest.raises(ValueError) as lacking:
-        thinwire.compress(model, **_options(some))
-    texts.append(str(lacking.value))
+    with pytest.raises(ValueError, match="give it all trained parameters of the model"):
+        thinwire.compress(model, **_options(QuantizedAdam(trained(model)[:2], lr=1e-3)))
     mine = QuantizedAdam(trained(model)) if rank == 0 else torch.optim.AdamW(trained(model))
-    with pytest.raises(thinwire.DisagreementError) as differing:
+    differing = "rank 0 has 'optimizer: QuantizedAdam', rank 1 has 'optimizer: AdamW'"
+    with pytest.raises(thinwire.DisagreementError, match=differing):
         thinwire.compress(model, **_options(mine))
-    texts.append(str(differing.value))
-    return texts
 
 
-def test_what_cannot_be_is_refused() -> None:
-    for lacking, differing in run_ranks(_refused, 2, 2):
-        assert "give it all trained parameters of the model" in lacking
-        assert "rank 0 has 'optimizer: QuantizedAdam', rank 1 has 'optimizer: AdamW'" in differing
-
-
-def test_sparse_gradients_are_refused() -> None:
-    embedding = nn.Embedding(10, 4, sparse=True)
-    optimizer = QuantizedAdam(embedding.parameters())
-    embedding(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(TypeError, match="make the embedding dense"):
-        optimizer.step()
+def test_an_optimizer_of_some_parameters_or_of_one_rank_alone_is_refused() -> None:
+    run_ranks(_refused, 2)
 
 
 def test_a_parameter_that_joins_late_counts_its_own_steps() -> None:
