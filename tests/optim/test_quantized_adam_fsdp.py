@@ -45,16 +45,7 @@ def test_shards_are_trained_as_whole_parameters_are() -> None:
     assert all(far < 1e-6 for far in run_ranks(_alike, 2, 2))
 
 
-<<<<<<< HEAD
-def _trained(rank: int, size: int) -> list[dict[str, Any]]:
-    """Without a stop, and with one."""
-    return [_train_until(stop) for stop in (None, 12)]
-
-
-def _train_until(stop: int | None) -> dict[str, Any]:
-=======
 def _trained(rank: int, stop: int | None) -> dict[str, Any]:
->>>>>>> w-loc2
     def fresh() -> tuple[Any, ...]:
         model = build()
         optimizer = QuantizedAdam(model.parameters(), lr=1e-2, betas=(0.9, 0.95), warmup=5)
@@ -62,11 +53,7 @@ def _trained(rank: int, stop: int | None) -> dict[str, Any]:
 
     model, optimizer, wire = fresh()
     losses, sent, plans = [], [], []
-<<<<<<< HEAD
-    for step in range(25):
-=======
     for step in range(24):
->>>>>>> w-loc2
         before = wire.stats.payload_sent_bytes
         losses += train(model, 1, first=step, optimizer=optimizer)
         sent.append(wire.stats.payload_sent_bytes - before)
@@ -87,11 +74,7 @@ def _straight_and_resumed(rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def test_gradients_are_sent_compressed_after_the_warm_up_and_a_run_goes_on_from_its_checkpoint() -> None:
-<<<<<<< HEAD
-    for answer, again in run_ranks(_trained, 2, 2):
-=======
     for answer, again in run_ranks(_straight_and_resumed, 2):
->>>>>>> w-loc2
         assert set(answer["plans"][:5]) == {"raw()"}
         assert all(plan.startswith("ef(minmax(bits=2") for plan in answer["plans"][5:])
         assert max(answer["sent"][6:]) < 0.8 * min(answer["sent"][:5])
