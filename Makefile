@@ -8,11 +8,11 @@ SOURCES := $(wildcard native/*) CMakeLists.txt pyproject.toml constraints.txt
 demo: .venv/demo
 	$(BIN)/thinwire demo
 
-# A worker that is lost is not replaced: pytest-xdist then waits for ever for files that no worker has.
+# A worker that is lost is not replaced: pytest-xdist then waits for ever for tests that no worker has.
 PYTEST := $(BIN)/python -m pytest
-WORKERS := -n 2 --dist loadfile --max-worker-restart 0
+WORKERS := -n 2 --dist worksteal --max-worker-restart 0
 
-# Under six minutes on two cores, with tests of every part.
+# Under four minutes on two cores, with tests of every part.
 test: .venv/ready
 	$(PYTEST) $(WORKERS) -m "not slow and not smoke and not alone"
 	$(PYTEST) -m "alone and not slow and not smoke"
@@ -64,11 +64,12 @@ chaos: .venv/ready
 soak: .venv/ready
 	$(BIN)/python -m experiments soak --json benchmarks/soak.json
 
-# The GPU kernels in Triton's interpreter, then compiled. Triton alone (no dependencies) leaves the PyTorch that is there untouched.
+# The GPU kernels in Triton's interpreter, then compiled. Triton alone (no dependencies) leaves the PyTorch that is there
+# untouched.
 triton: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps triton==3.9.0
-	TRITON_INTERPRET=1 $(PYTEST) -n 2 --dist worksteal --max-worker-restart 0 tests/kernels/test_triton*.py
-	$(PYTEST) -n 2 --dist worksteal --max-worker-restart 0 tests/kernels/test_triton*.py
+	TRITON_INTERPRET=1 $(PYTEST) $(WORKERS) tests/kernels/test_triton*.py
+	$(PYTEST) $(WORKERS) tests/kernels/test_triton*.py
 
 # What needs a GPU, in stages by their worth and within nine minutes: tests, speed, a training, a profile. With WHEELS,
 # a folder that `make cuda-wheels` has filled, it takes the PyTorch and Triton that PYTHON has, and no network.
