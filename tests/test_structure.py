@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -177,6 +178,14 @@ def test_the_list_of_slow_tests_names_tests_and_leaves_some_of_every_folder() ->
     for folder in {path.parent for path in TESTS.rglob("test_*.py")}:
         paths = [path.relative_to(TESTS.parent).as_posix() for path in folder.glob("test_*.py")]
         assert not set(paths) <= set(listed), f"`make test` runs nothing of {folder.name}"
+
+
+def test_faults_that_are_seeded_name_their_place_and_a_test() -> None:
+    for mutant in json.loads((TESTS / "mutants.json").read_text()):
+        path, _, test = mutant["test"].partition("::")
+        assert (TESTS.parent / mutant["file"]).read_text().count(mutant["old"]) == 1, mutant["fault"]
+        name = test.partition("[")[0].rpartition("::")[2] or test.partition("[")[0]
+        assert f"def {name}(" in (TESTS.parent / path).read_text(), mutant["fault"]
 
 
 def test_slow_tests_are_chosen_by_what_they_took() -> None:
