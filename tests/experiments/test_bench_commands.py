@@ -19,6 +19,7 @@ from experiments.bench.optimizer import optimizer
 from experiments.bench.peers import COMPRESSORS, PEER
 from experiments.bench.streams import streams
 from thinwire.compressors import parse
+from thinwire_tools import lab
 from thinwire_tools.compare.gpt import GPTConfig
 from thinwire_tools.compare.tasks import GPTTask
 
@@ -210,3 +211,20 @@ def test_momenta_that_are_sent_whole_are_those_of_the_mean_gradient() -> None:
 def _loss(method: Method, workers: int) -> float:
     task = GPTTask(model=GPTConfig(width=32, layers=1, context=16), steps=4, batch=2, held_out_windows=8)
     return train(method, task, workers, seed=0, rate=1e-2)["loss"]
+
+
+@pytest.mark.network
+@pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
+def test_bench_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "auto.json"
+    cell = ["--links", "2x1@100mbit", "--batch", "1", "--rounds", "1", "--steps", "1"]
+    assert experiments_main(["bench", "auto", *cell, "--json", str(path)]) == 0
+    record = json.loads(path.read_text())
+    found = {row["name"]: row["value"] for row in record["results"]}
+    # 19 MB at 100 Mbit/s take 1.5 s, and 4 bits an eighth of it.
+    assert found["step_s/fp32/2x1@100mbit"] > 1.4
+    assert all(found[f"over_fp32/{way}/2x1@100mbit"] > 1.2 for way in ("fixed", "one way", "auto"))
+    decided = record["about"]["cells"]["2x1@100mbit"]
+    assert decided["algorithm"] == "sra"
+    assert decided["decided"]["auto"].startswith("on: a step takes")
+    assert "2x1@100mbit" in capsys.readouterr().out

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -297,23 +296,6 @@ def test_links_of_a_world_with_nodes_are_measured_leg_by_leg() -> None:
         assert paired.rates == neither.rates == ()
         assert len(alone.rates) == 4
         assert max(alone.rates) == 1.0
-
-
-@pytest.mark.network
-@pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
-def test_bench_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "auto.json"
-    cell = ["--links", "2x1@100mbit", "--batch", "1", "--rounds", "1", "--steps", "1"]
-    assert experiments_main(["bench", "auto", *cell, "--json", str(path)]) == 0
-    record = json.loads(path.read_text())
-    found = {row["name"]: row["value"] for row in record["results"]}
-    # 19 MB at 100 Mbit/s take 1.5 s, and 4 bits an eighth of it.
-    assert found["step_s/fp32/2x1@100mbit"] > 1.4
-    assert all(found[f"over_fp32/{way}/2x1@100mbit"] > 1.2 for way in ("fixed", "one way", "auto"))
-    decided = record["about"]["cells"]["2x1@100mbit"]
-    assert decided["algorithm"] == "sra"
-    assert decided["decided"]["auto"].startswith("on: a step takes")
-    assert "2x1@100mbit" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["2x1", "2@100mbit", "twox1@1gbit", "@", "2x@1gbit"])
