@@ -48,7 +48,6 @@ from thinwire_tools.doctor.settings import (
     settings_with,
 )
 
-pytestmark = pytest.mark.alone
 SCRIPT = str(Path(__file__).parents[1] / "support" / "doctor_training.py")
 SHAPES = {"a": (1000, 500), "b": (1000, 250)}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -355,6 +354,7 @@ def doctor(*options: str, tmp_path: Path, timeout: float = 250.0) -> tuple[subpr
     return subprocess.run(argv, capture_output=True, text=True, timeout=timeout, env=environment), path
 
 
+@pytest.mark.alone
 @pytest.mark.network
 @pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
 def test_nodes_of_two_ranks_are_measured_inside_and_between(tmp_path: Path) -> None:
@@ -371,6 +371,7 @@ def test_nodes_of_two_ranks_are_measured_inside_and_between(tmp_path: Path) -> N
     assert done.stdout.count("inside a node") == 2
 
 
+@pytest.mark.alone
 @pytest.mark.network
 @pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
 def test_a_script_over_a_slow_link(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from torch.distributed.fsdp import fully_shard
 
 import thinwire
 from doctor_fsdp_training import build, train
-from experiments.__main__ import main as experiments_main
 from harness import run_ranks
 from thinwire.compressors import parse
 from thinwire.plan.forecast.links import Curve, Links
@@ -43,7 +42,6 @@ from thinwire_tools.doctor.settings_sharded import (
 )
 from thinwire_tools.doctor.watched import DoctorError, Watched
 
-pytestmark = pytest.mark.alone
 SCRIPT = str(Path(__file__).parents[1] / "support" / "doctor_fsdp_training.py")
 LAYER = (1000, 500)
 
@@ -305,6 +303,7 @@ def test_the_record_the_terminal_and_the_page_say_what_was_seen() -> None:
 # --- the command
 
 
+@pytest.mark.alone
 @pytest.mark.network
 @pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
 def test_a_script_over_a_slow_link(tmp_path: Path) -> None:
@@ -323,23 +322,3 @@ def test_a_script_over_a_slow_link(tmp_path: Path) -> None:
     assert steps["as it is"] == pytest.approx(found["today_s"], rel=0.5)
     assert "thinwire.prefetch(model)" in done.stdout
     assert html.read_text().count("<svg") == 3
-
-
-@pytest.mark.network
-@pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
-def test_bench_doctor_sharded(tmp_path: Path) -> None:
-    path = tmp_path / "bench.json"
-    cell = ["--rates", "300mbit", "--rtts", "0ms", "--batch", "1", "--watched", "6", "--rounds", "1", "--steps", "1"]
-    assert experiments_main(["bench", "doctor", "--sharded", *cell, "--json", str(path)]) == 0
-    found = json.loads(path.read_text())
-    assert found["about"]["sharded"] is True
-    values = {row["name"]: row["value"] for row in found["results"]}
-    titles = [title for title in (c.title for c in SHARDED_SETTINGS if c.times == 1) if title not in ("W8G4", "W4G4")]
-    for name in ("predicted_step_s", "step_s"):
-        steps = {title: values[f"{name}/{title}/300mbit/0ms"] for title in [*titles, "nothing sent"]}
-        # 19 MB of weights twice, and of gradients: a second and more at 300 Mbit/s, of which 8 bits leave a quarter.
-        assert steps["as it is"] > 1.0
-        assert steps["W8G8"] < steps["as it is"]
-    assert len(found["about"]["cells"]["300mbit/0ms"]["bytes"]) == len(
-        found["about"]["cells"]["300mbit/0ms"]["bucket_s"]
-    )

@@ -22,6 +22,7 @@ from thinwire.compressors import parse
 from thinwire_tools import lab
 from thinwire_tools.compare.gpt import GPTConfig
 from thinwire_tools.compare.tasks import GPTTask
+from thinwire_tools.doctor.settings_sharded import SHARDED_SETTINGS
 
 Rows = dict[str, dict[str, Any]]
 BY_NAME = {method.name: method for method in METHODS}
@@ -228,3 +229,23 @@ def test_bench_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert decided["algorithm"] == "sra"
     assert decided["decided"]["auto"].startswith("on: a step takes")
     assert "2x1@100mbit" in capsys.readouterr().out
+
+
+@pytest.mark.network
+@pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
+def test_bench_doctor_sharded(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    cell = ["--rates", "300mbit", "--rtts", "0ms", "--batch", "1", "--watched", "6", "--rounds", "1", "--steps", "1"]
+    assert experiments_main(["bench", "doctor", "--sharded", *cell, "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert found["about"]["sharded"] is True
+    values = {row["name"]: row["value"] for row in found["results"]}
+    titles = [title for title in (c.title for c in SHARDED_SETTINGS if c.times == 1) if title not in ("W8G4", "W4G4")]
+    for name in ("predicted_step_s", "step_s"):
+        steps = {title: values[f"{name}/{title}/300mbit/0ms"] for title in [*titles, "nothing sent"]}
+        # 19 MB of weights twice, and of gradients: a second and more at 300 Mbit/s, of which 8 bits leave a quarter.
+        assert steps["as it is"] > 1.0
+        assert steps["W8G8"] < steps["as it is"]
+    assert len(found["about"]["cells"]["300mbit/0ms"]["bytes"]) == len(
+        found["about"]["cells"]["300mbit/0ms"]["bucket_s"]
+    )

@@ -175,7 +175,6 @@ def test_resync_gives_everybody_rank_0s_parameters() -> None:
         assert checks == 7
 
 
-@pytest.mark.alone
 def test_three_thousand_steps_of_four_ranks_stay_identical() -> None:
     """Parameters that follow their compressed gradients are the same on all ranks, also at every 300th step.
 
