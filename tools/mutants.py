@@ -21,9 +21,10 @@ from thinwire_tools.results import Results
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def passes(test: str) -> bool:
+def outcome(test: str) -> int:
+    """Pytest's exit code: 0 if the test passes, 1 if it fails, others where it could not run."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, check=False, timeout=600).returncode == 0
+    return subprocess.run(command, cwd=ROOT, capture_output=True, check=False, timeout=600).returncode
 
 
 def is_found(mutant: dict[str, str]) -> bool:
@@ -32,11 +33,11 @@ def is_found(mutant: dict[str, str]) -> bool:
     source = path.read_text()
     if source.count(mutant["old"]) != 1:
         sys.exit(f"{mutant['file']} has {mutant['old']!r} {source.count(mutant['old'])} times, not once")
-    if not passes(mutant["test"]):
+    if outcome(mutant["test"]) != 0:
         return False
     try:
         path.write_text(source.replace(mutant["old"], mutant["new"]))
-        return not passes(mutant["test"])
+        return outcome(mutant["test"]) == 1
     finally:
         path.write_text(source)
 

@@ -27,7 +27,6 @@ from thinwire_tools.results import OutputFile, Results
 _TASK = replace(tasks.SCRATCH, samples=2400, steps=150)
 _SMOKE_TASK = replace(tasks.SCRATCH_SMOKE, steps=2)
 _STAGES = 4
-_BINS = 16
 _BACKWARD = "maxabs(bits=8)"
 TILE = 64
 """Channels of a tile."""
@@ -150,7 +149,7 @@ def _nearest(tiles: Tensor, bits: int) -> Tensor:
 
 
 def entropy(tiles: Tensor) -> Tensor:
-    """In bits, of the distribution of each tile's values over `_BINS` between its extremes."""
+    """In bits, of the distribution of each tile's values over `_BINS` bins between its extremes."""
     low, high = tiles.amin(1, keepdim=True), tiles.amax(1, keepdim=True)
     span = (high - low).where(high > low, 1.0)
     at = ((tiles - low) / span * _BINS).long().clamp(0, _BINS - 1)

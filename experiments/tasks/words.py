@@ -96,7 +96,7 @@ def words_of_library(words: int) -> Words:
 
 @dataclass(frozen=True)
 class LanguageTask:
-    """Next words of Python source by an `LSTM` (a `experiments.framework.rank.ScoredTask`). ``batch`` is in windows
+    """Next words of Python source by an `LSTM` (an `experiments.framework.rank.ScoredTask`). ``batch`` is in windows
     of ``context`` words per rank and step; gradients are clipped to a norm of ``clip`` after they are averaged, or,
     with ``clip_each_rank`` as the paper's authors do, each rank's own before it is compressed."""
 

@@ -58,7 +58,7 @@ def join(parts: Sequence[Reconstruction]) -> Reconstruction:
 
 
 def quantiles(values: Tensor) -> np.ndarray:
-    """1000 quantiles of ``values``, from that of 0 to that of 1."""
+    """`_QUANTILES` quantiles of ``values``, from that of 0 to that of 1."""
     return np.quantile(values.numpy(), np.linspace(0, 1, _QUANTILES))
 
 

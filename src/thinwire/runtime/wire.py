@@ -51,7 +51,7 @@ class Wire(Handle["BucketEngine"]):
         super().__init__(plan, rank=transport.rank, world_size=transport.world_size)
         self._dtypes = dict(dtypes or {})
         self._beside_bytes = 0
-        """What the last step sent beside its buckets: the lengths of momenta (`QuantizedAdam`)."""
+        """Bytes that the last step sent beside its buckets: the lengths of momenta (`QuantizedAdam`)."""
         self._optimizer = optimizer
         # Raises here, not in the first step, where a schedule or a compressor lacks something.
         plan.at_step(0, self._learning_rate()).for_world(transport.world_size, shapes)

@@ -20,7 +20,7 @@ from thinwire.plan.sites import at_site
 Collective = Literal["all_gather", "reduce_scatter"]
 
 _DEPTH = 2
-"""Of `thinwire.prefetch` by itself."""
+"""The depth of `thinwire.prefetch` where none is given."""
 
 
 @dataclass(frozen=True)
