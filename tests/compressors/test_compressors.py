@@ -436,6 +436,73 @@ def test_atomo_sends_rank_terms_of_the_singular_values_and_is_unbiased() -> None
             parse("atomo(rank=2)").fit(shape)
 
 
+@pytest.mark.parametrize("cast", [False, True])
+def test_fft_with_a_diminishing_share_converges(cast: bool) -> None:
+    """θ² = L·η (Theorem 3.5), without error feedback: descent on a quadratic with L = 1 comes to its minimum."""
+    fft = parse(f"fft(theta=diminishing, block=64, feedback=False, cast={cast})")
+    curvatures, x, shares = torch.logspace(-1, 0, 512), normal(512), []
+    first = float((curvatures * x**2).sum())
+    for step in range(200):
+        rate = 0.25 / (1 + step / 50)
+        present = at_step(fft, step, rate)
+        assert isinstance(present, FFT)
+        assert isinstance(present.theta, float)
+        assert present.theta**2 <= rate < (present.theta + 1 / 64) ** 2
+        shares.append(present.theta)
+        x = x - rate * present.roundtrip(curvatures * x, step)
+    assert shares[0] == 0.5
+    assert shares == sorted(shares, reverse=True)
+    assert float((curvatures * x**2).sum()) < 0.01 * first
+
+
+def test_descent_with_weights_on_a_shifted_lattice_converges_on_a_quadratic() -> None:
+    """QSDP's iteration (theorem 2), ``x ← Q(x − η/β·∇f(x))``, gets as close as its rounding allows.
+
+    Small steps, which nearest rounding takes back, get through on average where the lattice is shifted at random.
+    """
+    rate, curvatures, target = 0.05, torch.linspace(1.0, 2.0, 510), 0.9 * torch.tanh(normal(510))
+    delta = 2.0 / 255  # 8 bits between the two ends, which stay
+    ends, losses = torch.tensor([-1.0, 1.0]), {}
+    for spec in ("lattice(bits=8, bucket=512)", "minmax(bits=8, bucket=512, rounding=nearest)"):
+        quantise, x, found = parse(spec), torch.zeros(510), []
+        for step in range(300):
+            moved = x - rate / 2.0 * curvatures * (x - target)
+            x = quantise.roundtrip(torch.cat((ends, moved)), step)[2:].clamp(-1.0, 1.0)
+            found.append(float((curvatures * (x - target) ** 2).sum()) / 2)
+        losses[spec.split("(")[0]] = sum(found[200:]) / 100
+    # A step's error of δ²/12, of which 1 − ηλ/β is left in the next one.
+    kept = (1 - rate / 2.0 * curvatures) ** 2
+    assert losses["lattice"] < 1.5 * float((curvatures * delta**2 / 24 / (1 - kept)).sum())
+    assert losses["minmax"] > 10 * losses["lattice"]
+
+
+def test_descent_with_weights_on_a_shifted_lattice_and_quantised_gradients_converges_on_a_quadratic() -> None:
+    """QSDP's iteration with both quantised (corollary 3), ``x ← Q(x − η/β·Q'(g(x)))``, gets as close as both
+    roundings allow; weights rounded to nearest do not, although gradients are rounded at random."""
+    rate, curvatures, target = 0.05, torch.linspace(1.0, 2.0, 510), 0.9 * torch.tanh(normal(510))
+    delta = 2.0 / 255
+    ends, gradients, losses = torch.tensor([-1.0, 1.0]), parse("minmax(bits=4, bucket=512)"), {}
+    lost: list[torch.Tensor] = []
+    for spec in ("lattice(bits=8, bucket=512)", "minmax(bits=8, bucket=512, rounding=nearest)"):
+        quantise, x, found = parse(spec), torch.zeros(510), []
+        for step in range(3000):
+            gradient = curvatures * (x - target)
+            sent = gradients.roundtrip(gradient, step)
+            if step >= 200 and spec.startswith("lattice"):
+                lost.append((sent - gradient).square())
+            moved = x - rate / 2.0 * sent
+            x = quantise.roundtrip(torch.cat((ends, moved)), 10_000 + step)[2:].clamp(-1.0, 1.0)
+            found.append(float((curvatures * (x - target) ** 2).sum()) / 2)
+        losses[spec.split("(")[0]] = sum(found[200:]) / 2800
+    # All weights are shifted alike, so it takes thousands of steps to see a mean.
+    # A step's error: δ²/12 of weights, and (η/β)² times the variance of a gradient that was sent.
+    variance = delta**2 / 12 + (rate / 2.0) ** 2 * torch.stack(lost).mean(0)
+    kept = (1 - rate / 2.0 * curvatures) ** 2
+    predicted = float((curvatures / 2 * variance / (1 - kept)).sum())
+    assert 0.6 * predicted < losses["lattice"] < 1.5 * predicted
+    assert losses["minmax"] > 5 * losses["lattice"]
+
+
 _SPREADS = {
     "normal": normal(1 << 13),
     "cubes": normal(1 << 13) ** 3,

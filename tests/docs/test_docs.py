@@ -59,6 +59,15 @@ def anchors(page: Path) -> set[str]:
     return found
 
 
+def test_tests_that_pages_name_are_there() -> None:
+    there = {
+        name for file in (ROOT / "tests").rglob("*.py") for name in re.findall(r"def (test_\w+)", file.read_text())
+    }
+    for page in PAGES:
+        if page.name != "process-group.md":  # it names PyTorch's
+            assert not set(re.findall(r"`(test_\w+)`", text_of(page))) - there, page.name
+
+
 def test_links_lead_somewhere() -> None:
     for page in [*PAGES, ROOT / "CHANGELOG.md"]:
         prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", text_of(page), flags=re.MULTILINE | re.DOTALL)

@@ -246,3 +246,32 @@ def test_every_held_out_word_is_scored_once_and_without_dropout(language: words.
     assert sum(part[0] for part in parts) == pytest.approx(total, rel=1e-5)
     assert language.evaluate(model, 0, 1, probe=True)[1] == language.probe_windows * language.context
     assert total / count == pytest.approx(math.log(language.words), rel=0.1)
+
+
+def _sent_norms(rank: int, clip_each_rank: bool) -> tuple[float, float, float]:
+    """The norm of what a rank gives to be averaged, that of its gradient after the optimizer's step, and the loss."""
+    language = dataclasses.replace(SMOKE.words, clip=0.01, clip_each_rank=clip_each_rank, dropout=0.3)
+    model = language.distribute(language.build(0))
+    sent: list[torch.Tensor] = []
+
+    def hook(state, bucket):
+        sent.append(bucket.buffer().clone())
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model.register_comm_hook(None, hook)
+    optimizer = language.optimizer(model.module)
+    loss = language.loss(model, next(language.batches(0, rank, 2)))
+    loss.backward()
+    optimizer.step()
+    stepped = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    return float(torch.cat(sent).norm()), float(stepped), float(loss)
+
+
+@pytest.mark.parametrize("clip_each_rank", [False, True])
+def test_each_rank_may_clip_its_gradient_before_it_is_sent(clip_each_rank: bool) -> None:
+    for sent, stepped, loss in run_ranks(_sent_norms, 2, clip_each_rank):
+        assert stepped == pytest.approx(0.01, rel=1e-3)
+        assert (sent == pytest.approx(0.01, rel=1e-3)) if clip_each_rank else sent > 0.05
+        assert loss == pytest.approx(math.log(SMOKE.words.words), rel=0.1)
