@@ -42,6 +42,8 @@ class Training(ABC):
     """Whether it trains as if it had never been compressed once it is detached."""
     keeps_nothing_of_nan = True
     """Whether all slots stay as they were in a step with a value that is not finite."""
+    model: Any
+    optimizer: torch.optim.Optimizer
     wire: Any
     """What `attach` made of it: has ``state_dict``, ``load_state_dict`` and, but for pipelines,
     ``gather_state_dict``."""
@@ -66,25 +68,31 @@ class Training(ABC):
     def poisoned_step(self, step: int) -> list[Tensor]:
         """Meet a value on the last rank that is not finite, and return what this rank received of it."""
 
-    @abstractmethod
     def weights(self) -> dict[str, Tensor]:
         """The weights that all ranks must have in common after a step."""
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
-    @abstractmethod
     def state(self) -> State:
         """What a checkpoint of this rank holds, without the wire's state."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
-    @abstractmethod
     def load(self, state: State) -> None:
         """Continue from a `state`."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
 
     def detach(self) -> None:
         """End compressing."""
         self.wire.detach()
 
+    @property
+    def handle(self) -> Any:
+        """What counts bytes and slots."""
+        return self.wire
+
     def sent_bytes(self) -> int:
         """Bytes that this rank has sent since `attach`."""
-        return self.wire.stats.payload_sent_bytes
+        return self.handle.stats.payload_sent_bytes
 
     def foreseen_bytes(self) -> float:
         """Bytes of a step, by formula."""
@@ -92,11 +100,11 @@ class Training(ABC):
 
     def dense_bytes(self) -> int:
         """Bytes of the same, uncompressed."""
-        return self.wire.stats.dense_bytes
+        return self.handle.stats.dense_bytes
 
     def memory(self) -> tuple[int, int]:
         """Bytes of slots, as told before training and as they are."""
-        return self.wire.memory, self.wire.stats.slot_bytes
+        return self.handle.memory, self.handle.stats.slot_bytes
 
 
 class Replicated(Training):
@@ -131,16 +139,6 @@ class Replicated(Training):
         received = [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
         self.optimizer.zero_grad()
         return received
-
-    def weights(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
-
-    def state(self) -> State:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-
-    def load(self, state: State) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
 
 
 class Mixed(Replicated):
@@ -290,8 +288,11 @@ class Local(Training):
     def attach(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # so many exchanges say that fewer would do
-            self.local = DiLoCo(self.model, self.optimizer, every=2, compressor="minmax(bits=2, bucket=64)")
-        self.wire = self.local
+            self.wire = DiLoCo(self.model, self.optimizer, every=2, compressor="minmax(bits=2, bucket=64)")
+
+    @property
+    def handle(self) -> Any:
+        return self.wire.wire
 
     def step(self, step: int) -> None:
         # Twice: after each the workers have the shared weights.
@@ -299,7 +300,7 @@ class Local(Training):
             self.optimizer.zero_grad()
             nets.loss_of(self.model, nets.batch(self.rank, 2 * step + half)).backward()
             self.optimizer.step()
-            self.local.step()
+            self.wire.step()
 
     def poisoned_step(self, step: int) -> list[Tensor]:
         """The others go on from the weights that were shared, and so does the worker whose weights broke."""
@@ -308,34 +309,15 @@ class Local(Training):
                 self.model.norm.weight[0] = torch.nan
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            self.local.step()
-            self.local.step()
+            self.wire.step()
+            self.wire.step()
         return [torch.tensor(torch.nan) for warning in said if "not finite" in str(warning.message)]
 
-    def weights(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
-
-    def state(self) -> State:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-
-    def load(self, state: State) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-
     def detach(self) -> None:
-        self.local.close()
-
-    def sent_bytes(self) -> int:
-        return self.local.wire.stats.payload_sent_bytes
+        self.wire.close()
 
     def foreseen_bytes(self) -> float:
-        return 2 * (self.local.bytes_per_step + 32)  # and headers
-
-    def dense_bytes(self) -> int:
-        return self.local.wire.stats.dense_bytes
-
-    def memory(self) -> tuple[int, int]:
-        return self.local.wire.memory, self.local.wire.stats.slot_bytes
+        return 2 * (self.wire.bytes_per_step + 32)  # and headers
 
 
 class Stage(Training):
