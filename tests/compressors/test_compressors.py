@@ -44,23 +44,6 @@ def relative_error(spec: str, x: torch.Tensor) -> float:
     return float((parse(spec).roundtrip(x) - x).norm() / x.norm())
 
 
-@pytest.mark.parametrize(
-    "spec", ["lattice(bits=3, bucket=64)", "rangefloat(bits=6, rounding=stochastic, learn_at=(0,))", "qsgd(bits=4)"]
-)
-def test_unbiased_within_four_standard_errors_over_two_thousand_draws(spec: str) -> None:
-    """Also where all elements are off together, as those of a lattice that is shifted as a whole are."""
-    compressor = parse(spec)
-    assert compressor.traits.unbiased
-    x = normal(256)
-    along, total = [], []
-    for key in range(2000):
-        off = compressor.roundtrip(x, key=key).double() - x.double()
-        along.append(float(off @ x.double()))
-        total.append(float(off.sum()))
-    for draws in (torch.tensor(along), torch.tensor(total)):
-        assert abs(float(draws.mean())) <= 4 * float(draws.std()) / 2000**0.5
-
-
 @settings(max_examples=10)
 @given(seed=st.integers(0, 2**20), bits=st.integers(1, 4), multiple=st.integers(1, 6), spread=st.floats(0.0, 1.0))
 def test_lemma_4_of_the_thesis(seed: int, bits: int, multiple: int, spread: float) -> None:
@@ -221,40 +204,6 @@ def test_majority_of_signs() -> None:
     assert y.sign().tolist() == [1.0, -1.0, 1.0, -1.0]
 
 
-def test_momentum_correction_without_momentum_is_error_feedback() -> None:
-    def sent(spec: str) -> list[torch.Tensor]:
-        compressor = parse(spec)
-        assert isinstance(compressor, Coded)
-        segments = Segments.build([Piece("layer", 0, 2000, 0, 0)])
-        state = first_state(compressor, normal(2000), segments, 8.0)
-        found = []
-        for step in range(4):
-            message, _ = encode_one(compressor, 8 * normal(2000, seed=step), key=step, state=state)
-            found.append(decode_one(compressor, message, segments, torch.float32))
-            assert state is not None
-            state = state.swapped()
-        return found
-
-    plain = sent("ef(topk(density=0.05))")
-    assert all(torch.equal(a, b) for a, b in zip(plain, sent("dgc(topk(density=0.05), momentum=0.0)"), strict=True))
-    corrected = sent("dgc(topk(density=0.05), momentum=0.9)")
-    assert torch.equal(plain[0], corrected[0])
-    assert not torch.equal(plain[1], corrected[1])
-
-
-def test_momentum_is_forgotten_where_it_was_sent() -> None:
-    compressor = parse("dgc(topk(density=0.05))")
-    assert isinstance(compressor, Coded)
-    x = normal(2000)
-    state = first_state(compressor, x, Segments.build([Piece("layer", 0, 2000, 0, 0)]))
-    assert state is not None
-    message, segments = encode_one(compressor, x, state=state)
-    y = decode_one(compressor, message, segments, x.dtype)
-    for slot in ("momentum", "velocity"):
-        assert torch.equal(state.next[slot][y != 0], torch.zeros(100))
-        assert torch.equal(state.next[slot][y == 0], x[y == 0])
-
-
 def test_what_a_compressor_cannot_take_is_sent_raw_and_is_reported() -> None:
     shapes = {"w": (64, 64), "thin": (2, 4000), "v": (5000,)}
     plan = Plan.build(shapes, {"v": "powersgd(rank=2)", "*": "powersgd(rank=2)"})
@@ -279,13 +228,6 @@ def test_biased_compressors_get_feedback_unless_they_say_no() -> None:
         "ef(topk(density=0.1) | minmax(bits=8, bucket=128))"
     )
     assert str(Plan.build({"w": (64, 64)}, "minmax(bits=4, rounding=nearest)")["w"]).startswith("minmax")
-
-
-def test_terngrad_leaves_the_last_layer_raw_when_configured() -> None:
-    plan = Plan.build({"a.weight": (64, 64), "head.weight": (64, 64)}, {"head.*": "raw", "*": "terngrad(clip=2.5)"})
-    assert [str(plan[name]) for name in plan] == ["terngrad(clip=2.5)", "raw()"]
-    x = normal(300, 300)
-    assert relative_error("terngrad(clip=2.5)", x) < relative_error("terngrad", x)
 
 
 def test_every_registered_compressor_is_exported_and_says_where_it_comes_from() -> None:

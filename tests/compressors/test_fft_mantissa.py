@@ -10,8 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from harness import run_ranks, run_threads
-from sharded import build, compress, train
+from harness import run_threads
 from thinwire import Plan, Wire, parse
 from thinwire.collectives import LoopbackTransport
 from thinwire.compressors import FFT, CodecCall, Piece, Segments, State, fft as module, first_state
@@ -49,23 +48,6 @@ def test_a_wire_searches_for_a_mantissa_once_in_fifty_steps() -> None:
     with _counting() as searched:
         run_threads(run, 2)
     assert len(searched) == 2 * 2
-
-
-def _searches(rank: int) -> list[int]:
-    model = build()
-    with _counting() as searched:
-        compress(model, gradients=f"ef({SPEC})")
-        counts = []
-        for first in range(3):
-            train(model, 1, first=first)
-            counts.append(len(searched))
-    return counts
-
-
-def test_a_sharded_model_searches_for_each_layer_in_the_first_step_only() -> None:
-    for first, *later in run_ranks(_searches, 2):
-        assert first > 0
-        assert later == [first, first]
 
 
 def _coded() -> tuple[FFT, Segments, State]:

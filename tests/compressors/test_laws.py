@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from thinwire import parse
-from thinwire.compressors import CodecCall, Coded, Compressor, Key, Piece, Segments, Traits
+from thinwire.compressors import Coded, Compressor, Traits
 from thinwire.testing import LAWS
 
 SPECS = [
@@ -197,22 +197,3 @@ def test_laws_catch_a_compressor_that_breaks_them() -> None:
         *("non_finite_is_not_laundered", "unbiased_if_it_says_so"),
         *("draws_are_counter_based", "odd_tensors_work"),
     }
-
-
-def test_many_segments_are_one_call_and_equal_to_single_ones() -> None:
-    compressor = parse("minmax(bits=5, bucket=128)")
-    assert isinstance(compressor, Coded)
-    x = torch.randn(5000)
-    pieces, at = [], 64
-    for name, start, numel in (("a", 0, 1000), ("b", 1500, 129), ("c", 2000, 3000)):
-        pieces.append(Piece(name, start, numel, 0, at))
-        at += compressor.payload_bytes(numel, x.dtype)
-    message = torch.zeros(at, dtype=torch.uint8)
-    compressor.encode(x, message, CodecCall(Segments.build(pieces), Key.derive(1)))
-    for piece in pieces:
-        alone = torch.zeros(compressor.payload_bytes(piece.numel, x.dtype), dtype=torch.uint8)
-        part = x[piece.start : piece.start + piece.numel].clone()
-        compressor.encode(
-            part, alone, CodecCall(Segments.build([Piece(piece.name, 0, piece.numel, 0, 0)]), Key.derive(1))
-        )
-        assert torch.equal(message[piece.payload : piece.payload + alone.numel()], alone)

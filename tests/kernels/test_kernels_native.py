@@ -13,7 +13,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from kernel_cases import BUCKETS, DTYPES, SIZES, kinds, message, one, same, special, table, values
@@ -96,27 +95,6 @@ def test_same_bits_as_the_reference(bits: int) -> None:
         check_all(spans, x, form, key=bits << 40 | i, levels=sorted(levels))
 
 
-@settings(max_examples=40)
-@given(
-    sizes=st.lists(st.integers(0, 700), min_size=1, max_size=4),
-    bits=st.integers(1, 8),
-    bucket=st.integers(1, 900) | st.sampled_from(BUCKETS),
-    gap=st.integers(0, 3),
-    dtype=st.sampled_from(DTYPES),
-    make=st.sampled_from([values, special]),
-    key=st.integers(0, 2**64 - 2),
-    kind=st.integers(0, 13),
-)
-def test_same_bits_for_any_sizes(
-    sizes: list[int], bits: int, bucket: int, gap: int, dtype: torch.dtype, make, key: int, kind: int
-) -> None:
-    forms = kinds(bits, bucket)
-    form = forms[kind % len(forms)]
-    spans = table(sizes, form, gap=gap)
-    x = make(spans.num_elements + 3, key % 1000, dtype)
-    check_all(spans, x, form, key=key, levels=(LEVELS[0], LEVELS[-1]))
-
-
 LARGE = [
     (128, 300_000, Format(5)),
     (128, 200_001, Format(1, scheme="sides")),
@@ -138,23 +116,6 @@ def test_same_bits_for_large_rows_and_any_number_of_threads(turn: int) -> None:
     form = dataclasses.replace(kind, bucket=bucket)
     for level, threads in ((LEVELS[0], (1, 3)), (LEVELS[1 + turn % (len(LEVELS) - 1)], (3,))):
         check_all(spans, x, form, key=3, levels=[level], threads=threads)
-
-
-def test_messages_may_lie_at_any_address() -> None:
-    form = Format(3, 100)
-    x = values(1000, 0)
-    spans = one(1000)
-    wanted = message(spans, form)
-    kernels.bucketed_encode(x, spans, wanted, form, key=1)
-    for shift in (1, 2, 3, 17):
-        sent = torch.zeros(wanted.numel() + shift, dtype=torch.uint8)[shift:]
-        sent.fill_(0xAB)
-        kernels.bucketed_encode(x[: x.numel()], spans, sent, form, key=1)
-        assert torch.equal(sent, wanted)
-        y, again = torch.zeros(1000), torch.zeros(1000)
-        kernels.bucketed_decode(sent, spans, y, form)
-        kernels.bucketed_decode(wanted, spans, again, form)
-        assert torch.equal(y, again)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -10,21 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from device_cases import (
-    MIXED,
-    PART_NUMEL,
-    layers_of,
-    same,
-    sharded_case,
-    shards_through_the_device,
-    shards_through_the_host,
-    through_the_device,
-    through_the_host,
-)
-from harness import run_threads
+from device_cases import MIXED, check_shards_alike, check_ways_alike, layers_of, same
 from kernel_cases import same as alike, special, values
 from thinwire import kernels, parse
-from thinwire.collectives import DeviceLoopbackTransport, Layout, LoopbackTransport
+from thinwire.collectives import Layout
 from thinwire.compressors import CodecCall, Coded, Key, Piece, Segments, State, StepEnd, find_mixin
 from thinwire.kernels import native
 
@@ -208,29 +197,15 @@ def test_random_indices(there: None) -> None:
 # --- whole collectives -----------------------------------------------------------------------------------------------
 
 
-def reduced(layout: Layout, num_ranks: int, steps: int) -> list[list[Tensor]]:
-    devices = DeviceLoopbackTransport.world(LoopbackTransport.world(num_ranks), DEVICE)
-
-    def run(transport) -> list[Tensor]:
-        _here.there = True
-        if DEVICE.type == "cuda":
-            with torch.cuda.stream(torch.cuda.Stream(DEVICE)):
-                found = through_the_device(devices[transport.rank], layout, steps)
-                torch.cuda.current_stream(DEVICE).synchronize()
-                return found
-        return through_the_device(devices[transport.rank], layout, steps)
-
-    return run_threads(run, num_ranks, timeout_s=100.0)
+def begin() -> None:
+    _here.there = True
 
 
 @runs
 @quiet
 @pytest.mark.parametrize("num_ranks", [2])
 def test_all_kinds_in_one_bucket_end_with_the_bytes_of_the_cpu(num_ranks: int, there: None) -> None:
-    layout = Layout.build(layers_of(MIXED), num_ranks, torch.float32)
-    wanted = run_threads(lambda t: through_the_host(t, layout, 2), num_ranks)
-    for mine, theirs in zip(reduced(layout, num_ranks, 2), wanted, strict=True):
-        assert all(same(a, b) for a, b in zip(mine, theirs, strict=True))
+    check_ways_alike(Layout.build(layers_of(MIXED), num_ranks, torch.float32), 2, DEVICE, begin)
 
 
 KINDS = [
@@ -244,10 +219,8 @@ KINDS = [
 @quiet
 @pytest.mark.parametrize("spec", KINDS)
 def test_a_bucket_of_one_kind_ends_with_the_bytes_of_the_cpu(spec: str, there: None) -> None:
-    layout = Layout.build(layers_of([spec], ((70, 50), (3,), (0,), (9, 11))), 2, torch.float32)
-    wanted = run_threads(lambda t: through_the_host(t, layout, 2), 2)
-    for mine, theirs in zip(reduced(layout, 2, 2), wanted, strict=True):
-        assert all(same(a, b) for a, b in zip(mine, theirs, strict=True))
+    layers = layers_of([spec], ((70, 50), (3,), (0,), (9, 11)))
+    check_ways_alike(Layout.build(layers, 2, torch.float32), 2, DEVICE, begin)
 
 
 @compiled
@@ -271,17 +244,4 @@ def test_compiles() -> None:
 @quiet
 @pytest.mark.parametrize("spec", ["ef(minmax(bits=2, bucket=128))", "lattice(bits=4)"])
 def test_both_halves_of_shards_end_with_the_bytes_of_the_cpu(spec: str, there: None) -> None:
-    layout = sharded_case(spec, 2)
-    inputs = [torch.randn(2 * PART_NUMEL, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
-    wanted = run_threads(lambda t: shards_through_the_host(t, layout, inputs[t.rank]), 2)
-    devices = DeviceLoopbackTransport.world(LoopbackTransport.world(2), DEVICE)
-
-    def run(transport) -> tuple[Tensor, ...]:
-        _here.there = True
-        found = shards_through_the_device(devices[transport.rank], layout, inputs[transport.rank])
-        if DEVICE.type == "cuda":
-            torch.cuda.synchronize()
-        return found
-
-    for mine, theirs in zip(run_threads(run, 2, timeout_s=100.0), wanted, strict=True):
-        assert all(same(a, b) for a, b in zip(mine, theirs, strict=True))
+    check_shards_alike(spec, 2, DEVICE, begin)
