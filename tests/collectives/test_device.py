@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 import torch
-import torch.distributed as dist
 from test_laws import FAMILIES
 
-from device_cases import CPU, MIXED, SHAPES, check_ways_alike, layers_of, same, through_the_device, through_the_host
-from harness import run_ranks, run_threads
+from device_cases import CPU, MIXED, SHAPES, check_ways_alike, layers_of, through_the_device
+from harness import run_threads
 from thinwire import TransportError, parse
-from thinwire.collectives import (
-    DeviceBuffers,
-    DeviceGroupTransport,
-    DeviceLoopbackTransport,
-    Layout,
-    LoopbackTransport,
-    ProcessGroupTransport,
-    parse_algorithm,
-)
+from thinwire.collectives import DeviceBuffers, DeviceLoopbackTransport, Layout, LoopbackTransport, parse_algorithm
 from thinwire.compressors import Coded, Summed
 
-TIMEOUT = timedelta(seconds=20)
 FIXED = [spec for spec in FAMILIES if isinstance(parse(spec), Coded | Summed) and not parse(spec).traits.bounded]
 
 
@@ -85,25 +73,3 @@ def test_a_rank_that_does_not_come_is_an_error() -> None:
         return str(raised.value)
 
     assert all("a rank did not come" in text for text in run_threads(run, 3)[:2])
-
-
-def _over_gloo(rank: int) -> str:
-    group = dist.group.WORLD
-    assert group is not None
-    host = ProcessGroupTransport(group, TIMEOUT)
-    transport = DeviceGroupTransport(host, CPU, group, TIMEOUT)
-    for dtype in (torch.float32, torch.float16):
-        layout = Layout.build(layers_of(MIXED, (*SHAPES, *SHAPES)), dist.get_world_size(), dtype)
-        there = through_the_device(transport, layout, 3)
-        assert all(same(a, b) for a, b in zip(there, through_the_host(host, layout, 3), strict=True))
-    room = torch.zeros(8, dtype=torch.uint8)
-    with pytest.raises(TypeError, match="all_to_all"):
-        transport.send(room, 0, 0)
-    with pytest.raises(TransportError) as raised:
-        transport.all_to_all(room, room, [4] * dist.get_world_size(), [3] * dist.get_world_size())
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_the_bytes_of_the_cpu_over_gloo_and_a_collective_that_cannot_be_started(num_ranks: int) -> None:
-    assert all("the all-to-all failed" in text for text in run_ranks(_over_gloo, num_ranks))

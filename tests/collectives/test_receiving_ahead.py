@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import time
 from datetime import timedelta
 from functools import partial
 
@@ -22,7 +20,6 @@ from thinwire.collectives import (
     ProcessGroupTransport,
     SharedMemoryTransport,
     Transport,
-    TransportError,
 )
 from thinwire.collectives.exchange import Exchange
 from thinwire.collectives.message import HEADER_BYTES
@@ -162,30 +159,6 @@ def _good_and_bad(rank: int) -> None:
 
 def test_no_message_of_a_failed_exchange_is_taken_for_one_of_the_next() -> None:
     run_ranks(_good_and_bad, 3)
-
-
-def _ends(rank: int) -> tuple[int | None, float]:
-    transport = _transport()
-    buffers = transport.open(_everybody(3))
-    for step in range(3):
-        _swap(transport, buffers, step)
-    if rank == 2:
-        os._exit(0)
-    assert len(buffers.posted) == 4
-    started = time.monotonic()
-    with pytest.raises(TransportError) as raised:
-        _swap(transport, buffers, 3)
-    assert transport.broken
-    return raised.value.rank, time.monotonic() - started
-
-
-def test_a_rank_that_has_ended_is_an_error_with_its_name() -> None:
-    """At once, though its receives were posted while it lived."""
-    *survivors, ended = run_ranks(_ends, 3, may_die=True)
-    assert ended is None
-    # One survivor meets the dead rank, the other may meet the first, which has given up.
-    assert any(rank == 2 for rank, _ in survivors)
-    assert all(seconds < TIMEOUT.total_seconds() / 2 for _, seconds in survivors)
 
 
 _PROGRAM = """

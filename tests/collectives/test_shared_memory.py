@@ -228,19 +228,6 @@ def test_a_process_that_ended_is_dead_before_it_is_buried() -> None:
 # ---- Nodes --------------------------------------------------------------------------------------------------------
 
 
-def same_node(rank: int, names: list[str]) -> list[bool]:
-    if names[rank]:
-        os.environ[VARIABLE] = names[rank]
-    identities = [torch.empty(16, dtype=torch.uint8) for _ in names]
-    dist.all_gather(identities, node_identity())
-    return [torch.equal(identity, identities[rank]) for identity in identities]
-
-
-def test_ranks_of_one_host_know_each_other() -> None:
-    names = ["", "a", "a", "b", ""]
-    assert run_ranks(same_node, 5, names) == [[mine == other for other in names] for mine in names]
-
-
 IDENTITY = f"""
 import os
 from thinwire.collectives.nodes import node_identity

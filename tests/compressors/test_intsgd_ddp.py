@@ -9,34 +9,32 @@ import thinwire
 from harness import run_ranks
 from nets import assert_replicas_identical, batch, loss_of, make, train, trained
 
-SPECS = {"intsgd(bits=32)": 2, "intsgd(bits=8, block=global)": 4}
+SPECS = {"intsgd(bits=32)": 2, "intsgd(bits=8, block=global)": 4, "heuristic_intsgd(bits=32, rounding=random)": 2}
 """And on how many ranks."""
-NUMEL = 43584
-"""Of all that is trained."""
 
 
-def _trains(rank: int, spec: str) -> tuple[list[float], dict, int, dict[str, int]]:
-    model = make(rank)
+def _trains(rank: int, spec: str, num_ranks: int) -> None:
+    model, is_profiled = make(rank), "heuristic" in spec
     wire = thinwire.compress(model, spec, skip_if_slower=False, checks=thinwire.Checks(1))
-    losses = train(model, rank, 30, lr=0.03)
+    losses, stats = train(model, rank, 30, lr=0.03), wire.stats
     assert_replicas_identical(model)
-    sizes = {name: p.numel() for name, p in model.module.named_parameters() if p.requires_grad}
-    return losses, wire.stats.to_dict(), wire.wire_bytes_per_step(), sizes
+    assert sum(losses[-5:]) < 0.3 * sum(losses[:5])
+    sizes = [p.numel() for p in trained(model)]
+    assert stats.compressed_steps == stats.parity_checks == 30
+    assert stats.encoded == (30 if is_profiled else 29) * sum(sizes)
+    # A quarter of fp32's, or all of it, and for each layer what fills up 64 bytes, and the flag or a round of maxima.
+    width, flag = 4 if "32" in spec else 1, 0 if is_profiled else 25
+    padded = sum(-(-(numel + flag) * width // 64) * 64 for numel in sizes) + 4 * len(sizes) * is_profiled
+    per_step = wire.wire_bytes_per_step()
+    assert per_step == pytest.approx(2 * (num_ranks - 1) / num_ranks * padded, abs=8)
+    first = per_step if is_profiled else stats.dense_bytes / 30
+    assert stats.payload_sent_bytes - 29 * per_step == pytest.approx(first, abs=8)
+    assert is_profiled or stats.clipped < 0.01
 
 
 @pytest.mark.parametrize(("spec", "num_ranks"), SPECS.items())
 def test_it_trains_and_replicas_stay_identical(spec: str, num_ranks: int) -> None:
-    width = 4 if "32" in spec else 1
-    for losses, stats, per_step, sizes in run_ranks(_trains, num_ranks, spec):
-        assert sum(losses[-5:]) < 0.3 * sum(losses[:5])
-        assert stats["compressed_steps"] == stats["parity_checks"] == 30
-        assert stats["encoded"] == 29 * sum(sizes.values())
-        assert stats["clipped"] < 0.01
-        # A quarter of fp32's, or all of it, and for each layer the flag and what fills up 64 bytes.
-        padded = sum(-(-(numel + 25) * width // 64) * 64 for numel in sizes.values())
-        assert per_step == pytest.approx(2 * (num_ranks - 1) / num_ranks * padded, abs=8)
-        first = stats["payload_sent_bytes"] - 29 * per_step
-        assert first == pytest.approx(stats["dense_bytes"] / 30, abs=8)
+    run_ranks(_trains, num_ranks, spec, num_ranks)
 
 
 def _first_steps(rank: int) -> list[list[torch.Tensor]]:
@@ -63,12 +61,3 @@ def test_the_first_compressed_step_is_exact_and_no_other_and_a_simulation_is_ali
         assert all(float((a - b).norm()) < 1.2 * float(b.norm()) for a, b in zip(got, exact, strict=True))
     # The same integers and scales: only the order of additions differs.
     assert torch.allclose(compressed[0][-1], simulated[-1], rtol=1e-5, atol=1e-8)
-
-
-def test_a_profiled_scale_costs_a_round_of_maxima() -> None:
-    for losses, stats, per_step, sizes in run_ranks(_trains, 2, "heuristic_intsgd(bits=32, rounding=random)"):
-        assert sum(losses[-5:]) < 0.3 * sum(losses[:5])
-        assert stats["encoded"] == 30 * sum(sizes.values())
-        padded = sum(-(-numel * 4 // 64) * 64 for numel in sizes.values())
-        assert per_step == padded + len(sizes) * 4
-        assert stats["payload_sent_bytes"] == 30 * per_step

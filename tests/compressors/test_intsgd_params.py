@@ -41,8 +41,8 @@ def test_the_two_forms_are_equal_for_plain_sgd_at_a_constant_learning_rate() -> 
         assert of_steps[name] / lr**2 == pytest.approx(scale, rel=1e-3), name
 
 
-def _schedules(rank: int, spec: str) -> tuple[list[float], float, list[int]]:
-    model = make(rank)
+def _schedules(rank: int) -> None:
+    model, spec = make(rank), "intsgd(bits=8, scale=params, block=global)"
     optimizer = _groups(model, momentum=0.9, weight_decay=1e-4)
     warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 3) * (step < 28))
     wire = thinwire.compress(model, spec, skip_if_slower=False, optimizer=optimizer)
@@ -52,26 +52,26 @@ def _schedules(rank: int, spec: str) -> tuple[list[float], float, list[int]]:
         encoded.append(wire.stats.encoded)
     assert_replicas_identical(model)
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
-    return losses, wire.stats.clipped, encoded
+    # The first step is at a learning rate of 0 and says nothing: the second is exact, too.
+    assert encoded[:3] == [0, 0, sum(p.numel() for p in trained(model))]
+    assert sum(losses[-5:]) < 0.4 * sum(losses[:5])
+    assert wire.stats.clipped < 0.01
 
 
 def test_groups_momentum_and_schedules_that_begin_and_end_at_zero() -> None:
-    for losses, clipped, encoded in run_ranks(_schedules, 2, "intsgd(bits=8, scale=params, block=global)"):
-        # The first step is at a learning rate of 0 and says nothing: the second is exact, too.
-        assert encoded[:3] == [0, 0, 43584]
-        assert sum(losses[-5:]) < 0.4 * sum(losses[:5])
-        assert clipped < 0.01
+    run_ranks(_schedules, 2)
 
 
-def _resumes(rank: int) -> tuple[bytes, bytes]:
+def _resumes(rank: int) -> None:
     def attach(model: DDP, **options: int) -> tuple[torch.optim.Optimizer, thinwire.Wire]:
         optimizer = _groups(model, momentum=0.9)
         return optimizer, thinwire.compress(model, PARAMS, skip_if_slower=False, optimizer=optimizer, **options)
 
-    return resume(rank, partial(attach, seed=5), attach, at=3, steps=6)[:2]
+    straight, resumed, _ = resume(rank, partial(attach, seed=5), attach, at=3, steps=6)
+    assert straight == resumed
 
 
-def _skips(rank: int) -> list[float]:
+def _skips(rank: int) -> None:
     """Of a layer, r after each step; step 3 overflows, and the scaler leaves the optimizer's step out."""
     model = make(rank)
     optimizer = torch.optim.SGD(trained(model), lr=0.03)
@@ -85,46 +85,34 @@ def _skips(rank: int) -> list[float]:
         scaler.step(optimizer)
         scaler.update()
         found.append(float(wire.state_dict()[f"rank{rank}/r/layers.0.weight"]))
-    return found
+    assert found[3] == found[2], "the step was left out"
+    assert len({*found}) == 5
 
 
-def _refused(rank: int) -> list[str]:
+def _refuses_and_takes_its_hooks_away(rank: int) -> None:
     model = make(rank)
-    errors = []
-    for optimizer in (None, torch.optim.Adam(trained(model)), torch.optim.SGD(trained(model)[:2], lr=0.1)):
-        with pytest.raises((TypeError, ValueError)) as error:
-            thinwire.compress(model, PARAMS, skip_if_slower=False, optimizer=optimizer)
-        errors.append(str(error.value))
-    optimizer = torch.optim.SGD(trained(model), lr=0.1)
-    thinwire.compress(model, PARAMS, skip_if_slower=False, optimizer=optimizer)
-    return errors
+    optimizer, some = torch.optim.SGD(trained(model), lr=0.1), torch.optim.SGD(trained(model)[:2], lr=0.1)
+    for wrong, says in (
+        (None, r"compress\(\.\.\., optimizer=\.\.\.\)"),
+        (torch.optim.Adam(trained(model)), "Adam.*scale=gradient|scale=gradient.*Adam"),
+        (some, "does not hold it"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=says):
+            thinwire.compress(model, PARAMS, skip_if_slower=False, optimizer=wrong)
+    wire, hooks = thinwire.compress(model, PARAMS, skip_if_slower=False, optimizer=optimizer), []
+    for first in (0, 2):
+        train(model, rank, 2, first=first, optimizer=optimizer)
+        hooks.append(len(optimizer._optimizer_step_pre_hooks))
+        if not first:
+            wire.detach()
+    assert hooks == [1, 0]
 
 
-def _hooks(rank: int) -> tuple[int, int]:
-    model = make(rank)
-    optimizer = torch.optim.SGD(trained(model), lr=0.03)
-    wire = thinwire.compress(model, PARAMS, skip_if_slower=False, optimizer=optimizer)
-    hooks = optimizer._optimizer_step_pre_hooks
-    train(model, rank, 2, optimizer=optimizer)
-    before = len(hooks)
-    wire.detach()
-    train(model, rank, 2, first=2, optimizer=optimizer)
-    return before, len(hooks)
-
-
-def _all_of_it(rank: int) -> tuple[tuple[bytes, bytes], list[float], list[str], tuple[int, int]]:
-    return _resumes(rank), _skips(rank), _refused(rank), _hooks(rank)
+def _all_of_it(rank: int) -> None:
+    _resumes(rank)
+    _skips(rank)
+    _refuses_and_takes_its_hooks_away(rank)
 
 
 def test_it_resumes_skips_steps_refuses_other_optimizers_and_takes_its_hooks_away() -> None:
-    first, second = run_ranks(_all_of_it, 2)
-    assert first[1] == second[1]
-    for (straight, resumed), scales, (missing, adam, partly), hooks in (first, second):
-        assert straight == resumed
-        assert scales[3] == scales[2], "the step was left out"
-        assert len({*scales}) == 5
-        assert "compress(..., optimizer=...)" in missing
-        assert "Adam" in adam
-        assert "scale=gradient" in adam
-        assert "does not hold it" in partly
-        assert hooks == (1, 0)
+    run_ranks(_all_of_it, 2)

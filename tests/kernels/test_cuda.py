@@ -44,15 +44,12 @@ from thinwire.collectives import (
     Layout,
     LoopbackTransport,
     ProcessGroupTransport,
-    ScatterReduceAllGather,
-    World,
 )
 from thinwire.compressors import CodecCall, Coded, Key, Piece, Segments, first_state, parse
 from thinwire.integrations.ddp import Options, attach_ddp
 from thinwire.plan import Plan
 from thinwire.runtime import Wire
 from thinwire.runtime.executor import Job, StreamExecutor, Then
-from thinwire.runtime.probe import measure_speeds
 from thinwire_tools.cli import main
 
 pytestmark = [
@@ -242,15 +239,6 @@ def test_a_step_that_is_not_finite_is_found() -> None:
 @pytest.mark.parametrize("spec", ["ef(fft(theta=0.85))", "ef(topk(density=0.1))", "ef(globaltopk(density=0.05))"])
 def test_what_waits_runs(spec: str) -> None:
     steps_of_wires(spec, 3, strict=False)
-
-
-def test_speeds_are_measured() -> None:
-    devices = DeviceLoopbackTransport.world(LoopbackTransport.world(2), gpu(), timeout_s=300.0)
-    timed = [parse("minmax(bits=4)")]
-    for speeds in run_threads(
-        lambda t: measure_speeds(timed, devices[t.rank], ScatterReduceAllGather(), World(2)), 2, timeout_s=400.0
-    ):
-        assert all(seconds > 0 for seconds in speeds.codec_s.values())
 
 
 # --- streams ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernel_cases import BUCKETS, DTYPES, SIZES, kinds, message, one, same, special, table, values
-from kernel_levels import LEVELS, at, needs_native
+from kernel_levels import LEVELS, at, check, needs_native
 from thinwire import compat, kernels
 from thinwire.kernels import Format, Residual, Table, native, reference
 
@@ -276,3 +276,42 @@ def test_the_environment_chooses_the_core_or_none(monkeypatch: pytest.MonkeyPatc
     assert native.load() is None  # and without a warning, which would be an error
     monkeypatch.setattr(native, "CORE", None)
     assert native.cpu_level() == "reference"
+
+
+def large(seed: int = 0) -> Tensor:
+    """512 values of which four add up to more than fp32 holds. Stock DDP, which divides first, has a mean of them."""
+    return 1.2e38 * (1.0 + 0.2 * torch.rand(512, generator=torch.Generator().manual_seed(seed)))
+
+
+@pytest.mark.parametrize(
+    ("form", "ranks"), [(Format(4, 128), 3), (Format(8, 100), 8), (Format(8, 128, "maxabs"), 5)], ids=str
+)
+def test_large_means_have_the_same_bits_everywhere(form: Format, ranks: int) -> None:
+    spans = one(512)
+
+    def run() -> dict[str, Tensor]:
+        sent = [torch.zeros(kernels.bucketed_bytes(512, form), dtype=torch.uint8) for _ in range(ranks)]
+        for rank, into in enumerate(sent):
+            kernels.bucketed_encode(large(rank), spans, into, form, key=rank)
+        y, z = torch.empty(512), torch.empty(512)
+        kernels.bucketed_sum(sent[1:], large(), spans, y, form, scale=1 / ranks)
+        kernels.bucketed_reduce(sent[1:], large(), spans, sent[0], z, form, scale=1 / ranks, key=9)
+        assert bool(y.isfinite().all()), "the mean is finite"
+        return {"sum": y, "reduced": z, "message": sent[0]}
+
+    check(run)
+
+
+def test_a_sum_that_is_no_mean_still_overflows() -> None:
+    spans, x = one(512), large()
+    kernels.raw_sum([x.view(torch.uint8)] * 3, x, spans, y := torch.empty(512), scale=1.0)
+    assert bool(y.isinf().all())
+
+
+def test_the_factor_of_a_mean_is_the_power_of_two_below_it() -> None:
+    for scale in (1 / 2, 1 / 3, 1 / 4, 1 / 7, 0.9, 1.0, 2.0, 2.0**-127, 0.0):
+        before = kernels.before_sum(scale)
+        assert before in (1.0, 0.5, 0.25, 0.125)
+        assert (before <= scale < 2 * before) if 2.0**-126 <= scale < 1 else before == 1.0
+        values = torch.randn(1000)
+        assert torch.equal(values * before * (scale / before), values * scale)

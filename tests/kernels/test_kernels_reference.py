@@ -115,13 +115,6 @@ def test_draws_are_uniform_and_uncorrelated_over_elements_and_sequential_keys() 
         kept.append((key, centred))
 
 
-def test_draws_depend_on_the_element_not_on_where_a_row_starts() -> None:
-    device = torch.device("cpu")
-    whole = rng.random16(0, 5000, 3, 4, device)
-    assert torch.equal(rng.random16(1280, 1000, 3, 4, device), whole[1280:2280])
-    assert torch.equal(rng.random16(2**34, 300, 3, 4, device), rng.random16(2**34, 400, 3, 4, device)[:300])
-
-
 def scale_of(x: Tensor, form: Format) -> Tensor:
     """a of maxabs and norm for each element's bucket, in float64, from the formulas."""
     found = []
@@ -222,17 +215,6 @@ def test_no_scheme_launders_what_is_not_finite() -> None:
             assert torch.isnan(y[128:256]).all(), form
             assert torch.isfinite(y[:128]).all(), form
             assert torch.isfinite(y[256:]).all(), form
-
-
-def test_extremes_come_back_finite_or_as_nan() -> None:
-    for form in KINDS:
-        for value in (0.0, -0.0, 1e-45, -1e-40, 1e-31, 1e30, -1e30):
-            y = roundtrip(torch.full((300,), value), form)
-            assert torch.isfinite(y).all()
-            # A norm of 128 equal values is 11 times as large as they are, a code as coarse.
-            assert torch.all((y - value).abs() <= max(12 * abs(value), 2.0**-96))
-        y = roundtrip(torch.tensor([3e38, -3e38, 1.0]), form)
-        assert torch.isnan(y).all() or torch.isfinite(y).all()
 
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0, 3.0])

@@ -87,20 +87,6 @@ def test_a_wait_ends_in_time(spin_s: float) -> None:
     assert 0.1 <= time.monotonic() - start < 10.0
 
 
-def test_other_threads_run_meanwhile() -> None:
-    word = Word(memory(), 0)
-    timer = threading.Timer(0.05, lambda: word.post(1))
-    timer.start()
-    assert word.wait(1, timeout_s=10.0, spin_s=10.0)
-    timer.join()
-
-
-def test_a_word_keeps_its_memory() -> None:
-    word = Word(memory(), LINE_BYTES)
-    _ = [torch.ones(2 * LINE_BYTES, dtype=torch.uint8) for _ in range(100)]
-    assert word.value == 0
-
-
 def test_a_place_that_is_none_raises() -> None:
     area = memory()
     for offset in (-4, 2 * LINE_BYTES - 3, 2 * LINE_BYTES, 1 << 62, 2):
