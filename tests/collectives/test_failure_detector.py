@@ -16,7 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import thinwire
 from harness import run_ranks
+from nets import make
 from thinwire import CommunicationError, PeerFailedError, TransportError
 from thinwire.collectives import FailureDetector, announce_error, failures
 from thinwire.collectives.meeting import Record
@@ -273,3 +275,17 @@ def test_killed_ranks_are_named_by_all_others() -> None:
     for rank, reason in run_ranks(_dies, 4, may_die=True)[2:]:
         assert rank in (0, 1)
         assert "has ended" in reason
+
+
+def _never_calls(rank: int) -> None:
+    model = make(rank)
+    if rank == 1:
+        time.sleep(1.5)
+        return
+    with pytest.raises(TransportError, match="every rank must make this call") as error:
+        thinwire.compress(model, network=thinwire.Network(timeout=timedelta(seconds=0.5)))
+    assert error.value.rank == 1
+
+
+def test_a_rank_that_never_calls_compress_is_named() -> None:
+    run_ranks(_never_calls, 2)

@@ -181,6 +181,20 @@ def test_scales_stay_finite_when_gradients_vanish_and_come_back(spec: str) -> No
     assert max(off[-5:]) < 1.1
 
 
+@pytest.mark.parametrize(("spec", "num_ranks"), [("intsgd(bits=8)", 16), ("intsgd(bits=8, block=global)", 2)])
+def test_a_layer_that_starts_at_zero_recovers_within_one_step(spec: str, num_ranks: int) -> None:
+    world, off = world_of(spec, num_ranks), []
+    first = sample(world, 0)
+    for x in first:
+        x[1207:] = 0.0  # layer c
+    world.step(first)
+    for step in range(1, 12):
+        ranks = [x + 1.0 for x in sample(world, step)]
+        mean = torch.stack(ranks).mean(0)
+        off.append(float((world.step(ranks) - mean)[1207:].norm() / mean[1207:].norm()))
+    assert max(off[1:]) < 0.6
+
+
 def test_the_published_heuristic_rounds_the_exponent_down_and_has_one_for_a_buffer() -> None:
     world = world_of("heuristic_intsgd(bits=8, block=buffer, exponent=floor)", 2)
     ranks = sample(world, 0)

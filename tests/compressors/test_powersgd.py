@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -118,6 +120,21 @@ def test_factors_of_16_bits_take_half_the_bytes_and_what_they_lose_is_sent_later
     kept, lost = error("ef(powersgd(rank=1, dtype=bf16))"), error("powersgd(rank=1, dtype=bf16, feedback=False)")
     assert kept < 3e-4 < 5e-4 < lost
     assert error("ef(powersgd(rank=1))") < 1e-5
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_of_different_machines_receive_the_same_bits(dtype: torch.dtype) -> None:
+    numel, found = sum(a * b for a, b in BLOCKS.values()), []
+
+    def run(transport) -> Tensor:
+        drawn = torch.randn(3, numel, generator=torch.Generator().manual_seed(transport.rank)).to(dtype)
+        return torch.stack(received_of("ef(powersgd(rank=3))", transport, BLOCKS, [*drawn])[0])
+
+    for level, threads in product(LEVELS, (1, 2)):
+        with at(level, threads):
+            found.append(run_threads(run, 2)[0])
+    assert all(torch.equal(found[0], other) for other in found)
 
 
 @needs_native

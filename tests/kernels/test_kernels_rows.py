@@ -75,8 +75,17 @@ def _check(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_same_bits_as_pytorch(dtype: torch.dtype) -> None:
     _check([0, 1, 3, 17, 128, 2047, 2048, 5000, 1], dtype, values, 1)
-    _check([4000, 700], dtype, special, 3, gap=0)
     _check([300_000, 7], dtype, values, 2, levels=LEVELS[:1], threads=3)
+
+
+def test_values_that_are_not_finite_arrive() -> None:
+    spans, num_bytes = _table([4000], 4)
+    x = special(spans.num_elements, 3, torch.float32)
+    raw_encode(x, spans, message := torch.zeros(num_bytes, dtype=torch.uint8))
+    raw_decode(message, spans, y := torch.zeros_like(x))
+    assert same(x[1:4001], y[1:4001])
+    raw_sum([message], x, spans, y, scale=0.5)
+    assert torch.equal(y[1:4001].isnan(), x[1:4001].isnan())
 
 
 def test_a_message_at_an_odd_address() -> None:
