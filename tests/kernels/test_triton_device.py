@@ -56,6 +56,11 @@ def on_the_host(run):
         _here.there = before
 
 
+def on_both(run) -> zip:
+    """Pairs of what ``run`` gives on the CPU and on the device."""
+    return zip(on_the_host(lambda: run(torch.device("cpu"))), run(DEVICE), strict=True)
+
+
 def segments_of(sizes=SIZES, spec: str = "raw", gap: int = 5) -> tuple[Segments, int, int]:
     """Pieces with gaps between them, the elements that they reach to, and the bytes of their payloads."""
     compressor, pieces, start, at = parse(spec), [], 3, 64
@@ -86,23 +91,20 @@ def test_raw_values(dtype: torch.dtype, there: None) -> None:
         for v in (values(numel, 10 + i) for i in range(3))
     ]
     for count in range(4):
-        results = []
-        for device in (torch.device("cpu"), DEVICE):
 
-            def run(device=device, count=count) -> list[Tensor]:
-                own, table = x.to(device, copy=True), segments.table
-                sent = [marked(size).to(device) for _ in range(count)]
-                for values_, message in zip(given, sent, strict=False):
-                    kernels.raw_encode(values_.to(device), table, message)
-                out, y, scaled, again = marked(size).to(device), own.clone(), own.clone(), own.clone()
-                kernels.raw_sum(sent, own.float(), table, y, scale=0.25, out_message=out)
-                kernels.raw_sum(sent, own, table, again, scale=2.0)
-                kernels.raw_decode(out, table, own, add=True)
-                kernels.raw_decode(out, table, scaled, scale=2.0)
-                return [*sent, out, y, own, scaled, again]
+        def run(device: torch.device, count: int = count) -> list[Tensor]:
+            own, table = x.to(device, copy=True), segments.table
+            sent = [marked(size).to(device) for _ in range(count)]
+            for values_, message in zip(given, sent, strict=False):
+                kernels.raw_encode(values_.to(device), table, message)
+            out, y, scaled, again = marked(size).to(device), own.clone(), own.clone(), own.clone()
+            kernels.raw_sum(sent, own.float(), table, y, scale=0.25, out_message=out)
+            kernels.raw_sum(sent, own, table, again, scale=2.0)
+            kernels.raw_decode(out, table, own, add=True)
+            kernels.raw_decode(out, table, scaled, scale=2.0)
+            return [*sent, out, y, own, scaled, again]
 
-            results.append(on_the_host(run) if device.type == "cpu" and not results else run())
-        for wanted, got in zip(*results, strict=True):
+        for wanted, got in on_both(run):
             assert torch.equal(wanted.view(torch.uint8), got.cpu().view(torch.uint8))
 
 
@@ -112,20 +114,17 @@ def test_sums_and_scales(there: None) -> None:
     segments, numel, _ = segments_of()
     x, other = values(numel, 0), values(numel, 1)
     for kind in (torch.float32, torch.bfloat16):
-        results = []
-        for device in (torch.device("cpu"), DEVICE):
 
-            def run(device=device, kind=kind) -> list[Tensor]:
-                mine, its = x.to(device).to(kind), other.to(device)
-                out = [torch.full((numel,), 7.0, device=device) for _ in range(4)]
-                kernels.rows_add(mine, its, segments.table, out[0], alpha=4.0)
-                kernels.rows_scale(its, segments.table, out[1], by=1 / 3)
-                kernels.rows_scale(its, segments.table, out[2], over=3.0)
-                kernels.rows_scale(mine, segments.table, out[3])
-                return out
+        def run(device: torch.device, kind: torch.dtype = kind) -> list[Tensor]:
+            mine, its = x.to(device).to(kind), other.to(device)
+            out = [torch.full((numel,), 7.0, device=device) for _ in range(4)]
+            kernels.rows_add(mine, its, segments.table, out[0], alpha=4.0)
+            kernels.rows_scale(its, segments.table, out[1], by=1 / 3)
+            kernels.rows_scale(its, segments.table, out[2], over=3.0)
+            kernels.rows_scale(mine, segments.table, out[3])
+            return out
 
-            results.append(on_the_host(run) if not results else run())
-        assert all(same(wanted, got) for wanted, got in zip(*results, strict=True))
+        assert all(same(wanted, got) for wanted, got in on_both(run))
 
 
 # --- formats without kernels of their own ----------------------------------------------------------------------------
