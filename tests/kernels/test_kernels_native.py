@@ -214,19 +214,29 @@ def test_the_interpreter_runs_on_while_the_core_works() -> None:
 
 
 def test_bad_addresses_and_counts_do_not_reach_the_core() -> None:
-    core, form = native.core(), 4 | 15 << 32
-    for arguments, error, says in (
-        ((0, 0), TypeError, "missing argument"),
-        ((0, 0, 0, 0, 0, 9 | 1 << 32, 128, 0.0, 1, 0, 0, 1.0), ValueError, "bits"),
-        ((0, 3, 0, 0, 0, form, 128, 0.0, 1, 0, 0, 1.0), ValueError, "dtype"),
-        ((0, 0, 0, 1, 0, form, 128, 0.0, 1, 0, 0, 1.0), ValueError, "rows"),
-        ((0, 0, 0, 0, 0, form, 128, 0.0, 1, 0, 0, 1.0, 5), ValueError, "too many"),
-        ((-1, 0, 0, 0, 0, form, 128, 0.0, 1, 0, 0, 1.0), OverflowError, None),
+    core, form, wrap = native.core(), 4 | 15 << 32, 1 << 32
+    samples = ((11, (0, 1, 0, 0)), (5, (0, 1, 11, 1)), (5, (9, 1, 2, 1)), (5, (0, 1, 5, 6)), (5, (-1, 1, 5, 1)))
+    for function, arguments, error, says in (
+        (core.encode, (0, 0), TypeError, "missing argument"),
+        (core.encode, (0, 0, 0, 0, 0, 9 | 1 << 32, 128, 0.0, 1, 0, 0, 1.0), ValueError, "bits"),
+        (core.encode, (0, 3, 0, 0, 0, form, 128, 0.0, 1, 0, 0, 1.0), ValueError, "dtype"),
+        (core.encode, (0, 0, 0, 1, 0, form, 128, 0.0, 1, 0, 0, 1.0), ValueError, "rows"),
+        (core.encode, (0, 0, 0, 0, 0, form, 128, 0.0, 1, 0, 0, 1.0, 5), ValueError, "too many"),
+        (core.encode, (-1, 0, 0, 0, 0, form, 128, 0.0, 1, 0, 0, 1.0), OverflowError, None),
+        (core.set_level, ("x86-64-v9",), ValueError, "no such level"),
+        *((core.abs_histogram, (0, *bad, 0), ValueError, "span") for bad in ((0, -1, 5), (0, 0, 2**31))),
+        *((core.pick, (0, 0, 0, 10, k, 1, False, False, *s, 0, 0), ValueError, "numel|sample") for k, s in samples),
+        (core.unpack_indices, (0, 10, 11, False, 0), ValueError, "k"),
+        *((core.shared_post, wrong, ValueError, None) for wrong in ((0, 1), (4097, 1), (4096, wrap), (4096, -1))),
+        (core.shared_post, (4096,), TypeError, None),
+        (core.shared_read, (0,), ValueError, None),
+        *((core.shared_wait, wrong, ValueError, None) for wrong in ((0, 1, 0, 0), (4096, 1, -1, 0), (4096, 1, 0, -1))),
+        (core.shared_wait, (4096, 1, 0, 0, 0), ValueError, None),
+        (core.shared_wait, (4096, 1, 1 << 63, 0), OverflowError, None),
+        (core.shared_wait, ("x", 1, 0, 0), TypeError, None),
     ):
         with pytest.raises(error, match=says):
-            core.encode(*arguments)
-    with pytest.raises(ValueError, match="no such level"):
-        core.set_level("x86-64-v9")
+            function(*arguments)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

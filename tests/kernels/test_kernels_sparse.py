@@ -9,7 +9,6 @@ from torch import Tensor
 from kernel_cases import DTYPES, same, special, values
 from kernel_levels import check, needs_native
 from thinwire import kernels
-from thinwire.kernels import native
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -219,16 +218,3 @@ def test_scattering_is_that_of_the_reference(dtype: torch.dtype) -> None:
             return {"y": y, "zeroed": zeroed}
 
         check(run)
-
-
-@needs_native
-def test_bad_spans_and_samples_do_not_reach_the_core() -> None:
-    core = native.core()
-    for bad in ((0, -1, 5), (0, 0, 2**31)):
-        with pytest.raises(ValueError, match="span"):
-            core.abs_histogram(0, *bad, 0)
-    for k, sample in ((11, (0, 1, 0, 0)), (5, (0, 1, 11, 1)), (5, (9, 1, 2, 1)), (5, (0, 1, 5, 6)), (5, (-1, 1, 5, 1))):
-        with pytest.raises(ValueError, match=r"numel|sample"):
-            core.pick(0, 0, 0, 10, k, 1, False, False, *sample, 0, 0)
-    with pytest.raises(ValueError, match="k"):
-        core.unpack_indices(0, 10, 11, False, 0)
