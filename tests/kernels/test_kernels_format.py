@@ -75,16 +75,16 @@ def test_table_refuses_overlapping_payloads_and_misplaced_cuts() -> None:
         rows.extent(Format(4, 1000))
 
 
-def _calls(**change: torch.Tensor) -> list:
+def _calls(residual: Residual | None = None, **change: torch.Tensor) -> list:
     """All operations on good arguments, but for those given."""
     spans, form = one(300), Format(4, 128)
     good = {"x": values(300, 0), "message": message(spans, form), "out": message(spans, form), "y": torch.zeros(300)}
-    a = {**good, **change}
+    a, coding = {**good, **change}, {"key": 1, "residual": residual}
     return [
-        lambda: kernels.bucketed_encode(a["x"], spans, a["message"], form, key=1),
+        lambda: kernels.bucketed_encode(a["x"], spans, a["message"], form, **coding),
         lambda: kernels.bucketed_decode(a["message"], spans, a["y"], form),
         lambda: kernels.bucketed_sum([a["message"]], a["x"], spans, a["y"], form),
-        lambda: kernels.bucketed_reduce([a["message"]], a["x"], spans, a["out"], a["y"], form, scale=0.5, key=1),
+        lambda: kernels.bucketed_reduce([a["message"]], a["x"], spans, a["out"], a["y"], form, scale=0.5, **coding),
     ]
 
 
@@ -103,6 +103,15 @@ BAD = {
     "strided message": ({"message": torch.zeros(10**4, dtype=torch.uint8)[::2]}, (0, 1, 2, 3), ValueError, "flatten"),
     "elsewhere": ({"message": torch.zeros(10**4, dtype=torch.uint8, device="meta")}, (0, 1, 2, 3), ValueError, "meta"),
 }
+GOOD = torch.zeros(300)
+for residual, error, says in (
+    (Residual(GOOD[1:], GOOD), ValueError, "residual.now has 299 elements"),
+    (Residual(GOOD, GOOD.bfloat16()), TypeError, "residual.next must be float32"),
+    (Residual(GOOD, GOOD.view(3, 100)), ValueError, "residual.next must be 1-D"),
+    (Residual(GOOD, GOOD.to("meta")), ValueError, "meta"),
+    *((Residual(GOOD, GOOD, scale), ValueError, "loss_scale") for scale in (0.0, math.nan, math.inf)),
+):
+    BAD[f"residual, {says}, {residual.loss_scale}"] = ({"residual": residual}, (0, 3), error, says)
 
 
 def test_bad_tensors_are_refused() -> None:
@@ -144,22 +153,6 @@ def test_formats_that_cannot_be_are_refused() -> None:
         bucketed_bytes(100, 4)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="Format"):
         one(100).extent((4, 128))  # pyright: ignore[reportArgumentType]
-
-
-def test_residuals_that_cannot_work_are_refused() -> None:
-    spans, form, good = one(300), Format(4, 128), torch.zeros(300)
-    x, sent, out = values(300, 0), message(spans, form), message(spans, form)
-    for residual, error, says in (
-        (Residual(good[1:], good), ValueError, "residual.now has 299 elements"),
-        (Residual(good, good.bfloat16()), TypeError, "residual.next must be float32"),
-        (Residual(good, good.view(3, 100)), ValueError, "residual.next must be 1-D"),
-        (Residual(good, good.to("meta")), ValueError, "meta"),
-        *((Residual(good, good, scale), ValueError, "loss_scale") for scale in (0.0, math.nan, math.inf)),
-    ):
-        with pytest.raises(error, match=says):
-            kernels.bucketed_encode(x, spans, sent, form, key=1, residual=residual)
-        with pytest.raises(error, match=says):
-            kernels.bucketed_reduce([sent], x, spans, out, x.clone(), form, scale=0.5, key=1, residual=residual)
 
 
 def test_checksum_is_the_weighted_sum_of_words() -> None:
