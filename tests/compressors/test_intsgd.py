@@ -24,6 +24,7 @@ from thinwire.compressors import (
     integer_square_sum,
     parse,
 )
+from thinwire.kernels import square_sums
 from thinwire.runtime.stats import ClippingMonitor
 
 LAYERS = {"a": (40, 30), "b": (7,), "c": (1000,)}
@@ -90,7 +91,16 @@ def test_it_is_the_formula_of_the_paper(block: str, num_ranks: int, bits: int) -
     assert got == pytest.approx(list(norms.values()), rel=1e-3)
 
 
-def test_sums_of_squares_of_integers_are_exact_but_for_the_last_bit() -> None:
+def test_scales_are_alike_on_all_ranks_and_other_machines() -> None:
+    """Sums of squares do not depend on threads; their order is fixed."""
+    x = torch.randn(300_001, generator=torch.Generator().manual_seed(0))
+    threads, found = torch.get_num_threads(), set()
+    for number in (1, 2, 3, threads):
+        torch.set_num_threads(number)
+        found.add(float(square_sums([x])))
+    assert len(found) == 1
+    assert found.pop() == pytest.approx(math.fsum(float(v) ** 2 for v in x.double()), rel=1e-14)
+    assert float(square_sums([torch.zeros(0)])) == 0.0
     for dtype, least, most in ((torch.int8, -128, 127), (torch.int32, -(2**31), 2**31 - 1)):
         for numel in (0, 1, 1000, 70_001, 600_003):
             q = torch.randint(least, most + 1, (numel,), generator=torch.Generator().manual_seed(0)).to(dtype)
