@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -126,21 +126,6 @@ def test_after_a_dense_warm_up_the_first_compressed_step_has_a_plan_already() ->
         assert [d.step for d in wire.decisions] == [4]
         assert wire.plan["w"] == thinwire.compressors.MinMax(bits=2)
         assert wire.stats.compressed_steps == 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trying(Scripted):
-    """Tries its first plans."""
-
-    def propose(self, evidence: Evidence) -> Proposal:
-        return replace(super().propose(evidence), trial=evidence.trials < 2)
-
-
-def test_a_plan_that_is_tried_stays_for_fifty_steps() -> None:
-    for wire, _ in wires(Trying(every=70, window=2, lag=1), "minmax(bits=4)", 215):
-        # The second trial ends at 170; from there on decisions are where they would have been.
-        assert [d.step for d in wire.decisions] == [70, 120, 170, 210]
-    assert [evidence.trials for evidence in seen] == [0, 1, 2, 2]
 
 
 FIVE = dict.fromkeys("abcde", (64, 48))

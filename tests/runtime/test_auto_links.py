@@ -206,20 +206,7 @@ def test_resumes_with_the_algorithm_that_it_had_or_was_asked_for() -> None:
     run((WANDERED[0], slow, "sra"), "minmax(bits=4)", 8, resumed)
 
 
-HOSTILE = (
-    b"__import__('os')",
-    b"\xff\xfe",
-    b"sra(rates=(1e999, 1, 1, 1))",
-    b"sra(rates=(5e-324, 5e-324, 5e-324, 5e-324))",
-    b"sra(rates={[1]: 2})",
-    b"sra(rates={1, 2})",
-    b"sra(rates=(1" + b"0" * 400 + b",))",
-    b"sra(rates=" + b"(" * 150 + b")" * 150 + b")",
-    b"-" * 3900 + b"1",
-    b"hierarchical(inside=nothing)",
-    b"hierarchical(inside=5)",
-    b"sra(rates=(1, 2))",
-)
+HOSTILE = (b"__import__('os')", b"\xff\xfe", b"sra(rates=(1e999, 1, 1, 1))", b"-" * 3900 + b"1", b"sra(rates=(1, 2))")
 
 
 def test_a_state_with_another_text_is_refused() -> None:

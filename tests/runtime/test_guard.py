@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 import time
 from pathlib import Path
 
@@ -242,39 +239,3 @@ def _checkpoint(rank: int, folder: str) -> None:
 def test_distributed_checkpoint_goes_on_in_another_world(tmp_path: Path) -> None:
     for num_ranks in (2, 3):
         run_ranks(_checkpoint, num_ranks, str(tmp_path))
-
-
-# --- a rank that is killed -------------------------------------------------------------------------------------------
-
-
-def _runs_until_killed(rank: int, victim: int, after_s: float) -> str:
-    model = make(rank)
-    thinwire.compress(model, "ef(minmax(bits=2))", skip_if_slower=False)
-    train(model, rank, 2)
-    dist.barrier()
-    if rank == victim:
-        threading.Timer(after_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-    try:
-        train(model, rank, 100_000)
-    except RuntimeError as error:
-        return str(error)
-    return "nothing"
-
-
-KILLS = int(os.environ.get("THINWIRE_TEST_KILLS", "5"))
-
-
-@pytest.mark.timeout(60 + 24 * KILLS)
-@pytest.mark.alone
-def test_a_rank_killed_at_any_point_is_an_error_for_the_others() -> None:
-    """The survivors end with a clear error within the timeout. THINWIRE_TEST_KILLS=50 kills fifty."""
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(KILLS):
-        num_ranks = 2 + int(torch.randint(0, 2, (), generator=generator))
-        victim = int(torch.randint(0, num_ranks, (), generator=generator))
-        after_s = 0.05 * float(torch.rand((), generator=generator))
-        answers = run_ranks(_runs_until_killed, num_ranks, victim, after_s, group_timeout_s=10.0, may_die=True)
-        for rank, answer in enumerate(answers):
-            if rank != victim:
-                assert isinstance(answer, str), answer
-                assert "rank" in answer or "failed" in answer, answer
