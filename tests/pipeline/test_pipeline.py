@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage as TorchStage
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from pipelines import (
     BATCH,
     CHUNKS,
@@ -54,7 +54,8 @@ def by_epoch(pipe: Pipe, epochs: int, direction: str) -> list[int]:
     return [late - early for early, late in itertools.pairwise(sent)]
 
 
-def under_every_schedule(rank: int) -> None:
+@on_ranks(2)
+def test_both_sides_keep_the_same_under_every_schedule(rank: int) -> None:
     found = {}
     for name in (*SINGLE, *MULTI):
         pipe, losses = trained(rank, name=name, **FW3_BW6)
@@ -66,10 +67,6 @@ def under_every_schedule(rank: int) -> None:
         assert losses[-1] < losses[0]
         found[name] = losses, pipe.digests()
     assert found["gpipe"] == found["1f1b"]
-
-
-def test_both_sides_keep_the_same_under_every_schedule() -> None:
-    run_ranks(under_every_schedule, 2)
 
 
 FROZEN = {
@@ -109,7 +106,8 @@ def test_raw_and_frozen_stages_train_as_pytorchs_do(name: str) -> None:
     run_ranks(frozen, 3 if name in SINGLE else 2, name, group_timeout_s=8)
 
 
-def in_few_bits(rank: int) -> None:
+@on_ranks(2)
+def test_changes_train_where_activations_of_the_same_bits_do_not(rank: int) -> None:
     raw, delta, direct = (
         sum(trained(rank, 25, "interleaved", forward=forward, backward="maxabs(bits=6)", lr=1.0)[1][-4:])
         for forward in ("raw", "delta(maxabs(bits=3))", "direct(maxabs(bits=3))")
@@ -118,11 +116,8 @@ def in_few_bits(rank: int) -> None:
     assert direct > 1.8 * raw
 
 
-def test_changes_train_where_activations_of_the_same_bits_do_not() -> None:
-    run_ranks(in_few_bits, 2)
-
-
-def counted(rank: int) -> None:
+@on_ranks(2)
+def test_statistics_show_changes_shrink_and_bytes_add_up(rank: int) -> None:
     earlier, later = everybody(trained(rank, 8, **FW3_BW6, lr=0.05)[0].stages[0].stats)
     steps = 8 * STEPS
     assert [epoch.samples for epoch in earlier.epochs] == [SAMPLES] * 8
@@ -146,11 +141,8 @@ def counted(rank: int) -> None:
     assert min(earlier.encode_s, earlier.decode_s, earlier.store_s, earlier.agree_s, later.decode_s) > 0
 
 
-def test_statistics_show_changes_shrink_and_bytes_add_up() -> None:
-    run_ranks(counted, 2)
-
-
-def with_dropout(rank: int) -> None:
+@on_ranks(2)
+def test_changes_that_stay_large_are_said_once(rank: int) -> None:
     for dropout, warmup in ((0.0, 0), (0.2, 0), (0.2, 3)):
         options = {"warmup_epochs": warmup, "wrap": lambda m, p=dropout: nn.Sequential(m, nn.Dropout(p)), "lr": 0.05}
         with warnings.catch_warnings(record=True) as caught:
@@ -165,11 +157,8 @@ def with_dropout(rank: int) -> None:
             assert not dropout or shares[-1] > 0.3
 
 
-def test_changes_that_stay_large_are_said_once() -> None:
-    run_ranks(with_dropout, 2)
-
-
-def warmed_up(rank: int) -> None:
+@on_ranks(2)
+def test_a_warm_up_is_uncompressed_both_ways(rank: int) -> None:
     headers, raw = 2 * CHUNKS * 64, SAMPLES * NUMEL * 4
     for warmup in (0, 1, 2):
         pipe = Pipe(rank, 2, **FW3_BW6, warmup_epochs=warmup, precision=8)
@@ -187,11 +176,8 @@ def warmed_up(rank: int) -> None:
     assert backward == [headers + 4 * (NUMEL * 4) + 12 * coded, *[headers + 16 * coded] * 2]
 
 
-def test_a_warm_up_is_uncompressed_both_ways() -> None:
-    run_ranks(warmed_up, 2)
-
-
-def in_half_precision(rank: int) -> None:
+@on_ranks(2)
+def test_half_precision_and_a_smaller_last_batch(rank: int) -> None:
     """16 samples in batches of 13: the last has 3, in 3 micro-batches."""
     x, y = samples()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -202,11 +188,8 @@ def in_half_precision(rank: int) -> None:
         assert pipe.stages[0].stats.dense_bytes == 3 * SAMPLES * NUMEL * dtype.itemsize
 
 
-def test_half_precision_and_a_smaller_last_batch() -> None:
-    run_ranks(in_half_precision, 2)
-
-
-def evaluated(rank: int) -> None:
+@on_ranks(2)
+def test_evaluation_leaves_messages_alone_sees_the_model_itself_and_may_be_compressed(rank: int) -> None:
     x, y = samples()
     pipe, _ = trained(rank, 1, **FW3_BW6)
     kept, weights = pipe.digests(), [p for of in everybody(pipe.parameters()) for p in of]
@@ -230,10 +213,6 @@ def evaluated(rank: int) -> None:
         assert torch.allclose(found[0], model(x[:BATCH]), atol=1e-6)
         assert torch.allclose(found[1], model(x[3:9]), atol=1e-6)
     assert 0 < float((found[0] - coded).abs().max()) < 1.0
-
-
-def test_evaluation_leaves_messages_alone_sees_the_model_itself_and_may_be_compressed() -> None:
-    run_ranks(evaluated, 2)
 
 
 class Masked(nn.Module):
@@ -279,7 +258,8 @@ def of_lengths(rank: int, tell_lengths: bool, forward: str = "delta(maxabs(bits=
     return next(of for of in everybody(losses) if of), pipe.stages[0].stats.sent_bytes
 
 
-def lengths_differ(rank: int) -> None:
+@on_ranks(2)
+def test_lengths_may_change_and_padding_need_not_be_sent(rank: int) -> None:
     with_padding, padded = of_lengths(rank, False)
     without, sent = of_lengths(rank, True)
     assert sent < 0.95 * padded or rank == 1
@@ -289,11 +269,8 @@ def lengths_differ(rank: int) -> None:
     assert exact == pytest.approx(also_exact, rel=1e-5), "padding counts nowhere"
 
 
-def test_lengths_may_change_and_padding_need_not_be_sent() -> None:
-    run_ranks(lengths_differ, 2)
-
-
-def of_its_own(rank: int) -> None:
+@on_ranks(4)
+def test_each_boundary_may_have_its_own_compressors(rank: int) -> None:
     forward = ["delta(maxabs(bits=4))", "direct(maxabs(bits=8))", "delta(maxabs(bits=3))"]
     backward = ["topk(density=0.2) | maxabs(bits=8)", "raw", "maxabs(bits=4)"]
     pipe, losses = trained(rank, forward=forward, backward=backward)
@@ -303,11 +280,8 @@ def of_its_own(rank: int) -> None:
     assert pipe.stages[0].stats.backward_sent_bytes == 3 * STEPS * [0, *coded][rank]
 
 
-def test_each_boundary_may_have_its_own_compressors() -> None:
-    run_ranks(of_its_own, 4)
-
-
-def replicated(rank: int) -> None:
+@on_ranks(4)
+def test_pipelines_and_data_parallelism_compress_side_by_side(rank: int) -> None:
     """Two pipelines of two stages: PP × DP, activations and gradients compressed."""
     replica, stage = rank % 2, rank // 2
     pipelines = [dist.new_group([r, r + 2]) for r in (0, 1)]
@@ -341,11 +315,8 @@ def replicated(rank: int) -> None:
     assert stage == 0 or losses[-1] < losses[0]
 
 
-def test_pipelines_and_data_parallelism_compress_side_by_side() -> None:
-    run_ranks(replicated, 4)
-
-
-def drawing(rank: int) -> None:
+@on_ranks(4)
+def test_replicas_of_a_pipeline_round_apart(rank: int) -> None:
     """Two replicas of a pipeline that start alike learn alike of the same samples, but for how they round."""
     replica, stage = rank % 2, rank // 2
     x, y = samples()
@@ -365,10 +336,6 @@ def drawing(rank: int) -> None:
         assert equal(learned("stochastic", ids), mine)
 
 
-def test_replicas_of_a_pipeline_round_apart() -> None:
-    run_ranks(drawing, 4)
-
-
 class TheirStage(TorchStage):
     """A framework's own."""
 
@@ -377,7 +344,8 @@ class TheirStage(TorchStage):
         return super().forward_one_chunk(*args, **kwargs)
 
 
-def adopted(rank: int) -> None:
+@on_ranks(2)
+def test_subclasses_of_pytorchs_stage_keep_what_they_do_otherwise(rank: int) -> None:
     def compress(stage: TorchStage, **options: Any) -> Any:
         theirs = TheirStage(stage.submod, stage.stage_index, stage.num_stages, stage.device, group=stage.group)
         compressed = thinwire.compress_stage(theirs, **options)
@@ -394,11 +362,8 @@ def adopted(rank: int) -> None:
     assert pipe.digests() == plain.digests()
 
 
-def test_subclasses_of_pytorchs_stage_keep_what_they_do_otherwise() -> None:
-    run_ranks(adopted, 2)
-
-
-def poisoned(rank: int) -> None:
+@on_ranks(2)
+def test_nan_arrives_and_is_not_kept(rank: int) -> None:
     x, y = samples()
     pipe, _ = trained(rank, 1, **FW3_BW6)
     weights = pipe.parameters()
@@ -418,11 +383,8 @@ def poisoned(rank: int) -> None:
     check_sides(everybody(pipe.digests()), [0])
 
 
-def test_nan_arrives_and_is_not_kept() -> None:
-    run_ranks(poisoned, 2)
-
-
-def trains_the_stage_that_it_gave(rank: int) -> None:
+@on_ranks(2)
+def test_training_the_plain_stage_in_place_of_the_compressed_one_is_warned_of(rank: int) -> None:
     x, y = samples()
     for case in ("thrown away", "plain", "evaluated", "compressed", "compressed twice"):
         kept: list[Any] = []
@@ -449,7 +411,3 @@ def trains_the_stage_that_it_gave(rank: int) -> None:
         for text in texts:
             assert text.startswith(f"stage {rank} trains without compression: ")
             assert "stage = thinwire.compress_stage(stage, ...)" in text
-
-
-def test_training_the_plain_stage_in_place_of_the_compressed_one_is_warned_of() -> None:
-    run_ranks(trains_the_stage_that_it_gave, 2)

@@ -75,35 +75,6 @@ def test_messages_are_decoded_ahead_in_order_and_no_more_than_a_few() -> None:
     assert not thread.is_alive()
 
 
-def test_another_order_does_not_wait_for_what_is_sent_after_it_and_finds_room() -> None:
-    for order in ([1, 0, 3, 2], [3, 2, 1, 0], [2, 0, 1, 3]):
-        side = Side(4)
-        for chunk in order:
-            side.come(chunk)
-            assert side.arrivals.take(chunk) == [torch.tensor(chunk)]
-        assert sorted(side.decoded) == [0, 1, 2, 3]
-        assert side.arrivals.complete
-    side = Side(5)
-    side.come(*range(5))
-    assert side.done[AHEAD - 1].wait(_LONG_S)
-    assert [int(side.arrivals.take(chunk)[0]) for chunk in (AHEAD, 4, 3, 1, 0)] == [AHEAD, 4, 3, 1, 0]
-    assert sorted(side.decoded) == list(range(5))
-
-
-def test_what_is_not_expected_yet_is_waited_for_only_when_it_is_taken() -> None:
-    side = Side(3, expected=0)
-    side.arrivals.expect()
-    side.come(0, 1, 2)
-    assert side.done[0].wait(_LONG_S)
-    side.arrivals.take(0)
-    assert side.decoded == [0], "the timeout of the second counts from when it is expected"
-    side.arrivals.take(1)
-    side.arrivals.expect()
-    side.arrivals.expect()
-    assert side.done[2].wait(_LONG_S)
-    side.arrivals.take(2)
-
-
 def test_a_damaged_message_is_raised_where_it_is_taken_and_nothing_is_decoded_after_it() -> None:
     side = Side(3)
     side.damaged = {1}

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
-from harness import run_ranks
+from harness import on_ranks
 from pipelines import BATCH, SINGLE, Pipe, check_sides, everybody, samples
 from thinwire.collectives import PeerFailedError
 from thinwire.pipeline.boundary import BoundarySide
 from thinwire.store import MemoryStore
-from thinwire.threads import Worker
 
 FW3_BW6: dict[str, Any] = {"forward": "delta(maxabs(bits=3))", "backward": "maxabs(bits=6)"}
 _LONG_S = 20.0
 
 
-def computes_while_it_sends(rank: int, name: str) -> None:
+@pytest.mark.parametrize("name", SINGLE)
+@on_ranks(2, timeout_s=60)
+def test_a_stage_computes_while_its_messages_are_made_and_its_records_saved(rank: int, name: str) -> None:
     """No message of micro-batch 0 is made, and no record saved, before the stage computes micro-batch 1."""
     second = threading.Event()
     late = []
@@ -59,11 +58,8 @@ def computes_while_it_sends(rank: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SINGLE)
-def test_a_stage_computes_while_its_messages_are_made_and_its_records_saved(name: str) -> None:
-    run_ranks(computes_while_it_sends, 2, name, timeout_s=60)
-
-
-def decodes_while_it_computes(rank: int, name: str) -> None:
+@on_ranks(2, timeout_s=60)
+def test_a_stage_computes_while_what_it_needs_next_is_decoded(rank: int, name: str) -> None:
     """Micro-batch 1 is decoded while the stage computes micro-batch 0."""
     second, late = threading.Event(), []
     unpack = BoundarySide.unpack
@@ -91,12 +87,8 @@ def decodes_while_it_computes(rank: int, name: str) -> None:
     assert not late
 
 
-@pytest.mark.parametrize("name", SINGLE)
-def test_a_stage_computes_while_what_it_needs_next_is_decoded(name: str) -> None:
-    run_ranks(decodes_while_it_computes, 2, name, timeout_s=60)
-
-
-def fails_to_save(rank: int) -> None:
+@on_ranks(2, timeout_s=60)
+def test_a_record_that_cannot_be_saved_is_an_error_on_every_rank_and_training_can_go_on(rank: int) -> None:
     pipe = Pipe(rank, 2, **FW3_BW6)
     x, y = samples()
     pipe.epoch(0, x, y)
@@ -117,45 +109,11 @@ def fails_to_save(rank: int) -> None:
     check_sides(everybody(pipe.digests()), [0])
 
 
-def test_a_record_that_cannot_be_saved_is_an_error_on_every_rank_and_training_can_go_on() -> None:
-    run_ranks(fails_to_save, 2, timeout_s=60)
-
-
-def many_steps(rank: int) -> None:
+@on_ranks(2, timeout_s=60)
+def test_many_small_steps_keep_both_sides_alike_under_load(rank: int) -> None:
     sys.setswitchinterval(1e-6)
     pipe = Pipe(rank, 2, "interleaved", **FW3_BW6, precision=8, check_every=1)
     for epoch in range(12):
         pipe.epoch(epoch, *samples())
     check_sides(everybody(pipe.digests()), [0, 1, 2])
     assert not any(stage.stats.resets or stage.stats.corrupt for stage in pipe.stages)
-
-
-def test_many_small_steps_keep_both_sides_alike_under_load() -> None:
-    run_ranks(many_steps, 2, timeout_s=60)
-
-
-def test_jobs_run_in_order_and_their_errors_are_theirs_alone() -> None:
-    beside, done = Worker("thinwire pipeline"), []
-
-    def fail() -> None:
-        raise ValueError("no")
-
-    jobs = [beside.submit(lambda i=i: done.append(i)) for i in range(50)]
-    bad = beside.submit(fail)
-    last = beside.submit(lambda: torch.ones(3))
-    beside.wait()
-    assert done == list(range(50))
-    assert all(job.done() for job in jobs)
-    with pytest.raises(ValueError, match="no"):
-        bad.result()
-    assert torch.equal(last.result(), torch.ones(3))
-
-
-def test_the_thread_ends_with_what_it_works_beside() -> None:
-    beside = Worker("thinwire pipeline")
-    thread = beside.submit(threading.current_thread).result()
-    assert thread is not threading.current_thread()
-    del beside
-    gc.collect()
-    thread.join(60.0)
-    assert not thread.is_alive()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import thinwire
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 
 SIZE, PADDING, IMAGES, BATCH = 8, 1, 12, 4
 CROPS = thinwire.store.Crops(size=SIZE, padding=PADDING)
@@ -61,11 +61,8 @@ def test_both_sides_keep_the_same_crops_and_changes_get_smaller_than_where_messa
     assert ends[0].delta / ends[0].activation < ends[1].delta / ends[1].activation
 
 
-def misused(rank: int) -> None:
+@on_ranks(2)
+def test_corners_and_store_go_together_on_every_rank(rank: int) -> None:
     for store, give, message in ((CROPS, False, "no corners"), (thinwire.store.Memory(), True, "go with store=")):
         with pytest.raises((ValueError, RuntimeError), match=message):
             train(rank, store, 1, give)
-
-
-def test_corners_and_store_go_together_on_every_rank() -> None:
-    run_ranks(misused, 2)

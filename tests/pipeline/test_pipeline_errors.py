@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 import thinwire
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from pipelines import BATCH, CHUNKS, LENGTH, SAMPLES, Block, Pipe, check_sides, equal, everybody, samples
 from thinwire.collectives import MessageError
 from thinwire.compat import stage_tensors
@@ -55,7 +55,8 @@ WRONG_IDS: dict[str, tuple[list[int] | None, str, str]] = {
 """What the first stage is given, and the errors of both ranks."""
 
 
-def given_ids(rank: int) -> None:
+@on_ranks(2)
+def test_ids_that_cannot_be_are_an_error_on_every_rank(rank: int) -> None:
     """An epoch, a step that cannot be, and an epoch after it."""
     x, y = samples()
     for case, (ids, first, second) in WRONG_IDS.items():
@@ -70,11 +71,8 @@ def given_ids(rank: int) -> None:
         check_sides(everybody(pipe.digests()), [0])
 
 
-def test_ids_that_cannot_be_are_an_error_on_every_rank() -> None:
-    run_ranks(given_ids, 2)
-
-
-def given_twice(rank: int) -> None:
+@on_ranks(3)
+def test_an_id_given_twice_before_the_first_step_is_an_error_on_every_rank(rank: int) -> None:
     """An id that one rank is given twice for the very first step."""
     x, y = samples()
     for where in (0, 2):
@@ -86,10 +84,6 @@ def given_twice(rank: int) -> None:
         assert error.startswith("ValueError" if rank == where else f"PeerFailedError: rank {where} on ")
         assert "sample 3 is in the batch twice" in error
         assert "give every sample of a batch an id of its own" in error
-
-
-def test_an_id_given_twice_before_the_first_step_is_an_error_on_every_rank() -> None:
-    run_ranks(given_twice, 3)
 
 
 def test_one_compressor_or_one_for_each_boundary() -> None:
@@ -119,15 +113,16 @@ UNOPENED = {
 """What keeps a store from being opened, and the errors of both ranks."""
 
 
-def opened(rank: int, folder: Path) -> None:
+@on_ranks(2)
+def test_a_store_that_cannot_be_opened_is_an_error_on_every_rank(rank: int, tmp_path: Path) -> None:
     x, y = samples()
     usage = manifest.shutil.disk_usage
     for case, errors in UNOPENED.items():
-        mine = folder / case
+        mine = tmp_path / case
         size = {"budget_bytes": 100} if case == "budget" else {"num_samples": SAMPLES}
         pipe = Pipe(rank, 2, **FW3_BW6, store=thinwire.store.Disk(mine, **size))
         if case == "full" and rank == 1:
-            full = type(usage(folder))(1 << 40, 1 << 40, 1000)
+            full = type(usage(tmp_path))(1 << 40, 1 << 40, 1000)
             manifest.shutil.disk_usage = lambda path, full=full: full  # pyright: ignore[reportAttributeAccessIssue]
         if case == "damaged" and rank == 0:
             (mine / "rank0-boundary0-earlier").mkdir(parents=True)
@@ -135,10 +130,6 @@ def opened(rank: int, folder: Path) -> None:
         found = error_of(lambda pipe=pipe: pipe.step(x[:BATCH], y[:BATCH], range(BATCH)))
         manifest.shutil.disk_usage = usage
         assert found.startswith(errors[rank])
-
-
-def test_a_store_that_cannot_be_opened_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    run_ranks(opened, 2, tmp_path)
 
 
 class Growing(Block):
@@ -151,7 +142,8 @@ class Growing(Block):
         return torch.cat([y, y[:, : self.extra]], dim=1)
 
 
-def of_another_shape(rank: int) -> None:
+@on_ranks(2)
+def test_an_activation_of_another_shape_is_an_error_on_both_sides(rank: int) -> None:
     x, y = samples()
     for forward in ("delta(maxabs(bits=3))", "raw"):
         pipe = Pipe(rank, 2, forward=forward, backward="maxabs(bits=6)", kind=Growing)
@@ -165,10 +157,6 @@ def of_another_shape(rank: int) -> None:
             else ("PeerFailedError: rank 0 failed",)
         ):
             assert text in found
-
-
-def test_an_activation_of_another_shape_is_an_error_on_both_sides() -> None:
-    run_ranks(of_another_shape, 2)
 
 
 def fails_in_its_forward_pass(rank: int, where: int, name: str) -> None:
@@ -201,17 +189,14 @@ def test_an_error_in_one_stage_ends_the_step_on_all_and_they_can_go_on(where: in
     run_ranks(fails_in_its_forward_pass, 2 if name == "interleaved" else 3, where, name)
 
 
-def too_long(rank: int) -> None:
+@on_ranks(2)
+def test_a_sample_longer_than_what_is_kept(rank: int) -> None:
     pipe = Pipe(rank, 2, **FW3_BW6)
     x, y = samples()
     pipe.step(x[:BATCH], y[:BATCH], range(BATCH))
     x, y = (torch.cat([t, t], dim=1)[:BATCH] for t in (x, y))
     with pytest.raises(ValueError, match="samples of 12 positions, and messages are kept of 6: pass max_length="):
         pipe.step(x, y, range(BATCH), length=2 * LENGTH)
-
-
-def test_a_sample_longer_than_what_is_kept() -> None:
-    run_ranks(too_long, 2)
 
 
 def tampered(rank: int, what: str) -> Any:
@@ -256,7 +241,8 @@ UNFIT = {
 """What is wrong with a state, and the errors of both ranks."""
 
 
-def of_a_state(rank: int) -> None:
+@on_ranks(2)
+def test_states_that_do_not_fit(rank: int) -> None:
     trained = Pipe(rank, 2, **FW3_BW6)
     x, y = samples()
     trained.epoch(0, x, y)
@@ -279,10 +265,6 @@ def of_a_state(rank: int) -> None:
         if found == "none":
             found = error_of(lambda fresh=fresh: fresh.step(x[:BATCH], y[:BATCH], range(BATCH)))
         assert found.startswith(errors[rank]), case
-
-
-def test_states_that_do_not_fit() -> None:
-    run_ranks(of_a_state, 2)
 
 
 def test_what_crosses_is_checked() -> None:
@@ -325,7 +307,8 @@ class Mixed(nn.Module):
         return self.block(x) + summed[:, None] * 0.01, summed * 1.5, index, positive, number
 
 
-def of_many(rank: int) -> None:
+@on_ranks(2)
+def test_all_tensors_of_a_stage_are_sent_in_one_message(rank: int) -> None:
     pipe = Pipe(rank, 2, **FW3_BW6, kind=Mixed, loss=lambda out, target: ((out[0] - target) ** 2).mean())
     losses = [loss for epoch in range(3) for loss in pipe.epoch(epoch, *samples())]
     check_sides(everybody(pipe.digests()), [0])
@@ -334,10 +317,6 @@ def of_many(rank: int) -> None:
     assert [t.dtype for t in received] == [torch.int64, torch.bool, torch.int64]
     assert equal(everybody([index, positive, number])[0], received)
     assert int(number) == 7
-
-
-def test_all_tensors_of_a_stage_are_sent_in_one_message() -> None:
-    run_ranks(of_many, 2)
 
 
 def test_a_pytorch_that_will_not_tell_what_crosses_is_an_error_at_once() -> None:

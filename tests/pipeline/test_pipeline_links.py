@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, strategies as st
 
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from pipelines import BATCH, Pipe, check_sides, everybody, samples
 from thinwire.pipeline.link_choices import LinkChoices
 from thinwire.policies import ByLink, choose_by_link
@@ -95,7 +95,8 @@ def test_links_are_measured_again() -> None:
     assert run_ranks(chooses_again, 2) == [[-1, 1, 1, 3, 3, 5]] * 2
 
 
-def measures_beside_a_message(rank: int) -> None:
+@on_ranks(2)
+def test_a_message_of_the_user_in_the_pipelines_group_is_left_alone(rank: int) -> None:
     """A message is under way in the pipeline's group while links are measured, and arrives as it is."""
     pipe = Pipe(rank, 2, **OPTIONS, adapt=ByLink(after=1))
     x, y = samples()
@@ -110,10 +111,6 @@ def measures_beside_a_message(rank: int) -> None:
         sending.wait()
     assert note.tolist() == [5.0] * 64
     assert pipe.stages[0].links
-
-
-def test_a_message_of_the_user_in_the_pipelines_group_is_left_alone() -> None:
-    run_ranks(measures_beside_a_message, 2)
 
 
 def over_uneven_links(rank: int) -> list[dict[str, tuple[str, float]]]:

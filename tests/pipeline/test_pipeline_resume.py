@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import thinwire
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from pipelines import BATCH, SAMPLES, Pipe, check_sides, equal, everybody, samples
 
 FW3_BW6: dict[str, Any] = {"forward": "delta(maxabs(bits=3))", "backward": "maxabs(bits=6)", "check_every": 3}
@@ -95,14 +95,15 @@ def place(kind: str, folder: Path, **more: Any) -> Any:
     return thinwire.store.Memory() if kind == "memory" else thinwire.store.Centres(num=20, window=50)
 
 
-def resumed(rank: int, folder: Path) -> None:
+@on_ranks(2)
+def test_a_resumed_run_is_the_run_that_was_not_stopped(rank: int, tmp_path: Path) -> None:
     for kind, name, precision in (
         ("memory", "interleaved", 4),
         ("disk", "gpipe", 32),
         ("disk", "interleaved", 4),
         ("centres", "interleaved", 32),
     ):
-        mine = folder / f"{kind} {name}"
+        mine = tmp_path / f"{kind} {name}"
         mine.mkdir(exist_ok=True)
         options = {**FW3_BW6, "precision": precision}
         whole = run(rank, mine, name, {**options, "store": place(kind, mine / "whole")}, 100)
@@ -114,10 +115,6 @@ def resumed(rank: int, folder: Path) -> None:
         assert early[1] + late[1] == whole[1]
         assert equal(late[2], whole[2])
         assert all(count[:2] == (0, 0) for count in late[3])
-
-
-def test_a_resumed_run_is_the_run_that_was_not_stopped(tmp_path: Path) -> None:
-    run_ranks(resumed, 2, tmp_path)
 
 
 @pytest.mark.parametrize(("kind", "rank", "step"), [("memory", 0, 7), ("disk", 1, 10)])
@@ -190,18 +187,16 @@ def spoiled(rank: int, folder: Path, victim: int | None, what: str, kind: str) -
     return losses
 
 
-def all_spoiled(rank: int, folder: Path) -> None:
+@on_ranks(2)
+def test_a_record_that_differs_is_reset_on_both_sides_and_counted(rank: int, tmp_path: Path) -> None:
     for what, kind in (("bytes", "disk"), ("value", "memory"), ("lost", "disk")):
-        unharmed, *others = (spoiled(rank, folder / f"{what} {v}", v, what, kind) for v in (None, 0, 1))
+        unharmed, *others = (spoiled(rank, tmp_path / f"{what} {v}", v, what, kind) for v in (None, 0, 1))
         # The sample travelled whole, so training saw its activation and not a wrong one.
         assert all(losses[:1] == pytest.approx(unharmed[:1], rel=0.2) for losses in others)
 
 
-def test_a_record_that_differs_is_reset_on_both_sides_and_counted(tmp_path: Path) -> None:
-    run_ranks(all_spoiled, 2, tmp_path)
-
-
-def checked_rarely(rank: int) -> None:
+@on_ranks(2)
+def test_checksums_are_compared_every_so_many_steps(rank: int) -> None:
     pipe = Pipe(rank, 2, **{**FW3_BW6, "check_every": 4})
     x, y = samples()
     resets = []
@@ -215,21 +210,14 @@ def checked_rarely(rank: int) -> None:
     assert resets == [0] * 8 + [1]
 
 
-def test_checksums_are_compared_every_so_many_steps() -> None:
-    run_ranks(checked_rarely, 2)
-
-
-def reads_ahead(rank: int, folder: Path) -> None:
-    pipe = Pipe(rank, 2, **{**FW3_BW6, "store": place("disk", folder)})
+@on_ranks(2)
+def test_reading_ahead_changes_nothing(rank: int, tmp_path: Path) -> None:
+    pipe = Pipe(rank, 2, **{**FW3_BW6, "store": place("disk", tmp_path)})
     x, y = samples()
     all_ids = batches()
     for step, ids in enumerate(all_ids):
         upcoming = all_ids[step + 1] if step + 1 < len(all_ids) else ()
         pipe.step(x[ids], y[ids], ids, **({"upcoming": upcoming} if pipe.first else {}))
-    plain = run(rank, folder, "gpipe", FW3_BW6, 100)
+    plain = run(rank, tmp_path, "gpipe", FW3_BW6, 100)
     assert pipe.digests() == plain[0]
     assert equal(pipe.parameters(), plain[2])
-
-
-def test_reading_ahead_changes_nothing(tmp_path: Path) -> None:
-    run_ranks(reads_ahead, 2, tmp_path)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import thinwire
-from harness import run_ranks, run_threads
+from harness import on_ranks, run_threads
 from pipelines import everybody
 from thinwire.collectives import MessageError
 from thinwire.compressors import parse
@@ -168,7 +168,8 @@ def train(style: Any, net: Net, steps: range) -> list[float]:
     return losses
 
 
-def trained(rank: int) -> None:
+@on_ranks(2)
+def test_raw_layers_train_as_pytorchs_do_and_compressed_ones_nearly(rank: int) -> None:
     ends = {}
     for spec in (None, "raw", f"delta({BITS_4})", "direct(maxabs(bits=2))"):
         style = RowwiseParallel() if spec is None else thinwire.CompressedRowwiseParallel(spec)
@@ -191,11 +192,8 @@ def trained(rank: int) -> None:
     assert abs(delta - plain) < 0.02 * plain < abs(rough - plain)
 
 
-def test_raw_layers_train_as_pytorchs_do_and_compressed_ones_nearly() -> None:
-    run_ranks(trained, 2)
-
-
-def resumed(rank: int) -> None:
+@on_ranks(2)
+def test_a_style_goes_on_from_its_state_bit_by_bit(rank: int) -> None:
     spec = "delta(maxabs(bits=3, rounding=stochastic))"
     style, again = (thinwire.CompressedRowwiseParallel(spec) for _ in range(2))
     net, other = network(style), network(again)
@@ -212,11 +210,8 @@ def resumed(rank: int) -> None:
         again.load_state_dict(few)
 
 
-def test_a_style_goes_on_from_its_state_bit_by_bit() -> None:
-    run_ranks(resumed, 2)
-
-
-def replicated(rank: int) -> None:
+@on_ranks(4)
+def test_replicas_of_a_layer_round_apart(rank: int) -> None:
     """What two replicas of a layer make of the same samples, by rounding."""
     mesh, x = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), values(2, LENGTH, WIDTH, seed=1)
     for rounding in ("nearest", "stochastic"):
@@ -227,11 +222,8 @@ def replicated(rank: int) -> None:
         assert torch.equal(found[0], found[2]) == (rounding == "nearest")
 
 
-def test_replicas_of_a_layer_round_apart() -> None:
-    run_ranks(replicated, 4)
-
-
-def misused(rank: int) -> None:
+@on_ranks(2)
+def test_misuse_is_an_error_that_says_what_to_do(rank: int) -> None:
     style = thinwire.CompressedRowwiseParallel()
     net = network(style)
     x = values(BATCH, LENGTH, WIDTH, seed=1)
@@ -243,7 +235,3 @@ def misused(rank: int) -> None:
         net(x)
     with pytest.raises(thinwire.DisagreementError, match="compressor"):
         network(thinwire.CompressedRowwiseParallel("maxabs(bits=4)" if rank else "maxabs(bits=5)"))
-
-
-def test_misuse_is_an_error_that_says_what_to_do() -> None:
-    run_ranks(misused, 2)

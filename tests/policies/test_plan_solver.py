@@ -109,13 +109,6 @@ def test_ranks_err_what_singular_values_leave(shape: tuple[int, ...]) -> None:
     assert squared_errors(gradient, members) == pytest.approx(expected, rel=1e-4)
 
 
-def test_no_factorisation_of_such_a_rank_errs_less() -> None:
-    gradient = normal(60, 8) @ normal(8, 50, seed=1) + 0.1 * normal(60, 50, seed=2)
-    members = [parse(f"powersgd(rank={rank})") for rank in (2, 4, 8)]
-    for member, found in zip(members, squared_errors(gradient, members), strict=True):
-        assert found <= direct(member, gradient) * (1 + 1e-4)
-
-
 def test_power_steps_on_a_large_matrix_are_close_to_its_singular_values() -> None:
     rows, columns = errors.LARGEST_GRAM + 16, errors.LARGEST_GRAM + 40
     gradient = normal(rows, 48) * torch.arange(1, 49) ** -1.0 @ normal(48, columns, seed=1)

@@ -11,11 +11,14 @@ import pytest
 import torch
 
 import thinwire
-from harness import run_ranks
+from harness import on_ranks
 from nets import fingerprint, make, train, trained
 
 
-def accelerated(rank: int, folder: str) -> None:
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
+@pytest.mark.timeout(300)
+@on_ranks(2, timeout_s=250)
+def test_accelerate_saves_and_loads_it(rank: int, tmp_path: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     from accelerate import Accelerator
 
@@ -29,15 +32,9 @@ def accelerated(rank: int, folder: str) -> None:
 
     accelerator, model, optimizer = begin()
     train(model, rank, 3, optimizer=optimizer)
-    accelerator.save_state(folder)
+    accelerator.save_state(str(tmp_path))
     train(model, rank, 2, first=3, optimizer=optimizer)
     again, resumed, its_optimizer = begin()
-    again.load_state(folder)
+    again.load_state(str(tmp_path))
     train(resumed, rank, 2, first=3, optimizer=its_optimizer)
     assert fingerprint(resumed) == fingerprint(model)
-
-
-@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
-@pytest.mark.timeout(300)
-def test_accelerate_saves_and_loads_it(tmp_path: Path) -> None:
-    run_ranks(accelerated, 2, str(tmp_path), timeout_s=250)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import thinwire
-from harness import run_ranks, run_threads
+from harness import on_ranks, on_threads, run_threads
 from nets import assert_replicas_identical, fingerprint, make, train, trained
 from thinwire.collectives import ScatterReduceAllGather
 from thinwire.plan import Plan
@@ -24,7 +24,6 @@ from thinwire.runtime import DisagreementError, Wire, WireSettings
 from thinwire.runtime.adapt import Adapter
 from thinwire.runtime.probe import settle
 from thinwire.runtime.slots import Slots
-from thinwire.runtime.table import LayerRow
 from thinwire_tools.compare.plan_plot import draw
 
 SHAPES = {"w": (64, 48), "v": (48, 48), "b": (10,)}
@@ -174,13 +173,11 @@ def test_plans_that_are_all_alike_are_not_tried_for_ever() -> None:
     assert "all bytes count alike" in notes[-1]
 
 
-def test_simulated_communication_takes_no_time_to_measure() -> None:
-    def run(transport):
-        settings = WireSettings(adapt=LGreco(objective="time"))
-        with pytest.raises(ValueError, match="simulate=True has none: leave out objective=time"):
-            Wire(Plan.build(SHAPES), SHAPES, transport, settings, simulated=True)
-
-    run_threads(run, 1)
+@on_threads(1)
+def test_simulated_communication_takes_no_time_to_measure(transport) -> None:
+    settings = WireSettings(adapt=LGreco(objective="time"))
+    with pytest.raises(ValueError, match="simulate=True has none: leave out objective=time"):
+        Wire(Plan.build(SHAPES), SHAPES, transport, settings, simulated=True)
 
 
 def test_a_policy_that_fails_or_proposes_nothing_costs_nothing_but_its_plan() -> None:
@@ -350,18 +347,15 @@ def _arrives_in_all(rank: int, spec: str, loss_scale: float, infinite: tuple[int
     assert torch.allclose(arrived, given / 2, atol=1e-4), spec
 
 
-def _residuals_are_sent(rank: int) -> None:
+@on_ranks(2)
+def test_the_residual_is_sent_with_the_first_gradient_after_compression_is_switched_off(rank: int) -> None:
+    """`Auto` turns all layers raw at once, and gradients go by a native all-reduce from then on."""
     _arrives_in_all(rank, "ef(topk(density=0.1))", 1.0)
     _arrives_in_all(rank, "ef(minmax(bits=2))", 1024.0)
     _arrives_in_all(rank, "ef(powersgd(rank=2))", 1.0)
     _arrives_in_all(rank, "ef(topk(density=0.1), units=update)", 1.0)
     # Again if the step that they went with was skipped.
     _arrives_in_all(rank, "ef(topk(density=0.1))", 1024.0, (4, 5))
-
-
-def test_the_residual_is_sent_with_the_first_gradient_after_compression_is_switched_off() -> None:
-    """`Auto` turns all layers raw at once, and gradients go by a native all-reduce from then on."""
-    run_ranks(_residuals_are_sent, 2)
 
 
 def test_a_layer_that_the_rank_does_not_suit_gets_a_lower_one() -> None:
@@ -433,7 +427,8 @@ def _adapts(rank: int, spec: str, policy: str, simulate: bool = False) -> Wire:
     return wire
 
 
-def _lgreco(rank: int) -> None:
+@on_ranks(2)
+def test_lgreco_sends_less_at_no_more_error(rank: int) -> None:
     for simulate in (False, True):
         for spec in ("minmax(bits=4)", "topk(density=0.1)", "powersgd(rank=8)", "rangefloat(bits=8)"):
             wire = _adapts(rank, spec, LGRECO, simulate)
@@ -446,11 +441,8 @@ def _lgreco(rank: int) -> None:
             assert wire.stats.payload_sent_bytes <= uniform.stats.payload_sent_bytes
 
 
-def test_lgreco_sends_less_at_no_more_error() -> None:
-    run_ranks(_lgreco, 2)
-
-
-def _others(rank: int) -> None:
+@on_ranks(2)
+def test_every_policy_trains(rank: int) -> None:
     for policy in (
         "lgreco(every=4, objective=time)",
         "lgreco(every=4, objective=link)",
@@ -468,14 +460,13 @@ def _others(rank: int) -> None:
         thinwire.compress(make(rank), "natural()", adapt="lgreco()", skip_if_slower=False)
 
 
-def test_every_policy_trains() -> None:
-    run_ranks(_others, 2)
-
-
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def _resumes(rank: int, at: int, folder: str) -> None:
+@pytest.mark.parametrize("at", [5, 7, 8])
+@on_ranks(2)
+def test_a_run_that_resumes_decides_as_it_would_have(rank: int, at: int, tmp_path: Path) -> None:
+    """Saved before, amid and after a decision's steps."""
     policy = "lgreco(every=4, window=2, lag=2, reference=accordion(eta=0.1))"
 
     def begin():
@@ -487,24 +478,18 @@ def _resumes(rank: int, at: int, folder: str) -> None:
     model, wire, optimizer = begin()
     train(model, rank, at, optimizer=optimizer)
     # What DDP's first buckets looked like is no part of a checkpoint.
-    dcp.save({"model": model.module.state_dict(), "wire": wire.state_dict()}, checkpoint_id=folder)
+    dcp.save({"model": model.module.state_dict(), "wire": wire.state_dict()}, checkpoint_id=tmp_path)
     train(model, rank, 13 - at, first=at, optimizer=optimizer)
     straight = fingerprint(model)
     model, wire, optimizer = begin()
     saved = {"wire": {"plan": wire.state_dict()["plan"]}}
-    dcp.load(saved, checkpoint_id=folder)
+    dcp.load(saved, checkpoint_id=tmp_path)
     state = {"model": model.module.state_dict(), "wire": wire.state_dict_of(2, saved["wire"])}
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=tmp_path)
     model.module.load_state_dict(state["model"])
     wire.load_state_dict(state["wire"])
     train(model, rank, 13 - at, first=at, optimizer=optimizer)
     assert fingerprint(model) == straight
-
-
-@pytest.mark.parametrize("at", [5, 7, 8])
-def test_a_run_that_resumes_decides_as_it_would_have(at: int, tmp_path: Path) -> None:
-    """Saved before, amid and after a decision's steps."""
-    run_ranks(_resumes, 2, at, str(tmp_path))
 
 
 def test_a_state_without_sums_is_reported(tmp_path: Path) -> None:
@@ -521,27 +506,22 @@ def test_a_state_without_sums_is_reported(tmp_path: Path) -> None:
 # --- what people read ------------------------------------------------------------------------------------------------
 
 
-def _shown(rank: int, folder: str) -> tuple[list[LayerRow], dict[str, str]]:
+@on_ranks(2)
+def test_the_present_plan_is_shown_drawn_and_taken_again(rank: int, tmp_path: Path) -> None:
     model = make(rank)
     wire = thinwire.compress(model, "topk(density=0.1)", adapt=LGRECO, skip_if_slower=False)
     train(model, rank, 6)
-    if rank == 0 and find_spec("matplotlib"):
-        draw(wire, Path(folder) / "plan.svg")
-    rows, specs = wire.plan_rows(), wire.plan.to_dict()
-    wire.detach()
-    assert thinwire.compress(model, specs, skip_if_slower=False).plan.to_dict() == specs
-    return rows, specs
-
-
-def test_the_present_plan_is_shown_drawn_and_taken_again(tmp_path: Path) -> None:
-    found, specs = run_ranks(_shown, 2, str(tmp_path))[0]
+    found, specs = wire.plan_rows(), wire.plan.to_dict()
     rows = {row.name: row for row in found}
     assert {name: str(row.compressor) for name, row in rows.items()} == specs
     # DDP reduces the last layers first.
     assert rows["layers.3.weight"].bucket < rows["embed.weight"].bucket
-    assert 0 < sum(row.error or 0 for row in found) <= sum(row.reference_error or 0 for row in found)
-    if find_spec("matplotlib"):
+    assert rank or 0 < sum(row.error or 0 for row in found) <= sum(row.reference_error or 0 for row in found)
+    if rank == 0 and find_spec("matplotlib"):
+        draw(wire, tmp_path / "plan.svg")
         picture = (tmp_path / "plan.svg").read_text()
         assert picture.startswith("<?xml")
         for text in ("layers.3.weight", "bits sent an element", "MB sent a step", "chosen", "reference"):
             assert f"<!-- {text}" in picture
+    wire.detach()
+    assert thinwire.compress(model, specs, skip_if_slower=False).plan.to_dict() == specs

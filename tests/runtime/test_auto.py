@@ -14,7 +14,7 @@ import torch
 
 import thinwire
 from auto_training import advance, wrapped
-from harness import run_ranks
+from harness import on_ranks
 from nets import assert_replicas_identical, fingerprint
 from thinwire.plan.forecast.ddp import Bucket, Pace
 from thinwire.plan.forecast.links import Curve, Links
@@ -120,7 +120,8 @@ def test_the_middle_of_steps_with_the_buckets_of_now() -> None:
     assert middle_pace([StepTime(pace, 1.0, False) for pace in paces]).compute_s == 0.02
 
 
-def _misused(rank: int) -> None:
+@on_ranks(1)
+def test_misuse_says_what_to_do(rank: int) -> None:
     for arguments, options, said in (
         (("auto",), {"adapt": "lgreco()"}, "give one of them"),
         (("auto",), {"simulate": True}, "give a compressor instead"),
@@ -131,14 +132,11 @@ def _misused(rank: int) -> None:
             thinwire.compress(wrapped(0.0), *arguments, **options)
 
 
-def test_misuse_says_what_to_do() -> None:
-    run_ranks(_misused, 1)
-
-
 OPTIONS = thinwire.policies.Auto(every=8, warmup=5, window=2, lag=2, gain=0.6)
 
 
-def _hidden(rank: int) -> None:
+@on_ranks(2)
+def test_is_off_where_computing_takes_the_time(rank: int) -> None:
     torch.set_num_threads(1)
     logged: list[str] = []
     handler = logging.Handler()
@@ -157,11 +155,8 @@ def _hidden(rank: int) -> None:
     assert logged == ([] if rank else [f"step {d.step}: {d.note}" for d in wire.decisions])
 
 
-def test_is_off_where_computing_takes_the_time() -> None:
-    run_ranks(_hidden, 2)
-
-
-def _resumed(rank: int) -> None:
+@on_ranks(2)
+def test_resumes_between_asking_and_deciding(rank: int) -> None:
     torch.set_num_threads(1)
     model = wrapped(0.01)
     wire = thinwire.compress(model, OPTIONS)
@@ -178,10 +173,6 @@ def _resumed(rank: int) -> None:
     assert [d.step for d in wire.decisions] == [5, 13]
     assert [(d.step, d.plan.hash) for d in resumed.decisions] == [(13, wire.decisions[-1].plan.hash)]
     assert resumed.decisions[-1].note.startswith("off: a step takes")
-
-
-def test_resumes_between_asking_and_deciding() -> None:
-    run_ranks(_resumed, 2)
 
 
 @pytest.mark.network

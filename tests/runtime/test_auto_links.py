@@ -14,7 +14,7 @@ from torch import Tensor
 
 import thinwire
 from experiments.__main__ import main as experiments_main
-from harness import run_threads
+from harness import on_threads, run_threads
 from states import resealed
 from thinwire.collectives import Algorithm, Hierarchical, ScatterReduceAllGather, World, parse_algorithm
 from thinwire.plan import Plan
@@ -236,19 +236,17 @@ def test_rank_0_cannot_send_what_this_world_cannot_have(monkeypatch: pytest.Monk
         run_threads(rank, 2)
 
 
-def test_links_of_a_world_with_nodes_are_measured_leg_by_leg() -> None:
-    def rank(transport: Any) -> None:
-        worlds = (World(4, (0, 1, 2, 3)), PAIRS, None)
-        alone, paired, neither = (measure_links(transport, rounds=1, long_s=0.0, world=of)[0] for of in worlds)
-        assert alone.legs is None
-        assert paired.legs is not None
-        assert paired.legs.world == PAIRS
-        # Ranks of one node share its link, and measured one by one each would seem to have it to itself.
-        assert paired.rates == neither.rates == ()
-        assert len(alone.rates) == 4
-        assert max(alone.rates) == 1.0
-
-    run_threads(rank, 4)
+@on_threads(4)
+def test_links_of_a_world_with_nodes_are_measured_leg_by_leg(transport: Any) -> None:
+    worlds = (World(4, (0, 1, 2, 3)), PAIRS, None)
+    alone, paired, neither = (measure_links(transport, rounds=1, long_s=0.0, world=of)[0] for of in worlds)
+    assert alone.legs is None
+    assert paired.legs is not None
+    assert paired.legs.world == PAIRS
+    # Ranks of one node share its link, and measured one by one each would seem to have it to itself.
+    assert paired.rates == neither.rates == ()
+    assert len(alone.rates) == 4
+    assert max(alone.rates) == 1.0
 
 
 @pytest.mark.network

@@ -11,7 +11,7 @@ import torch
 
 import sharded
 import thinwire
-from harness import run_ranks, run_threads
+from harness import on_ranks, run_threads
 from nets import make
 from thinwire.local import DiLoCo
 from thinwire.plan import Plan
@@ -77,7 +77,8 @@ def test_every_method_of_a_detached_wire_answers_or_raises() -> None:
     run_threads(_detached_wire, 2)
 
 
-def _detached_fsdp(rank: int) -> None:
+@on_ranks(2)
+def test_every_method_of_a_detached_sharded_wire_answers_or_raises(rank: int) -> None:
     model = sharded.build()
     wire = sharded.compress(model, "minmax(bits=8, bucket=64)", "ef(minmax(bits=8, bucket=64))")
     sharded.train(model, 2)
@@ -97,11 +98,8 @@ def _detached_fsdp(rank: int) -> None:
     _check(calls, STATES, "detach")
 
 
-def test_every_method_of_a_detached_sharded_wire_answers_or_raises() -> None:
-    run_ranks(_detached_fsdp, 2)
-
-
-def _closed_diloco(rank: int) -> None:
+@on_ranks(2)
+def test_every_method_of_closed_local_updates_answers_or_raises(rank: int) -> None:
     module = make(rank).module
     local = DiLoCo(module, torch.optim.SGD(module.parameters(), lr=0.1), every=1)
     local.step()
@@ -117,10 +115,6 @@ def _closed_diloco(rank: int) -> None:
         "close": local.close,
     }
     _check(calls, {*STATES, "step"}, "closed")
-
-
-def test_every_method_of_closed_local_updates_answers_or_raises() -> None:
-    run_ranks(_closed_diloco, 2)
 
 
 def test_a_closed_worker_refuses_jobs() -> None:

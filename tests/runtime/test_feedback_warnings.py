@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from harness import run_ranks
+from harness import on_ranks
 from thinwire.local import DiLoCo
 from thinwire.optim import CompressedAdamW, QuantizedAdam
 
@@ -41,7 +41,8 @@ def _diloco(spec: str, make: Optimizer = None) -> None:
     DiLoCo(model, torch.optim.SGD(model.parameters(), 0.1), every=2, compressor=spec)
 
 
-def _warned(rank: int) -> None:
+@on_ranks(2)
+def test_every_attachment_warns_once_of_feedback_that_grows_and_not_of_what_contracts(rank: int) -> None:
     # Optimizers that send momenta put error feedback around what they are given.
     ways = [(attach, None) for attach in (_ddp, _fsdp, _diloco)]
     ways += [(_ddp, QuantizedAdam), (_ddp, CompressedAdamW), (_fsdp, CompressedAdamW)]
@@ -52,7 +53,3 @@ def _warned(rank: int) -> None:
                 attach(f"minmax(bits={bits})" if make else f"ef(minmax(bits={bits}))", make)
             said = sum("can err by more than its input" in str(w.message) for w in warned)
             assert said == (bits == 1), (attach, make, bits)
-
-
-def test_every_attachment_warns_once_of_feedback_that_grows_and_not_of_what_contracts() -> None:
-    run_ranks(_warned, 2)

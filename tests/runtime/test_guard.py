@@ -12,13 +12,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import thinwire
-from harness import run_ranks, run_threads
+from harness import on_ranks, run_ranks, run_threads
 from nets import assert_replicas_identical, batch, loss_of, make, train
 from thinwire.collectives import LoopbackTransport, ScatterReduceAllGather, World
 from thinwire.compressors import Coded, parse
 from thinwire.plan import Plan, Speeds, declined
 from thinwire.plan.cost import codec_seconds
-from thinwire.runtime.consistency import checksums
 from thinwire.runtime.probe import codec_passes, measure_speeds
 
 SHAPES = {"big.weight": (512, 512), "other.weight": (64, 64), "bias": (64,)}
@@ -79,7 +78,9 @@ def test_what_there_is_without_compression_and_sums_go_by_the_native_all_reduce(
     assert not declined(Plan.build(SHAPES, coded), speeds).all_raw
 
 
-def _declines(rank: int) -> None:
+@pytest.mark.alone
+@on_ranks(2)
+def test_declined_layers_are_sent_as_in_stock_ddp(rank: int) -> None:
     """A codec made slow: everything goes raw, gradients are stock DDP's, and stats say so."""
     encode = thinwire.compressors.MinMax.encode
 
@@ -97,11 +98,6 @@ def _declines(rank: int) -> None:
     assert wire.stats.payload_sent_bytes == wire.stats.dense_bytes
     assert wire.stats.declined_layers == len(wire.declined) == 5
     assert wire.declined["layers.0.weight"] == "minmax(bits=4, bucket=128)"
-
-
-@pytest.mark.alone
-def test_declined_layers_are_sent_as_in_stock_ddp() -> None:
-    run_ranks(_declines, 2)
 
 
 def _with(model: nn.Module) -> list:
@@ -128,7 +124,8 @@ def test_declining_times_every_kind_of_compressor(spec: str) -> None:
 # --- parity and resync -----------------------------------------------------------------------------------------------
 
 
-def _differs(rank: int) -> None:
+@on_ranks(3)
+def test_a_replica_that_differs_is_named(rank: int) -> None:
     for spec, simulate in (("minmax", False), ("raw", False), ("minmax", True)):
         model, checks = make(rank), thinwire.Checks(parity_every=2)
         wire = thinwire.compress(model, spec, skip_if_slower=False, checks=checks, simulate=simulate)
@@ -141,11 +138,8 @@ def _differs(rank: int) -> None:
             train(model, rank, 4)
 
 
-def test_a_replica_that_differs_is_named() -> None:
-    run_ranks(_differs, 3)
-
-
-def _resyncs(rank: int) -> None:
+@on_ranks(2)
+def test_resync_gives_everybody_rank_0s_parameters(rank: int) -> None:
     model = make(rank)
     wire = thinwire.compress(model, skip_if_slower=False, checks=thinwire.Checks(parity_every=1, resync_every=3))
     train(model, rank, 3)
@@ -160,35 +154,11 @@ def _resyncs(rank: int) -> None:
     assert (wire.stats.resyncs, wire.stats.parity_checks) == (2, 7)
 
 
-def test_resync_gives_everybody_rank_0s_parameters() -> None:
-    run_ranks(_resyncs, 2)
-
-
-@pytest.mark.alone
-def test_three_thousand_steps_of_four_ranks_stay_identical() -> None:
-    """Parameters that follow their compressed gradients, compared at every 300th step. `make soak` takes more."""
-    shapes = {"w": (48, 40), "b": (10,)}
-
-    def run(transport) -> None:
-        torch.set_num_threads(1)
-        wire = thinwire.Wire(Plan.build(shapes, "ef(minmax(bits=2))"), shapes, transport)
-        parameters = torch.zeros(1930)
-        noise = torch.randn(8, 1930, generator=torch.Generator().manual_seed(transport.rank))
-        for step in range(3000):
-            wire.begin_step()
-            if step % 300 == 299:
-                wire.check_parity(list(shapes), checksums(parameters.split([1920, 10])))
-            parameters.sub_(wire.reduce(noise[step % 8] + parameters, tuple(shapes.items())).wait(), alpha=0.01)
-        assert wire.stats.parity_checks == 10
-        assert wire.stats.compressed_steps == 3000
-
-    run_threads(run, 4, timeout_s=110.0)
-
-
 # --- simulation ------------------------------------------------------------------------------------------------------
 
 
-def _simulates(rank: int) -> None:
+@on_ranks(2)
+def test_simulation_counts_the_bytes_of_the_real_thing(rank: int) -> None:
     for spec, most in {
         "minmax(bits=8)": 0.02,
         "ef(minmax(bits=4))": 0.4,
@@ -210,10 +180,6 @@ def _simulates(rank: int) -> None:
             assert getattr(wire.stats, name) == getattr(sends.stats, name), spec
         exact, simulated = (torch.cat([p.grad.flatten() for p in _with(m)]) for m in (real, model))
         assert float((exact - simulated).norm()) < most * float(exact.norm()), spec
-
-
-def test_simulation_counts_the_bytes_of_the_real_thing() -> None:
-    run_ranks(_simulates, 2)
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import sharded
-from harness import run_ranks, run_threads
+from harness import on_ranks, run_threads
 from thinwire import Plan, Wire
 from thinwire.collectives import Transport
 from thinwire.plan import Filter
@@ -64,13 +64,10 @@ def test_residuals_take_a_quarter_of_the_memory_if_all_layers_of_a_bucket_pack_t
     assert packed <= 0.27 * full
 
 
-def _sharded(rank: int) -> None:
+@on_ranks(2)
+def test_sharded_models_keep_them_in_8_bits_too(rank: int) -> None:
     full = sharded.compress(sharded.build(), "raw", "ef(minmax(bits=2, bucket=128))")
     model = sharded.build()
     wire = sharded.compress(model, "raw", "ef(minmax(bits=2, bucket=128), bits=8)")
     sharded.train(model, 3)
     assert wire.stats.slot_bytes == wire.memory <= 0.3 * full.memory
-
-
-def test_sharded_models_keep_them_in_8_bits_too() -> None:
-    run_ranks(_sharded, 2)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import sharded
-from harness import run_ranks, run_threads
+from harness import on_ranks, run_threads
 from thinwire import Plan, Wire
 from thinwire.plan import Filter
 from thinwire.runtime import WireSettings
@@ -78,7 +78,8 @@ def test_gradients_that_are_not_finite_reset_nothing(spec: str) -> None:
     assert trained(spec, 1.0, nan_from=4) == ([True] * 4 + [False] * (STEPS - 4), 0)
 
 
-def _resumed(rank: int) -> None:
+@on_ranks(2)
+def test_the_state_of_a_sharded_model_starts_anew_too(rank: int) -> None:
     """A sharded training whose residuals are finite, and further apart than the largest number."""
     model = sharded.build()
     wire = sharded.compress(model, "raw", "ef(minmax(bits=2, bucket=128))")
@@ -95,7 +96,3 @@ def _resumed(rank: int) -> None:
     wire.state_dict()
     assert finite == [False] * 3 + [True] * 5
     assert wire.stats.state_resets == 1
-
-
-def test_the_state_of_a_sharded_model_starts_anew_too() -> None:
-    run_ranks(_resumed, 2)

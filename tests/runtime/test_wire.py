@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from harness import run_threads
+from harness import on_threads, run_threads
 from states import resealed
 from thinwire import DisagreementError, Plan, TransportError, Wire
 from thinwire.plan import Filter
@@ -50,27 +50,6 @@ def step_on(wire: Wire, found: dict[str, torch.Tensor], buckets=BUCKETS, loss_sc
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_raw_coded_and_summed_layers_in_one_bucket() -> None:
-    num_ranks = 5
-
-    def run(transport):
-        wire = make(transport, MIXED)
-        means = [step_on(wire, gradients(transport.rank, step)) for step in range(4)]
-        return means, wire.stats, wire.wire_bytes_per_step()
-
-    answers = run_threads(run, num_ranks)
-    for means, stats, per_step in answers:
-        assert all(same(a, b) for a, b in zip(means, answers[0][0], strict=True))
-        assert stats.payload_sent_bytes == 4 * per_step
-    exact = [gradients(rank, 3) for rank in range(num_ranks)]
-    for name, got in answers[0][0][3].items():
-        want = torch.stack([g[name] for g in exact]).mean(0)
-        if name in ("scalar", "a.bias"):
-            assert torch.allclose(got, want, atol=1e-6)
-        elif name == "c.weight":
-            assert torch.allclose(got, want, atol=0.03)
 
 
 OWING = [
@@ -145,17 +124,15 @@ SCHEDULES = {"*": "fft(theta=((0, 0.9), (4, 0.5)))", "b.weight": "powersgd(rank=
 @pytest.mark.parametrize(
     "rules", [MIXED, MANY, SCHEDULES, "ef(topk(density=0.02), bits=8)", "ef(rangefloat(bits=8, learn_at=(0, 4)))"]
 )
-def test_resume_is_bit_identical_also_through_other_buckets(rules) -> None:
-    def run(transport) -> None:
-        straight, resumed = make(transport, rules, seed=5), make(transport, "minmax(bits=4)")
-        for step in range(3):
-            step_on(straight, gradients(transport.rank, step))
-        resumed.load_state_dict(straight.state_dict())
-        for step, buckets in ((3, (("a.weight", "a.bias", "b.weight", "c.weight", "scalar"),)), (4, BUCKETS)):
-            found = gradients(transport.rank, step)
-            assert same(step_on(straight, found), step_on(resumed, found, buckets))
-
-    run_threads(run, 2)
+@on_threads(2)
+def test_resume_is_bit_identical_also_through_other_buckets(transport, rules) -> None:
+    straight, resumed = make(transport, rules, seed=5), make(transport, "minmax(bits=4)")
+    for step in range(3):
+        step_on(straight, gradients(transport.rank, step))
+    resumed.load_state_dict(straight.state_dict())
+    for step, buckets in ((3, (("a.weight", "a.bias", "b.weight", "c.weight", "scalar"),)), (4, BUCKETS)):
+        found = gradients(transport.rank, step)
+        assert same(step_on(straight, found), step_on(resumed, found, buckets))
 
 
 def test_a_schedule_of_ranks_is_followed() -> None:
@@ -180,18 +157,16 @@ def test_a_layer_trained_later_gets_its_compressor() -> None:
     assert same(first, second)
 
 
-def test_old_buckets_are_given_back() -> None:
-    def run(transport) -> None:
-        wire = make(transport, MIXED)
-        step_on(wire, gradients(transport.rank, 0), (tuple(SHAPES),))
-        first = wire.stats.buffer_bytes
-        for step in range(1, 20):
-            step_on(wire, gradients(transport.rank, step))
-        assert wire.stats.buffer_bytes < 1.2 * first
-        layers = sum(math.prod(SHAPES[name]) for name in ("b.weight", "a.bias", "a.weight"))
-        assert wire.stats.slot_bytes == 2 * 4 * layers
-
-    run_threads(run, 2)
+@on_threads(2)
+def test_old_buckets_are_given_back(transport) -> None:
+    wire = make(transport, MIXED)
+    step_on(wire, gradients(transport.rank, 0), (tuple(SHAPES),))
+    first = wire.stats.buffer_bytes
+    for step in range(1, 20):
+        step_on(wire, gradients(transport.rank, step))
+    assert wire.stats.buffer_bytes < 1.2 * first
+    layers = sum(math.prod(SHAPES[name]) for name in ("b.weight", "a.bias", "a.weight"))
+    assert wire.stats.slot_bytes == 2 * 4 * layers
 
 
 WRONG_STATES = {
@@ -206,26 +181,22 @@ WRONG_STATES = {
 }
 
 
-def test_a_wrong_state_is_refused() -> None:
-    def run(transport) -> None:
-        wire = make(transport, MIXED)
-        for message, change in WRONG_STATES.items():
-            state = wire.state_dict()
-            change(state)
-            with pytest.raises(ValueError, match=message):
-                wire.load_state_dict(resealed(state))
-
-    run_threads(run, 1)
+@on_threads(1)
+def test_a_wrong_state_is_refused(transport) -> None:
+    wire = make(transport, MIXED)
+    for message, change in WRONG_STATES.items():
+        state = wire.state_dict()
+        change(state)
+        with pytest.raises(ValueError, match=message):
+            wire.load_state_dict(resealed(state))
 
 
-def test_ranks_that_load_different_states_hear_of_it() -> None:
-    def run(transport) -> None:
-        wire = make(transport, "minmax")
-        state = resealed(wire.state_dict() | {"step": torch.tensor(transport.rank)})
-        with pytest.raises(DisagreementError, match="rank 0 has 'step: 0', rank 1 has 'step: 1'"):
-            wire.load_state_dict(state)
-
-    run_threads(run, 3)
+@on_threads(3)
+def test_ranks_that_load_different_states_hear_of_it(transport) -> None:
+    wire = make(transport, "minmax")
+    state = resealed(wire.state_dict() | {"step": torch.tensor(transport.rank)})
+    with pytest.raises(DisagreementError, match="rank 0 has 'step: 0', rank 1 has 'step: 1'"):
+        wire.load_state_dict(state)
 
 
 def test_a_silent_rank_is_waited_for_once() -> None:
