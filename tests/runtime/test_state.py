@@ -56,14 +56,6 @@ def mean(wire: Wire, flat: Tensor, *, simulated: bool) -> Tensor:
     return flat
 
 
-@pytest.mark.parametrize("spec", ["powersgd(rank=4)", "ef(powersgd(rank=2))"])
-def test_a_large_gradient_does_not_stay_in_low_rank_factors(spec: str) -> None:
-    for large in (1e19, 1e38):
-        finite, resets = trained(spec, large)
-        assert all(finite[LARGE_AT + 1 :])
-        assert resets == 0
-
-
 @pytest.mark.parametrize("simulated", [False, True])
 def test_state_with_which_every_sum_overflows_starts_anew_with_a_warning(simulated: bool) -> None:
     with pytest.warns(UserWarning, match=RESET):

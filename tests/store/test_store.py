@@ -197,31 +197,6 @@ def test_estimates_are_what_a_store_takes(tmp_path: Path) -> None:
         Memory(budget_bytes=10).capacity(FORM)
 
 
-SPOILT = [
-    lambda state: state.pop("entries"),
-    lambda state: state.pop("records"),
-    lambda state: state.update(entries=state["entries"].float()),
-    lambda state: state.update(records=state["records"][:, :-64]),
-    lambda state: state["entries"].__setitem__((0, 0), -1),
-    lambda state: state["entries"].__setitem__((0, 0), 2),
-    lambda state: state["entries"].__setitem__((0, 1), 0),
-    lambda state: state["entries"].__setitem__((0, 3), 6),
-]
-
-
-def test_states_that_cannot_be_are_refused() -> None:
-    store = MemoryStore(FORM)
-    rows = Rows.uniform((1, 2), 5)
-    save(store, rows, values_of(rows, FORM), 0)
-    for spoil in SPOILT:
-        state = {name: value.clone() for name, value in store.state_dict().items()}
-        spoil(state)
-        fresh = MemoryStore(FORM)
-        with pytest.raises(StoreError):
-            fresh.load_state_dict(state)
-        assert len(fresh) == 0
-
-
 def test_the_background_raises_what_a_job_raised_and_holds_no_more_than_it_may() -> None:
     gate, done = threading.Event(), threading.Event()
     background = Background(max_bytes=100)
