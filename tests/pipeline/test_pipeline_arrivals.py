@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -75,6 +76,18 @@ def test_messages_are_decoded_ahead_in_order_and_no_more_than_a_few() -> None:
     assert not thread.is_alive()
 
 
+@pytest.mark.parametrize("order", [[1, 0, 3, 2], [3, 2, 1, 0], [2, 0, 1, 3]])
+def test_another_order_does_not_wait_for_what_is_sent_after_it(order: list[int]) -> None:
+    for at_once in (False, True):
+        side = Side(4)
+        side.come(*range(4 * at_once))
+        for chunk in order:
+            side.come(chunk)
+            assert side.arrivals.take(chunk) == [torch.tensor(chunk)]
+        assert sorted(side.decoded) == [0, 1, 2, 3]
+        assert side.arrivals.complete
+
+
 def test_a_damaged_message_is_raised_where_it_is_taken_and_nothing_is_decoded_after_it() -> None:
     side = Side(3)
     side.damaged = {1}
@@ -134,8 +147,6 @@ def test_a_step_that_is_given_up_waits_for_what_is_being_decoded() -> None:
 
 
 def test_what_was_taken_is_not_held_on_to() -> None:
-    import weakref
-
     side = Side(2)
     side.come(0)
     tensors = side.arrivals.take(0)
