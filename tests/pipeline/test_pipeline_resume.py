@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import thinwire
 from harness import on_ranks, run_ranks
@@ -69,7 +70,7 @@ def run(
 ) -> Any:
     """Train to a step, with a checkpoint after each ``every``; from the last one with ``resume``. ``die``: in that
     step, between two micro-batches, this process is killed."""
-    pipe = Pipe(rank, 2, name, **options)
+    pipe = Pipe(rank, 2, name, group=dist.new_group(), **options)
     x, y = samples()
     path = folder / f"state{rank}"
     start = load(pipe, path) if resume else 0
@@ -212,7 +213,7 @@ def test_checksums_are_compared_every_so_many_steps(rank: int) -> None:
 
 @on_ranks(2)
 def test_reading_ahead_changes_nothing(rank: int, tmp_path: Path) -> None:
-    pipe = Pipe(rank, 2, **{**FW3_BW6, "store": place("disk", tmp_path)})
+    pipe = Pipe(rank, 2, **{**FW3_BW6, "store": place("disk", tmp_path)}, group=dist.new_group())
     x, y = samples()
     all_ids = batches()
     for step, ids in enumerate(all_ids):
