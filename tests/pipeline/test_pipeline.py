@@ -234,17 +234,8 @@ def masked_loss(out: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
 
 def of_lengths(rank: int, tell_lengths: bool, forward: str = "delta(maxabs(bits=3))") -> tuple[list[float], int]:
     """Losses and bytes of batches padded to their longest sample; the same samples in every epoch, in other batches."""
-    pipe = Pipe(
-        rank,
-        2,
-        kind=Masked,
-        group=dist.new_group(),
-        loss=masked_loss,
-        forward=forward,
-        backward="maxabs(bits=6)",
-        max_length=LENGTH,
-        chunks=2,
-    )
+    kind = {"kind": Masked, "loss": masked_loss, "max_length": LENGTH, "chunks": 2, "group": dist.new_group()}
+    pipe = Pipe(rank, 2, forward=forward, backward="maxabs(bits=6)", **kind)
     x, y = samples()
     lengths = torch.tensor([2 + sample % (LENGTH - 1) for sample in range(SAMPLES)])
     losses = []
