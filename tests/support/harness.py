@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib
+import inspect
 import io
 import multiprocessing
 import os
@@ -70,6 +72,47 @@ def run_ranks(
                 raise
             sys.stderr.write(f"ranks did not find each other, and are started anew: {error}\n")
     return run()
+
+
+def on_ranks(num_ranks: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a function of a rank, and of what pytest gives it, a test that calls it on so many ranks."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        def start(given: dict[str, Any]) -> None:
+            run_ranks(partial(_on_a_rank, function.__module__, function.__name__, given), num_ranks, **options)
+
+        return _as_test(function, start)
+
+    return decorate
+
+
+def on_threads(num_ranks: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The same for a function of a transport, called in so many threads."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        return _as_test(function, lambda given: run_threads(partial(function, **given), num_ranks, **options))
+
+    return decorate
+
+
+def _as_test(function: Callable[..., None], start: Callable[[dict[str, Any]], Any]) -> Callable[..., None]:
+    """A test that asks pytest for all of the function's arguments but the first, and starts it with them."""
+
+    def test(**given: Any) -> None:
+        start(given)
+
+    signature = inspect.signature(function)
+    test.__name__, test.__qualname__, test.__doc__ = function.__name__, function.__qualname__, function.__doc__
+    test.__module__ = function.__module__
+    vars(test).update(
+        __signature__=signature.replace(parameters=list(signature.parameters.values())[1:]), on_a_rank=function
+    )
+    return test
+
+
+def _on_a_rank(module: str, name: str, given: dict[str, Any], rank: int) -> None:
+    """What a process finds by its names: pickled by reference it would be the test."""
+    getattr(importlib.import_module(module), name).on_a_rank(rank, **given)
 
 
 def _never_met(error: str) -> bool:
