@@ -20,9 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sharded
 import thinwire
-from alike import assert_alike
-from harness import run_ranks
 from nets import Net, make
+from ranks import assert_alike, on_ranks
 from thinwire.local import DiLoCo
 from thinwire.pipeline.stage import compress_stage
 
@@ -95,7 +94,8 @@ def assert_named(name: str, call: Any) -> None:
     assert_alike(str(error.value))
 
 
-def ddp_differs(rank: int) -> None:
+@on_ranks(2, timeout_s=110.0)
+def test_every_argument_of_compress_ddp(rank: int) -> None:
     model = make(rank)
     for name, given in differing({**COMMON, **DDP, "auto": None}, checks=True).items():
         if name == "optimizer":
@@ -107,11 +107,8 @@ def ddp_differs(rank: int) -> None:
     thinwire.compress(model, compressor, exclude=[("bias")], network=thinwire.Network("sra" if rank else None)).detach()
 
 
-def test_every_argument_of_compress_ddp() -> None:
-    run_ranks(ddp_differs, 2, timeout_s=110.0)
-
-
-def fsdp_differs(rank: int) -> None:
+@on_ranks(2, timeout_s=110.0)
+def test_every_argument_of_compress_fsdp(rank: int) -> None:
     model = sharded.build()
     for name, given in differing({**COMMON, **FSDP}, checks=False).items():
         if name == "replicas":
@@ -120,11 +117,8 @@ def fsdp_differs(rank: int) -> None:
     thinwire.compress(model).detach()
 
 
-def test_every_argument_of_compress_fsdp() -> None:
-    run_ranks(fsdp_differs, 2, timeout_s=110.0)
-
-
-def stage_differs(rank: int) -> None:
+@on_ranks(2)
+def test_every_argument_of_compress_stage(rank: int) -> None:
     x = torch.randn(4, 4)
     for name, value in STAGE.items():
         stage = PipelineStage(nn.Linear(4, 4), rank, 2, torch.device("cpu"))
@@ -135,16 +129,13 @@ def stage_differs(rank: int) -> None:
         assert_named(name, partial(schedule.step, target=x) if rank else partial(schedule.step, x))
 
 
-def test_every_argument_of_compress_stage() -> None:
-    run_ranks(stage_differs, 2)
-
-
 def _local(group: Any = None, **options: Any) -> DiLoCo:
     model = nn.Linear(4, 4)
     return DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), total_steps=100, group=group, **options)
 
 
-def one_is_refused(rank: int) -> None:
+@on_ranks(3, group_timeout_s=30.0, timeout_s=100.0)
+def test_an_argument_that_is_wrong_on_one_rank_stops_the_others_in_every_function(rank: int) -> None:
     """Each function, which rank 1 alone gives a wrong argument, raises at once."""
     part = dist.new_group([1, 2])
     over_a_part = DistributedDataParallel(Net(), process_group=part) if rank else None
@@ -170,7 +161,3 @@ def one_is_refused(rank: int) -> None:
     # Ranks have counted alike, and meet.
     thinwire.compress(make(rank))
     _local()
-
-
-def test_an_argument_that_is_wrong_on_one_rank_stops_the_others_in_every_function() -> None:
-    run_ranks(one_is_refused, 3, group_timeout_s=30.0, timeout_s=100.0)

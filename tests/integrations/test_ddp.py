@@ -13,12 +13,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
-from alike import assert_alike
-from harness import run_ranks
 from nets import DDP_OPTIONS, Net, assert_replicas_identical, batch, fingerprint, loss_of, make, train, trained
+from ranks import assert_alike, on_ranks
 
 
-def _trains(rank: int) -> None:
+@on_ranks(3)
+def test_it_trains_and_replicas_stay_identical(rank: int) -> None:
     for name, options in DDP_OPTIONS.items():
         exact = train(make(rank, **options), rank, 7, lr=0.03)
         model = make(rank, **options)
@@ -34,11 +34,8 @@ def _trains(rank: int) -> None:
         wire.detach()
 
 
-def test_it_trains_and_replicas_stay_identical() -> None:
-    run_ranks(_trains, 3)
-
-
-def _accumulates(rank: int) -> None:
+@on_ranks(2)
+def test_no_sync_accumulation(rank: int) -> None:
     model, exact = make(rank), make(rank)
     wire = thinwire.compress(model, "minmax(bits=8)", skip_if_slower=False)
     for step in range(4):
@@ -52,11 +49,8 @@ def _accumulates(rank: int) -> None:
     assert float((got - want).norm() / want.norm()) < 0.02
 
 
-def test_no_sync_accumulation() -> None:
-    run_ranks(_accumulates, 2)
-
-
-def _start(rank: int) -> None:
+@on_ranks(2)
+def test_start_keeps_the_first_steps_dense(rank: int) -> None:
     stock, model = make(rank), make(rank)
     wire = thinwire.compress(model, start=3, skip_if_slower=False)
     for step in range(5):
@@ -68,10 +62,6 @@ def _start(rank: int) -> None:
     assert (wire.stats.steps, wire.stats.compressed_steps) == (5, 2)
 
 
-def test_start_keeps_the_first_steps_dense() -> None:
-    run_ranks(_start, 2)
-
-
 def _trained(rank: int, cap_mb: float, seed: int) -> bytes:
     torch.manual_seed(rank)
     model = make(rank, bucket_cap_mb=cap_mb)
@@ -81,18 +71,16 @@ def _trained(rank: int, cap_mb: float, seed: int) -> bytes:
     return fingerprint(model)
 
 
-def _seeds_and_buckets(rank: int) -> None:
+@on_ranks(3)
+def test_the_seed_decides_every_bit_and_how_ddp_forms_its_buckets_none(rank: int) -> None:
     first, smaller, single, other = (
         _trained(rank, *options) for options in ((0.05, 1), (0.02, 1), (10.0, 1), (0.05, 2))
     )
     assert first == smaller == single != other
 
 
-def test_the_seed_decides_every_bit_and_how_ddp_forms_its_buckets_none() -> None:
-    run_ranks(_seeds_and_buckets, 3)
-
-
-def _in_a_subgroup(rank: int) -> None:
+@on_ranks(4)
+def test_models_over_parts_of_the_world_come_and_go(rank: int) -> None:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     sent = []
     for _ in range(1 + 2 * (rank < 2)):
@@ -107,11 +95,8 @@ def _in_a_subgroup(rank: int) -> None:
     assert_alike(sent[0])
 
 
-def test_models_over_parts_of_the_world_come_and_go() -> None:
-    run_ranks(_in_a_subgroup, 4)
-
-
-def _one_bucket(rank: int) -> None:
+@on_ranks(2)
+def test_a_model_in_one_bucket_gets_a_warning_with_the_cap_to_set(rank: int) -> None:
     torch.manual_seed(0)
     model = DDP(nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)), bucket_cap_mb=100)
     thinwire.compress(model, skip_if_slower=False)
@@ -122,11 +107,8 @@ def _one_bucket(rank: int) -> None:
     assert ["bucket_cap_mb=2" in str(w.message) for w in caught if "bucket_cap_mb" in str(w.message)] == [True]
 
 
-def test_a_model_in_one_bucket_gets_a_warning_with_the_cap_to_set() -> None:
-    run_ranks(_one_bucket, 2)
-
-
-def _refused(rank: int) -> None:
+@on_ranks(2)
+def test_models_that_cannot_be_compressed_are_refused_on_every_rank(rank: int) -> None:
     twice, hooked, plain = (make(rank) for _ in range(3))
     wire = thinwire.compress(twice, skip_if_slower=False)
     hooked.register_comm_hook(None, lambda *_: torch.futures.Future())
@@ -145,14 +127,11 @@ def _refused(rank: int) -> None:
     assert wire.stats.steps == 1
 
 
-def test_models_that_cannot_be_compressed_are_refused_on_every_rank() -> None:
-    run_ranks(_refused, 2)
-
-
 _TIMEOUT_S = 1.5
 
 
-def _is_stuck(rank: int) -> None:
+@on_ranks(2, group_timeout_s=_TIMEOUT_S)
+def test_a_rank_that_is_stuck_is_an_error_within_the_timeout(rank: int) -> None:
     model = make(rank)
     thinwire.compress(model, skip_if_slower=False)
     train(model, rank, 3)
@@ -163,7 +142,3 @@ def _is_stuck(rank: int) -> None:
     with pytest.raises(thinwire.TransportError, match="rank 1"):
         loss_of(model, batch(rank, 3)).backward()
     assert time.monotonic() - started < _TIMEOUT_S + 6.0
-
-
-def test_a_rank_that_is_stuck_is_an_error_within_the_timeout() -> None:
-    run_ranks(_is_stuck, 2, group_timeout_s=_TIMEOUT_S)

@@ -18,6 +18,7 @@ from torch import nn
 import thinwire
 from harness import run_ranks
 from nets import assert_replicas_identical, batch, loss_of, make, train
+from ranks import on_ranks
 from thinwire.integrations import transports
 from thinwire_tools.lab import free_port
 
@@ -40,7 +41,8 @@ def _loses_a_rank(rank: int, spec: str, options: dict) -> bool:
     return True
 
 
-def _handles_another_error(rank: int) -> None:
+@on_ranks(2)
+def test_an_error_that_the_caller_handles_while_the_model_runs_is_left_alone(rank: int) -> None:
     model = make(rank)
     thinwire.compress(model, skip_if_slower=False)
     try:
@@ -49,10 +51,6 @@ def _handles_another_error(rank: int) -> None:
         train(model, rank, 1)
         touched = hasattr(error, "rank")
     assert not touched
-
-
-def test_an_error_that_the_caller_handles_while_the_model_runs_is_left_alone() -> None:
-    run_ranks(_handles_another_error, 2)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +119,8 @@ class Fails(thinwire.compressors.MinMax):
         super().encode(*args, **kwargs)
 
 
-def _one_rank_fails(rank: int) -> None:
+@on_ranks(3)
+def test_a_rank_that_fails_is_named_and_training_can_go_on(rank: int) -> None:
     model = make(rank)
     wire = thinwire.compress(model, Fails(), skip_if_slower=False)
     train(model, rank, 3)
@@ -147,10 +146,6 @@ def _error_of(call: Callable[[], object]) -> tuple[str, int | None]:
     return "nothing", None
 
 
-def test_a_rank_that_fails_is_named_and_training_can_go_on() -> None:
-    run_ranks(_one_rank_fails, 3)
-
-
 # What the others meet where a rank fails before it has sent anything. Native all-reduces add zeros for it.
 OTHERS: list[tuple[str, dict, str]] = [
     ("ef(minmax(bits=4))", {}, "peer"),
@@ -164,7 +159,8 @@ def _broken_policy(*args, **kwargs) -> None:
     raise ArithmeticError("this policy is broken")
 
 
-def _one_rank_fails_before_it_sends(rank: int) -> None:
+@on_ranks(3)
+def test_nor_do_others_wait_for_a_rank_that_fails_before_it_sends(rank: int) -> None:
     for spec, options, kind in OTHERS:
         model = make(rank)
         wire = thinwire.compress(model, spec, skip_if_slower=False, **options)
@@ -180,10 +176,6 @@ def _one_rank_fails_before_it_sends(rank: int) -> None:
         wire.detach()
 
 
-def test_nor_do_others_wait_for_a_rank_that_fails_before_it_sends() -> None:
-    run_ranks(_one_rank_fails_before_it_sends, 3)
-
-
 class Sparse(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +186,8 @@ class Sparse(nn.Module):
         return self.out(self.embed(tokens)).sum()
 
 
-def _own_errors(rank: int) -> None:
+@on_ranks(2)
+def test_what_the_hook_raises_keeps_its_type_also_in_the_first_pass_of_a_static_graph(rank: int) -> None:
     """What is raised inside the hook, and in the first pass of a static graph."""
     model = nn.parallel.DistributedDataParallel(Sparse())
     model.module.embed.sparse = False
@@ -207,7 +200,3 @@ def _own_errors(rank: int) -> None:
     Fails.broken = True
     with pytest.raises(ArithmeticError, match="this compressor is broken"):
         loss_of(model, batch(rank, 0)).backward()
-
-
-def test_what_the_hook_raises_keeps_its_type_also_in_the_first_pass_of_a_static_graph() -> None:
-    run_ranks(_own_errors, 2)

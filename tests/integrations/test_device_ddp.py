@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import thinwire
-from alike import alike, assert_alike
 from harness import run_ranks
 from nets import assert_replicas_identical, batch, fingerprint, loss_of, make, train, trained
+from ranks import alike, assert_alike, on_ranks
 from thinwire.integrations.ddp import Options, attach_ddp
 from thinwire.integrations.devices import check_device
 from thinwire.runtime.executor import StreamExecutor
@@ -77,7 +77,8 @@ def test_training_ends_with_the_same_bits(num_ranks: int, names: list[str]) -> N
     run_ranks(_trains, num_ranks, names)
 
 
-def _guarded(rank: int) -> None:
+@on_ranks(2)
+def test_checks_and_repairs(rank: int) -> None:
     """Parity, resynchronisation, measuring; what differs is an error on every rank."""
     model = make(rank)
     wire = attach(model, "minmax(bits=4)", checks=thinwire.Checks(2, resync_every=2, measure_every=3))
@@ -99,11 +100,8 @@ def _guarded(rank: int) -> None:
         attach(make(rank), f"minmax(bits={4 + rank})")
 
 
-def test_checks_and_repairs() -> None:
-    run_ranks(_guarded, 2)
-
-
-def _threads(rank: int) -> None:
+@on_ranks(2)
+def test_no_thread_communicates(rank: int) -> None:
     model = make(rank)
     wire = attach(model, MIXED)
     train(model, rank, 2)
@@ -112,11 +110,8 @@ def _threads(rank: int) -> None:
     assert names == ["thinwire failures"]
 
 
-def test_no_thread_communicates() -> None:
-    run_ranks(_threads, 2)
-
-
-def _measures(rank: int) -> None:
+@on_ranks(2)
+def test_links_and_codecs_are_measured(rank: int) -> None:
     model = make(rank)
     network = thinwire.Network(algorithm="sra(rates=measured)")
     wire = attach_ddp(model, Options(compressor="minmax(bits=4)", as_device=True, network=network))
@@ -127,11 +122,8 @@ def _measures(rank: int) -> None:
     assert_alike(wire.declined, wire.speeds.bandwidth, str(wire.algorithm))
 
 
-def test_links_and_codecs_are_measured() -> None:
-    run_ranks(_measures, 2)
-
-
-def _refuses(rank: int) -> None:
+@on_ranks(2)
+def test_ways_of_the_host_are_refused(rank: int) -> None:
     for says, options in (
         ("between devices there are sra", {"network": thinwire.Network(algorithm="ring")}),
         ("memory of the host", {"network": thinwire.Network(transport="shared")}),
@@ -140,10 +132,6 @@ def _refuses(rank: int) -> None:
     ):
         with pytest.raises(ValueError, match=says):
             attach(make(rank), "intsgd" if "network" in options else "minmax", **options)
-
-
-def test_ways_of_the_host_are_refused() -> None:
-    run_ranks(_refuses, 2)
 
 
 # --- what compress() says of devices ---------------------------------------------------------------------------------

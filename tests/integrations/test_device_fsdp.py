@@ -9,9 +9,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
-from alike import alike, assert_alike
 from device_cases import PART_NUMEL, sharded_case, shards_through_the_device, shards_through_the_host
-from harness import run_ranks, run_threads
+from harness import run_threads
+from ranks import alike, assert_alike, on_ranks
 from sharded import Net, batch, build, train, whole
 from thinwire import TransportError
 from thinwire.collectives import DeviceLoopbackTransport, LoopbackTransport
@@ -31,7 +31,22 @@ def _compress(model: Any, weights: str, gradients: str, as_device: bool, **optio
     return attach_fsdp(model, made)
 
 
-def _trains(rank: int, size: int) -> None:
+PAIRS = {
+    2: [
+        ("minmax(bits=8, bucket=1024)", "minmax(bits=8, bucket=1024)"),
+        ("delta(minmax(bits=4, bucket=64))", "minmax(bits=8, bucket=1024)"),
+    ],
+    3: [
+        ("lattice(bits=6, bucket=128)", "ef(minmax(bits=3, bucket=64))"),
+        ("levels(bits=4, bucket=64, learn_at=(0, 2), min_numel=100)", "ef(topk(density=0.2))"),
+        ("delta(minmax(bits=4, bucket=64))", "raw"),
+    ],
+}
+
+
+@pytest.mark.parametrize("size", PAIRS)
+@on_ranks()
+def test_training_is_the_same_bit_for_bit(rank: int, size: int) -> None:
     """The same on both ways; with replicas, too."""
     x, y = batch(6, rank)
     for weights, gradients in PAIRS[size]:
@@ -51,25 +66,8 @@ def _trains(rank: int, size: int) -> None:
         assert sent[1] <= 1.3 * sent[0]
 
 
-PAIRS = {
-    2: [
-        ("minmax(bits=8, bucket=1024)", "minmax(bits=8, bucket=1024)"),
-        ("delta(minmax(bits=4, bucket=64))", "minmax(bits=8, bucket=1024)"),
-    ],
-    3: [
-        ("lattice(bits=6, bucket=128)", "ef(minmax(bits=3, bucket=64))"),
-        ("levels(bits=4, bucket=64, learn_at=(0, 2), min_numel=100)", "ef(topk(density=0.2))"),
-        ("delta(minmax(bits=4, bucket=64))", "raw"),
-    ],
-}
-
-
-@pytest.mark.parametrize("num_ranks", PAIRS)
-def test_training_is_the_same_bit_for_bit(num_ranks: int) -> None:
-    run_ranks(_trains, num_ranks, num_ranks)
-
-
-def _replicas(rank: int, size: int) -> None:
+@on_ranks(4)
+def test_replicas_are_the_same_bit_for_bit(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     spec, found = "minmax(bits=8, bucket=128)", []
     for as_device in (False, True):
@@ -78,10 +76,6 @@ def _replicas(rank: int, size: int) -> None:
         found.append((train(model, 3), whole(model)))
     assert alike(*found)
     assert_alike(whole(model))
-
-
-def test_replicas_are_the_same_bit_for_bit() -> None:
-    run_ranks(_replicas, 4, 4)
 
 
 def test_both_halves_end_as_over_the_host() -> None:
@@ -106,15 +100,12 @@ def _values(rank: int, num_ranks: int) -> torch.Tensor:
     return torch.randn(num_ranks * PART_NUMEL, generator=torch.Generator().manual_seed(rank))
 
 
-def _refused(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_what_a_device_cannot_do_is_refused(rank: int, size: int) -> None:
     with pytest.raises(NotImplementedError, match="for which a GPU would stop"):
         _compress(build(), "raw", "raw", True, master=False)
     with pytest.raises(ValueError, match="is for messages over the host"):
         _compress(build(), "raw", "raw", True, network=thinwire.Network(algorithm="ring"))
-
-
-def test_what_a_device_cannot_do_is_refused() -> None:
-    run_ranks(_refused, 2, 2)
 
 
 def test_a_rank_that_does_not_come_is_an_error() -> None:

@@ -14,9 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import thinwire
-from alike import alike, assert_alike
 from gathers import gathered
-from harness import run_ranks
+from ranks import alike, assert_alike, on_ranks
 from sharded import Net, Shared, batch, build, compress, train, whole
 from thinwire_tools import lab
 from thinwire_tools.bench.ranks import run_ranks as run_module
@@ -25,7 +24,9 @@ W8G8 = "minmax(bits=8, bucket=1024)"
 COARSE = "ef(minmax(bits=2, bucket=128))"
 
 
-def _raw_is_stock(rank: int, size: int) -> None:
+@pytest.mark.parametrize("size", [1, 3])
+@on_ranks()
+def test_raw_messages_train_as_stock_fsdp_does(rank: int, size: int) -> None:
     for keep in (False, True):
         stock, ours = build(reshard_after_forward=not keep), build(reshard_after_forward=not keep)
         compress(ours)
@@ -33,11 +34,6 @@ def _raw_is_stock(rank: int, size: int) -> None:
         before, after = train(stock, 4), train(ours, 4)
         torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-7)
         torch.testing.assert_close(whole(ours), whole(stock), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_raw_messages_train_as_stock_fsdp_does(num_ranks: int) -> None:
-    run_ranks(_raw_is_stock, num_ranks, num_ranks)
 
 
 POLICIES = [
@@ -49,7 +45,8 @@ POLICIES = [
 ]
 
 
-def _policies(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_mixed_precision_policies(rank: int, size: int) -> None:
     for policy in POLICIES:
         stock, raw, coded = (build(mp_policy=policy) for _ in range(3))
         compress(raw)
@@ -63,11 +60,8 @@ def _policies(rank: int, size: int) -> None:
         assert_alike(whole(coded))
 
 
-def test_mixed_precision_policies() -> None:
-    run_ranks(_policies, 2, 2)
-
-
-def _same_weights(rank: int, size: int) -> None:
+@on_ranks(3)
+def test_all_ranks_compute_with_the_same_weights_in_forward_and_backward(rank: int, size: int) -> None:
     """What every rank computes with, in all uses, forward and in backward."""
     for net, (weights, options) in itertools.product((Net, Shared), WEIGHTS):
         model, before = build(net=net), {}
@@ -96,11 +90,8 @@ WEIGHTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def test_all_ranks_compute_with_the_same_weights_in_forward_and_backward() -> None:
-    run_ranks(_same_weights, 3, 3)
-
-
-def _keeps_quantised(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_without_masters_the_weights_are_what_was_sent(rank: int, size: int) -> None:
     model = build(reshard_after_forward=True)
     compress(model, "minmax(bits=3, bucket=64)", "raw", master=False)
     x, y = batch(0, rank)
@@ -112,10 +103,6 @@ def _keeps_quantised(rank: int, size: int) -> None:
     train(model, 5, first=1)
     assert float((whole(model)[name] - before).abs().max()) > 1e-3
     assert_alike(whole(model))
-
-
-def test_without_masters_the_weights_are_what_was_sent() -> None:
-    run_ranks(_keeps_quantised, 2, 2)
 
 
 # --- as under FSDP2 alone -------------------------------------------------------------------------------------------
@@ -251,21 +238,19 @@ LIKE_STOCK = [_accumulates, _accumulates_shards, _divided_by_factors, _summed, _
 LIKE_STOCK += [_sharded_together, _read_at_once]
 
 
-def _like_stock(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_raw_messages_change_nothing_in_settings_of_fsdp(rank: int, size: int) -> None:
     for run in LIKE_STOCK:
         before, after = run(rank, size)
         name = run.__name__
         torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_raw_messages_change_nothing_in_settings_of_fsdp() -> None:
-    run_ranks(_like_stock, 2, 2)
-
-
 # --- secondary shards, replicas and algorithms ----------------------------------------------------------------------
 
 
-def _secondary(rank: int, size: int) -> None:
+@on_ranks(4)
+def test_a_secondary_shard_inside_the_node_keeps_backward_local(rank: int, size: int) -> None:
     for spec in ("raw", W8G8):
         models = [build(), build(reshard_after_forward=2)]
         wires = [compress(model, spec, spec) for model in models]
@@ -278,14 +263,11 @@ def _secondary(rank: int, size: int) -> None:
         assert counts == [(4 * (2 + 2 + 1), 0), (12, 12)]
 
 
-def test_a_secondary_shard_inside_the_node_keeps_backward_local() -> None:
-    run_ranks(_secondary, 4, 4)
-
-
 HSDP = {"native": (W8G8, W8G8), "inside": ("raw", "raw"), "both": (W8G8, W8G8)}
 
 
-def _hsdp(rank: int, size: int) -> None:
+@on_ranks(4)
+def test_hsdp(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     stock = train(build(mesh), 6)[-1]
     for kind, specs in HSDP.items():
@@ -298,14 +280,11 @@ def _hsdp(rank: int, size: int) -> None:
         assert ("across/stem.weight" in wire.plan.layers) == (kind != "native")
 
 
-def test_hsdp() -> None:
-    run_ranks(_hsdp, 4, 4)
-
-
 ALGORITHMS = ["sra", "hierarchical(inside=dense)", "hierarchical(inside=same)", "ring", "tree"]
 
 
-def _across_nodes(rank: int, size: int) -> None:
+@on_ranks(4)
+def test_algorithms(rank: int, size: int) -> None:
     os.environ["THINWIRE_NODE"] = f"node {rank // 2}"
     flat = None
     for algorithm in ALGORITHMS:
@@ -316,10 +295,6 @@ def _across_nodes(rank: int, size: int) -> None:
         assert loss == pytest.approx(flat, rel=0.1), algorithm
         assert_alike(whole(model))
         wire.detach()
-
-
-def test_algorithms() -> None:
-    run_ranks(_across_nodes, 4, 4)
 
 
 @pytest.mark.alone
@@ -338,14 +313,11 @@ def test_bytes_on_the_interface_are_those_of_the_formula() -> None:
     assert (second - first) * 1448 / 1514 == pytest.approx(10 * by_formula, rel=0.03)
 
 
-def _compiled(rank: int, size: int) -> None:
+@on_ranks(2, timeout_s=120.0)
+def test_torch_compile(rank: int, size: int) -> None:
     models = [build(), build()]
     for model in models:
         compress(model, W8G8, W8G8)
     eager = train(models[0], 3)
     compiled = train(torch.compile(models[1], backend="aot_eager"), 3)  # pyright: ignore[reportArgumentType]
     torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
-
-
-def test_torch_compile() -> None:
-    run_ranks(_compiled, 2, 2, timeout_s=120.0)

@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import thinwire
-from alike import assert_alike
 from harness import run_ranks
+from ranks import assert_alike, on_ranks
 from sharded import Net, batch, build, compress, same, train, train_and_resume, whole
 from thinwire.compressors import parse
 from thinwire.integrations.fsdp import QuantisedAllGather
@@ -57,7 +57,8 @@ def _gathers(rank: int, size: int, spec: str, policy: dict[str, torch.dtype], st
     return seen
 
 
-def _arrives(rank: int, size: int) -> None:
+@on_ranks(3)
+def test_what_arrives_is_what_had_arrived_and_the_quantised_change(rank: int, size: int) -> None:
     coder = parse("minmax(bits=4, bucket=64, rounding=nearest)")
     gathers = _gathers(rank, size, CHANGES, {}, 6)
     assert len(gathers) == 6, "once a step"
@@ -69,11 +70,8 @@ def _arrives(rank: int, size: int) -> None:
         assert 4 * now["bytes"] < gathers[0]["bytes"], "norms and biases are sent whole"
 
 
-def test_what_arrives_is_what_had_arrived_and_the_quantised_change() -> None:
-    run_ranks(_arrives, 3, 3)
-
-
-def _precisions(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_changes_cost_a_tenth_of_the_error_of_quantised_weights_and_go_with_16_bits(rank: int, size: int) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         last = _gathers(rank, size, CHANGES, {"param_dtype": dtype}, 8)[-1]
         assert float((last["arrived"].float() - last["mine"].float()).abs().max()) < 0.02
@@ -84,11 +82,8 @@ def _precisions(rank: int, size: int) -> None:
     assert rank or change < 0.1 * itself
 
 
-def test_changes_cost_a_tenth_of_the_error_of_quantised_weights_and_go_with_16_bits() -> None:
-    run_ranks(_precisions, 2, 2)
-
-
-def _rests(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_weights_that_rest_arrive_ever_closer_also_after_they_were_not_finite(rank: int, size: int) -> None:
     """Evaluations without a step between them, the last one with weights in full precision; and those while one layer
     is not a number, and once it is mended."""
     model = kept()
@@ -117,11 +112,8 @@ def _rests(rank: int, size: int) -> None:
     assert mended == pytest.approx(exact, rel=0.02)
 
 
-def test_weights_that_rest_arrive_ever_closer_also_after_they_were_not_finite() -> None:
-    run_ranks(_rests, 2, 2)
-
-
-def _remembers(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_its_memory_is_told_before_training(rank: int, size: int) -> None:
     model = kept(net=lambda: Net(width=400, depth=1))
     with pytest.warns(UserWarning, match=r"all weights; leave them out") as told:
         wire = compress(model, CHANGES, "raw")
@@ -129,10 +121,6 @@ def _remembers(rank: int, size: int) -> None:
     before, needed = wire.memory, 4 * sum(p.numel() for p in model.parameters())
     train(model, 1)
     assert needed <= before == wire.stats.slot_bytes < 1.02 * needed
-
-
-def test_its_memory_is_told_before_training() -> None:
-    run_ranks(_remembers, 2, 2)
 
 
 LEVELS = "levels(bits=3, bucket=64, learn_at=(0, 3), min_numel=100)"
@@ -218,7 +206,8 @@ def _only_blocks() -> Net:
     return model
 
 
-def _refusals(rank: int, size: int) -> None:
+@on_ranks(4)
+def test_what_it_does_not_go_with_is_refused(rank: int, size: int) -> None:
     freed = "blocks.0 frees its weights after forward, and delta(...) keeps a copy of all weights"
     # Of one the root has no parameters of its own.
     for text, model, *specs, options in (
@@ -234,11 +223,8 @@ def _refusals(rank: int, size: int) -> None:
     compress(build(reshard_after_forward=2), CHANGES, "raw")
 
 
-def test_what_it_does_not_go_with_is_refused() -> None:
-    run_ranks(_refusals, 4, 4)
-
-
-def _recipe(rank: int, size: int) -> None:
+@on_ranks(4)
+def test_with_gradients_in_four_bits_between_nodes_and_eight_inside(rank: int, size: int) -> None:
     """SDP4Bit's (Jia et al. 2024), on two nodes of two ranks, and full precision."""
     os.environ["THINWIRE_NODE"] = f"node {rank // 2}"
     network = thinwire.Network(algorithm="hierarchical(inside=minmax(bits=8, bucket=512))", transport="group")
@@ -251,7 +237,3 @@ def _recipe(rank: int, size: int) -> None:
     (loss, sent), (full, uncompressed) = found
     assert loss == pytest.approx(full, rel=0.1)
     assert 2 * sent < uncompressed
-
-
-def test_with_gradients_in_four_bits_between_nodes_and_eight_inside() -> None:
-    run_ranks(_recipe, 4, 4)

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from alike import alike
 from harness import run_ranks
+from ranks import alike, on_ranks
 from sharded import Net, batch, build, compress, train, whole
 from thinwire import compat
 
@@ -30,7 +30,8 @@ def refused(kind: type[Exception], says: str) -> Iterator[None]:
         yield
 
 
-def _errors(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_what_cannot_be_is_refused(rank: int, size: int) -> None:
     model, foreign = build(), torch.optim.AdamW(Net().parameters())
     for kind, says, of, *arguments, options in (
         (TypeError, "or one under fully_shard(), not Net", Net(), {}),
@@ -90,10 +91,6 @@ def _errors(rank: int, size: int) -> None:
         loss.backward()
 
 
-def test_what_cannot_be_is_refused() -> None:
-    run_ranks(_errors, 2, 2)
-
-
 class Exact(nn.Module):
     """A block of double precision between others."""
 
@@ -111,7 +108,8 @@ def _net() -> Net:
     return net
 
 
-def _double(rank: int) -> None:
+@on_ranks(2)
+def test_modules_of_double_precision_stay_with_pytorch_and_say_why(rank: int) -> None:
     stock, raw, ours = (build(net=_net) for _ in range(3))
     compress(raw)
     wire = compress(ours, "minmax(bits=8)", "minmax(bits=4)", adapt="lgreco(every=2)")
@@ -130,10 +128,6 @@ def _double(rank: int) -> None:
         compress(model, optimizer=optimizer)
 
 
-def test_modules_of_double_precision_stay_with_pytorch_and_say_why() -> None:
-    run_ranks(_double, 2)
-
-
 class _Outer(nn.Module):
     def __init__(self, **parts: nn.Module) -> None:
         super().__init__()
@@ -141,7 +135,8 @@ class _Outer(nn.Module):
             self.add_module(name, part)
 
 
-def _otherwise_wrapped(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_what_is_wrapped_otherwise_is_told_what_to_do(rank: int, size: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         first = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
@@ -166,10 +161,6 @@ def _otherwise_wrapped(rank: int, size: int) -> None:
             thinwire.compress(model, **options)
     with pytest.warns(UserWarning, match=r"nothing is sent.*replicas=mesh\['replicate'\]\.get_group\(\)"):
         thinwire.compress(build(mesh["shard"]))
-
-
-def test_what_is_wrapped_otherwise_is_told_what_to_do() -> None:
-    run_ranks(_otherwise_wrapped, 2, 2)
 
 
 def _rank_is_gone(rank: int, size: int) -> bool:

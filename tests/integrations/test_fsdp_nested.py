@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from alike import alike
-from harness import run_ranks
+from ranks import alike, on_ranks
 from sharded import Net, batch, build, compress
 
 DRAWS = "qsgd(bits=4, bucket=64)"
@@ -97,7 +96,9 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def _all_ways(rank: int, size: int) -> None:
+@pytest.mark.filterwarnings("ignore:.*use_reentrant:UserWarning")
+@on_ranks(2)
+def test_a_backward_pass_within_another_one_begins_no_step(rank: int, size: int) -> None:
     for case in CASES:
         plain = None
         for way in _WAYS:
@@ -108,12 +109,8 @@ def _all_ways(rank: int, size: int) -> None:
             assert alike(trained, plain) or "uses" in case, (case, way)
 
 
-@pytest.mark.filterwarnings("ignore:.*use_reentrant:UserWarning")
-def test_a_backward_pass_within_another_one_begins_no_step() -> None:
-    run_ranks(_all_ways, 2, 2)
-
-
-def _several_roots(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_several_roots_have_one_step(rank: int, size: int) -> None:
     """Blocks of which each is a root of FSDP2, which ends their passes one by one."""
     models = []
     for _ in range(2):
@@ -132,7 +129,3 @@ def _several_roots(rank: int, size: int) -> None:
     for a, b in zip(stock.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(a.grad.to_local(), b.grad.to_local())
     assert wire.stats.steps == 3
-
-
-def test_several_roots_have_one_step() -> None:
-    run_ranks(_several_roots, 2, 2)

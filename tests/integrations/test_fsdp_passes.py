@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from alike import alike, of_ranks
-from harness import run_ranks
+from ranks import alike, of_ranks, on_ranks
 from sharded import Shared, batch, build, compress, train, whole
 
 W4 = "minmax(bits=4, bucket=64)"
@@ -20,7 +19,9 @@ def _mesh(replicas: int, shards: int) -> Any:
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
-def _started_late(rank: int, size: int) -> None:
+@pytest.mark.parametrize("size", [2, 4])
+@on_ranks()
+def test_means_over_replicas_are_exact_before_the_start_in_modules_that_are_used_twice(rank: int, size: int) -> None:
     mesh, found = _mesh(2, size // 2), []
     for across in ("raw", W4):
         model = build(mesh["shard"], net=Shared)
@@ -31,12 +32,8 @@ def _started_late(rank: int, size: int) -> None:
     assert alike(*found)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_means_over_replicas_are_exact_before_the_start_in_modules_that_are_used_twice(num_ranks: int) -> None:
-    run_ranks(_started_late, num_ranks, num_ranks)
-
-
-def _loaded_between_steps(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_plan_that_is_loaded_between_steps_holds_for_means_over_replicas(rank: int, size: int) -> None:
     mesh = _mesh(2, 1)
     replicas = mesh["replicate"].get_group()
     saved = compress(build(mesh["shard"]), "raw", "raw", replicas=replicas, across=W4).gather_state_dict()
@@ -51,11 +48,8 @@ def _loaded_between_steps(rank: int, size: int) -> None:
     assert wire.stats.payload_sent_bytes - raw < raw / 2
 
 
-def test_a_plan_that_is_loaded_between_steps_holds_for_means_over_replicas() -> None:
-    run_ranks(_loaded_between_steps, 2, 2)
-
-
-def _draws(rank: int, size: int) -> None:
+@on_ranks(4)
+def test_replicas_draw_by_themselves_for_gradients_and_alike_for_weights(rank: int, size: int) -> None:
     """Replicas with the same gradients: each quantises them by itself, so that errors average out."""
     model = build(_mesh(2, 2)["shard"])
     compress(model, W4, W4)
@@ -69,15 +63,12 @@ def _draws(rank: int, size: int) -> None:
     torch.testing.assert_close(gradient, other, rtol=0.5, atol=0.2)
 
 
-def test_replicas_draw_by_themselves_for_gradients_and_alike_for_weights() -> None:
-    run_ranks(_draws, 4, 4)
-
-
 HOOKS = {"module": 2, "overlap": 0, "nothing": 3}
 """Units whose reduction goes on while backward does, by what stands in the way."""
 
 
-def _reads(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_overlap_is_left_where_gradients_may_be_read(rank: int, size: int) -> None:
     """Gradients as they are seen inside backward."""
     x, y = batch(0, rank)
     for how, overlapped in HOOKS.items():
@@ -91,7 +82,3 @@ def _reads(rank: int, size: int) -> None:
         for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
             torch.testing.assert_close(a.grad.full_tensor(), b.grad.full_tensor(), rtol=1e-5, atol=1e-6)
         assert wire.stats.overlapped == overlapped
-
-
-def test_overlap_is_left_where_gradients_may_be_read() -> None:
-    run_ranks(_reads, 2, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from harness import run_ranks
+from ranks import on_ranks
 from sharded import Net, batch, build, compress
 
 SPECS = ["rangefloat(bits=10)", "rangefloat(bits=10, range=1.0)", "natural", "minmax(bits=8)", "fft(theta=0.5)"]
@@ -49,16 +49,13 @@ def _arrived(rank: int, gradients: str, scale: float, share: float | None = 1.0,
     return found
 
 
-def _scaled(rank: int) -> None:
+@on_ranks(2)
+def test_the_loss_scale_changes_nothing_that_arrives(rank: int) -> None:
     exact = _arrived(rank, "raw", 1.0)
     for spec in SPECS:
         plain, scaled = _arrived(rank, spec, 1.0), _arrived(rank, spec, 2.0**16)
         assert max(map(_error, plain, exact)) < (0.6 if "fft" in spec else 0.3), spec
         assert max(map(_error, scaled, plain)) < 1e-3, spec
-
-
-def test_the_loss_scale_changes_nothing_that_arrives() -> None:
-    run_ranks(_scaled, 2)
 
 
 CASES: dict[str, tuple[float | None, tuple[int, ...]]] = {
@@ -70,7 +67,8 @@ CASES: dict[str, tuple[float | None, tuple[int, ...]]] = {
 """The share of the last block in the first step, and the ranks of which it is that share."""
 
 
-def _late(rank: int) -> None:
+@on_ranks(2)
+def test_a_layer_that_comes_late_arrives_as_well_as_one_that_was_there(rank: int) -> None:
     """Errors of the last block in two steps after the first one."""
     for spec in ("rangefloat(bits=8)", "ef(rangefloat(bits=8))"):
         there: list[float] = []
@@ -82,7 +80,3 @@ def _late(rank: int) -> None:
             assert max(there) < 0.1, spec
             close = all(b <= 1.2 * a + 0.02 for a, b in zip(there, late, strict=True))
             assert close, f"{spec}, {case}: {late}, not {there}"
-
-
-def test_a_layer_that_comes_late_arrives_as_well_as_one_that_was_there() -> None:
-    run_ranks(_late, 2)

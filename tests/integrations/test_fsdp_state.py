@@ -11,15 +11,16 @@ import pytest
 import torch
 
 import thinwire
-from alike import assert_alike, of_ranks
 from harness import run_ranks
+from ranks import assert_alike, of_ranks, on_ranks
 from sharded import Net, Shared, batch, build, compress, train, train_and_resume, whole
 
 COARSE = "ef(minmax(bits=2, bucket=128))"
 LEVELS = "levels(bits=3, bucket=64, learn_at=(0, 3), min_numel=100)"
 
 
-def _owes(rank: int, size: int) -> None:
+@on_ranks(3)
+def test_error_feedback_loses_nothing(rank: int, size: int) -> None:
     """What was received, and is owed in the end, is what was given."""
     for net in (Net, Shared):
         model, plain = build(net=net), build(net=net)
@@ -42,11 +43,8 @@ def _owes(rank: int, size: int) -> None:
         assert wire.memory == wire.stats.slot_bytes >= 8 * sum(v.numel() for v in sent.values())
 
 
-def test_error_feedback_loses_nothing() -> None:
-    run_ranks(_owes, 3, 3)
-
-
-def _learns(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_levels_are_learned_for_weights_and_gradients_at_their_steps(rank: int, size: int) -> None:
     model = build()
     wire = thinwire.compress(model, weights=LEVELS, gradients=LEVELS, skip_if_slower=False, min_numel=64)
     found = [wire.state_dict()]
@@ -62,11 +60,9 @@ def _learns(rank: int, size: int) -> None:
     assert_alike(whole(model))
 
 
-def test_levels_are_learned_for_weights_and_gradients_at_their_steps() -> None:
-    run_ranks(_learns, 2, 2)
-
-
-def _adapts(rank: int, size: int, bits: str) -> None:
+@pytest.mark.parametrize("bits", ["minmax(bits=4, bucket=64)", "minmax(bits=8, bucket=1024)"])
+@on_ranks(2)
+def test_lgreco_chooses_for_weights_and_gradients_together(rank: int, size: int, bits: str) -> None:
     model = build(net=lambda: Net(width=64, depth=3))
     wire = compress(model, bits, bits, adapt="lgreco(every=6, window=3, lag=1)")
     before = wire.gather_bytes() * 2 + wire.reduce_bytes()
@@ -81,11 +77,6 @@ def _adapts(rank: int, size: int, bits: str) -> None:
     assert before > wire.gather_bytes() * 2 + wire.reduce_bytes() or "bits=4" in bits
     assert_alike(specs, whole(model))
     assert losses[-1] < losses[0]
-
-
-@pytest.mark.parametrize("bits", ["minmax(bits=4, bucket=64)", "minmax(bits=8, bucket=1024)"])
-def test_lgreco_chooses_for_weights_and_gradients_together(bits: str) -> None:
-    run_ranks(_adapts, 2, 2, bits)
 
 
 def _adapts_and_resumes(rank: int, size: int, folder: str) -> None:
@@ -104,7 +95,8 @@ def test_a_policy_goes_on_where_it_stopped(tmp_path: Path) -> None:
     run_ranks(_adapts_and_resumes, 2, 2, str(tmp_path / "saved"))
 
 
-def _thaws(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_the_residual_stays_when_a_layer_is_thawed(rank: int, size: int) -> None:
     model = build()
     model.blocks[1].up.weight.requires_grad_(False)
     wire = compress(model, "raw", COARSE)
@@ -119,18 +111,11 @@ def _thaws(rank: int, size: int) -> None:
     assert torch.equal(wire.state_dict()[key], before)
 
 
-def test_the_residual_stays_when_a_layer_is_thawed() -> None:
-    run_ranks(_thaws, 2, 2)
-
-
-def _declines(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_what_would_not_pay_is_declined_alike_on_all_ranks(rank: int, size: int) -> None:
     model = build(net=lambda: Net(width=64))
     wire = thinwire.compress(model)
     train(model, 3, optimizer=torch.optim.SGD(model.parameters(), lr=0.002))
     assert wire.stats.declined_layers == len(wire.declined)
     assert all(name.startswith(("weights/", "gradients/")) for name in wire.declined)
     assert_alike(wire.declined, whole(model))
-
-
-def test_what_would_not_pay_is_declined_alike_on_all_ranks() -> None:
-    run_ranks(_declines, 2, 2)

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from alike import alike, assert_alike
-from harness import run_ranks
+from ranks import alike, assert_alike, on_ranks
 from sharded import Block, Net, batch, build, compress
 
 
@@ -95,7 +94,8 @@ def _local(model: nn.Module) -> list[Tensor]:
     return [p.to_local().detach().clone() for p in model.parameters()]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _beside_stock(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_raw_messages_leave_no_gradient_where_stock_fsdp_leaves_none(rank: int, size: int) -> None:
     for name, case in CASES.items():
         (stock, of_stock, _), (ours, of_ours, _) = _made(case, None), _made(case, "raw")
         without = []
@@ -106,11 +106,8 @@ def _beside_stock(rank: int, size: int) -> None:
         assert without or name != "heads in turn"
 
 
-def test_raw_messages_leave_no_gradient_where_stock_fsdp_leaves_none() -> None:
-    run_ranks(_beside_stock, 2, 2)
-
-
-def _resumed(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_resumed_run_is_the_run_bit_for_bit(rank: int, size: int) -> None:
     coarse = [(name, COARSE) for name in ("skipped in turn", "heads in turn", "used twice", "frozen")]
     for name, spec in [("frozen", "raw"), *coarse]:
         for at in (1, 3):
@@ -140,11 +137,8 @@ def _resumed_at(at: int, rank: int, case: dict[str, Any], spec: str) -> None:
     assert alike(_local(model), _local(again)), (case, spec)
 
 
-def test_a_resumed_run_is_the_run_bit_for_bit() -> None:
-    run_ranks(_resumed, 2, 2)
-
-
-def _residuals(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_residual_waits_for_the_next_gradient(rank: int, size: int) -> None:
     model, optimizer, wire = _made({}, "ef(minmax(bits=2, bucket=128))")
     key = f"rank{rank}/residual/gradients/heads.0.weight"
     _step(model, optimizer, rank, 0, {})
@@ -154,11 +148,9 @@ def _residuals(rank: int, size: int) -> None:
     assert torch.equal(wire.state_dict()[key], before)
 
 
-def test_a_residual_waits_for_the_next_gradient() -> None:
-    run_ranks(_residuals, 2, 2)
-
-
-def _on_one_rank(rank: int, size: int, replicas: bool) -> None:
+@pytest.mark.parametrize(("size", "replicas"), [(2, False), (4, True)])
+@on_ranks()
+def test_a_gradient_that_any_rank_has_stays_on_all(rank: int, size: int, replicas: bool) -> None:
     """One rank uses a head that the others do not; PyTorch's own replicas, too."""
     mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")) if replicas else None
     model = build(mesh, net=InTurn)
@@ -178,12 +170,8 @@ def _on_one_rank(rank: int, size: int, replicas: bool) -> None:
     assert model.heads[1].weight.grad is None
 
 
-@pytest.mark.parametrize(("num_ranks", "replicas"), [(2, False), (4, True)])
-def test_a_gradient_that_any_rank_has_stays_on_all(num_ranks: int, replicas: bool) -> None:
-    run_ranks(_on_one_rank, num_ranks, num_ranks, replicas)
-
-
-def _asked_for_zeros(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_who_asked_for_zeros_has_them(rank: int, size: int) -> None:
     model = build(net=InTurn)
     model.set_reduce_scatter_unused_params(True)
     wire = compress(model)
@@ -191,7 +179,3 @@ def _asked_for_zeros(rank: int, size: int) -> None:
         model(batch(0, rank)[0]).sum().backward()
     wire.detach()
     assert model.heads[1].weight.grad is not None
-
-
-def test_who_asked_for_zeros_has_them() -> None:
-    run_ranks(_asked_for_zeros, 2, 2)

@@ -10,9 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from alike import assert_alike
-from harness import run_ranks
 from nets import make
+from ranks import assert_alike, on_ranks
 from sharded import build, compress
 
 
@@ -26,7 +25,8 @@ class _Spectral(nn.Module):
         self.down = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
 
 
-def _shown(rank: int) -> None:
+@on_ranks(2)
+def test_a_wire_is_shown_as_a_table_of_its_layers_with_bytes_by_their_dtypes(rank: int) -> None:
     rules = {"layers.0.weight": "minmax(bits=4)", "layers.1.weight": "raw", "embed.*": "powersgd(rank=4)", "*": "qsgd"}
     wire = thinwire.compress(make(rank), rules, exclude=["layers.2"], min_numel=4000, skip_if_slower=False)
     text = repr(wire)
@@ -46,11 +46,8 @@ def _shown(rank: int) -> None:
     assert repr(compress(build(), "minmax(bits=8)", "minmax(bits=4)")).startswith("ShardedWire of 2 ranks: ")
 
 
-def test_a_wire_is_shown_as_a_table_of_its_layers_with_bytes_by_their_dtypes() -> None:
-    run_ranks(_shown, 2)
-
-
-def _nothing(rank: int) -> None:
+@on_ranks(2)
+def test_a_wire_that_compresses_nothing_warns_unless_it_was_asked_to(rank: int) -> None:
     for attach, rules in (
         (thinwire.compress, "minmax(bits=4)"),
         (thinwire.compress_ddp, "minmax(bits=4)"),
@@ -67,11 +64,8 @@ def _nothing(rank: int) -> None:
             assert re.match("nothing is compressed.*min_numel=0", str(warning.message), re.DOTALL)
 
 
-def test_a_wire_that_compresses_nothing_warns_unless_it_was_asked_to() -> None:
-    run_ranks(_nothing, 2)
-
-
-def _resumed(rank: int) -> None:
+@on_ranks(2)
+def test_a_checkpoint_with_other_compressors_says_so_and_its_raw_layers_are_shown(rank: int) -> None:
     """Where a checkpoint has other compressors, where it has the same, and where one layer is raw in it."""
     spec = "minmax(bits=4)"
     saved = thinwire.compress(make(rank), spec, skip_if_slower=False).gather_state_dict()
@@ -95,7 +89,3 @@ def _resumed(rank: int) -> None:
     assert wire.declined == {"embed.weight": "minmax(bits=4, bucket=128)"}
     assert "raw: taken from the checkpoint, in place of minmax(bits=4, bucket=128)" in repr(wire)
     assert "would be slower here" not in repr(wire)
-
-
-def test_a_checkpoint_with_other_compressors_says_so_and_its_raw_layers_are_shown() -> None:
-    run_ranks(_resumed, 2)

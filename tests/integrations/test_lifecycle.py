@@ -20,8 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import sharded
 import thinwire
-from alike import alike
-from harness import run_ranks
+from ranks import alike, on_ranks
 
 
 def linear() -> DistributedDataParallel:
@@ -44,7 +43,8 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _copies(rank: int) -> None:
+@on_ranks(2)
+def test_a_copy_of_a_compressed_model_is_a_stock_model_that_may_be_compressed(rank: int) -> None:
     stock, model = linear(), linear()
     wire = thinwire.compress(model, "minmax(bits=4)", skip_if_slower=False)
     exact, sent = backward(stock, rank), backward(model, rank)
@@ -58,10 +58,6 @@ def _copies(rank: int) -> None:
     # The copied model goes on as before.
     backward(model, rank, 1)
     assert wire.stats.compressed_steps == 2
-
-
-def test_a_copy_of_a_compressed_model_is_a_stock_model_that_may_be_compressed() -> None:
-    run_ranks(_copies, 2)
 
 
 class Odd(nn.Module):
@@ -78,7 +74,8 @@ class Odd(nn.Module):
         return (self.exact(self.a(self.embed(samples)).double()).float() * self.turn).abs().square().mean()
 
 
-def _odd_parameters(rank: int) -> None:
+@on_ranks(2)
+def test_complex_sparse_and_double_parameters_are_those_of_stock_ddp(rank: int) -> None:
     for exclude in ([], ["embed*", "turn", "exact.weight"]):
         _odd(rank, exclude)
 
@@ -114,10 +111,6 @@ def _odd(rank: int, exclude: list[str]) -> None:
     for name, why in (("embed.weight", "its gradients are sparse"), ("turn", "its dtype is torch.complex64")):
         with pytest.raises(TypeError, match=f"{name}: {why}"):
             thinwire.compress(model(), {name: "minmax", "*": "raw"}, **options)
-
-
-def test_complex_sparse_and_double_parameters_are_those_of_stock_ddp() -> None:
-    run_ranks(_odd_parameters, 2)
 
 
 Counts = tuple[int, int, int]
@@ -170,7 +163,11 @@ def _refused(rank: int) -> None:
         sharded.compress(model, f"minmax(bits={4 + rank}, bucket=64)", "raw")
 
 
-def _cycles(rank: int, cycle_of: Callable[[int], None], cycles: int) -> None:
+@pytest.mark.parametrize(("cycle_of", "cycles"), [(_dropped_ddp, 16), (_dropped_fsdp, 16), (_refused, 12)])
+@on_ranks(2)
+def test_what_is_dropped_or_refused_leaves_no_threads_connections_or_memory(
+    rank: int, cycle_of: Callable[[int], None], cycles: int
+) -> None:
     """No more of anything after all cycles than after the first ones."""
     for _ in range(6):
         cycle_of(rank)
@@ -180,10 +177,3 @@ def _cycles(rank: int, cycle_of: Callable[[int], None], cycles: int) -> None:
     late = _settled(early)
     assert _no_more(late, early), (early, late)
     assert _memory() - before < 6 << 20
-
-
-@pytest.mark.parametrize(("cycle_of", "cycles"), [(_dropped_ddp, 16), (_dropped_fsdp, 16), (_refused, 12)])
-def test_what_is_dropped_or_refused_leaves_no_threads_connections_or_memory(
-    cycle_of: Callable[[int], None], cycles: int
-) -> None:
-    run_ranks(_cycles, 2, cycle_of, cycles)

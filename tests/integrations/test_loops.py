@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import thinwire
-from harness import run_ranks
 from nets import assert_replicas_identical
+from ranks import on_ranks
 from thinwire.compat import accepts_uneven_inputs
 
 _WIDTH = 64
@@ -103,7 +103,9 @@ FAULTS: list[tuple[Callable[[int, DDP], None], list[type[Exception]]]] = [
 WAYS = ("plain", "checkpoints", "function")
 
 
-def _fails_in(rank: int, options: dict) -> None:
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["dynamic", "static"])
+@on_ranks(2)
+def test_an_error_reaches_the_loop_before_a_step(rank: int, options: dict) -> None:
     for fault, kinds in FAULTS:
         for way in WAYS:
             model, optimizer = _make(way, **options)
@@ -119,12 +121,8 @@ def _fails_in(rank: int, options: dict) -> None:
             Breaks.broken = False
 
 
-@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["dynamic", "static"])
-def test_an_error_reaches_the_loop_before_a_step(options: dict) -> None:
-    run_ranks(_fails_in, 2, options)
-
-
-def _quantized_adam(rank: int) -> None:
+@on_ranks(2)
+def test_quantized_adam_trains_through_nested_passes(rank: int) -> None:
     for way in WAYS[1:]:
         model = DDP(Net(way), bucket_cap_mb=0.03)
         optimizer = thinwire.optim.QuantizedAdam(model.parameters(), lr=1e-3, warmup=2)
@@ -132,10 +130,6 @@ def _quantized_adam(rank: int) -> None:
         for step in range(5):
             _step(model, optimizer, rank, step)
         assert_replicas_identical(model)
-
-
-def test_quantized_adam_trains_through_nested_passes() -> None:
-    run_ranks(_quantized_adam, 2)
 
 
 # --- weights that differ between ranks for a while ----------------------------------------------------------------
@@ -178,13 +172,10 @@ def _resync_while_accumulating(rank: int) -> None:
     assert wire.stats.resyncs == 1
 
 
-def _differ_for_a_while(rank: int) -> None:
+@on_ranks(2)
+def test_weights_that_each_rank_moves_and_puts_back_and_those_copied_within_a_step_are_no_difference(rank: int) -> None:
     _sharpness_aware(rank)
     _resync_while_accumulating(rank)
-
-
-def test_weights_that_each_rank_moves_and_puts_back_and_those_copied_within_a_step_are_no_difference() -> None:
-    run_ranks(_differ_for_a_while, 2)
 
 
 @contextmanager
@@ -197,7 +188,8 @@ def _told() -> Iterator[list[str]]:
     said += [str(warning.message) for warning in caught]
 
 
-def _joins(rank: int) -> None:
+@on_ranks(2)
+def test_ranks_may_have_unequal_numbers_of_batches(rank: int) -> None:
     for kind in ("feedback", "momentum", "resync"):
         model, optimizer = _make()
         checks = thinwire.Checks(resync_every=2) if kind == "resync" else thinwire.Checks(parity_every=1)
@@ -216,14 +208,11 @@ def _joins(rank: int) -> None:
         assert ["resync_every" in text for text in said] == [True] * (kind == "resync")
 
 
-def test_ranks_may_have_unequal_numbers_of_batches() -> None:
-    run_ranks(_joins, 2)
-
-
 # --- what a loop leaves out ---------------------------------------------------------------------------------------
 
 
-def _exchanged(rank: int) -> None:
+@on_ranks(2)
+def test_steps_whose_gradients_were_not_exchanged_are_said_once(rank: int) -> None:
     """Of two passes a step, those that are not exchanged; in the first case by a model that DDP does not know."""
     for left_out in (None, (0, 1), (1,), (0,)):
         model, optimizer = _make()
@@ -244,10 +233,6 @@ def _exchanged(rank: int) -> None:
         assert all("no_sync()" in text for text in said)
 
 
-def test_steps_whose_gradients_were_not_exchanged_are_said_once() -> None:
-    run_ranks(_exchanged, 2)
-
-
 def _two_optimizers(rank: int) -> None:
     model, _ = _make()
     thinwire.compress(model, "minmax(bits=8)", **KEEP)
@@ -260,7 +245,8 @@ def _two_optimizers(rank: int) -> None:
             optimizer.zero_grad()
 
 
-def _sharded(rank: int) -> None:
+@on_ranks(2)
+def test_sharded_gradients_that_are_never_reduced_are_said_once(rank: int) -> None:
     for synchronized in (True, False):
         model = Net()
         for layer in model.layers:
@@ -273,10 +259,6 @@ def _sharded(rank: int) -> None:
                 model.set_requires_gradient_sync(synchronized or step == 0)
                 _step(model, optimizer, rank, step)
         assert sum("exchanged" in text for text in said) == (not synchronized)
-
-
-def test_sharded_gradients_that_are_never_reduced_are_said_once() -> None:
-    run_ranks(_sharded, 2)
 
 
 def _adversaries(rank: int) -> None:
@@ -295,18 +277,18 @@ def _adversaries(rank: int) -> None:
             optimizer.zero_grad()
 
 
-def _nothing_to_say(rank: int) -> None:
+@on_ranks(2)
+def test_two_optimizers_of_one_model_and_a_frozen_model_that_another_trains_through_leave_nothing_out(
+    rank: int,
+) -> None:
     with _told() as said:
         _two_optimizers(rank)
         _adversaries(rank)
     assert said == []
 
 
-def test_two_optimizers_of_one_model_and_a_frozen_model_that_another_trains_through_leave_nothing_out() -> None:
-    run_ranks(_nothing_to_say, 2)
-
-
-def _unfrozen(rank: int) -> None:
+@on_ranks(2)
+def test_a_layer_that_was_frozen_when_ddp_was_built_is_named(rank: int) -> None:
     for before_compress in (True, False):
         net = Net()
         net.layers[3].requires_grad_(False)
@@ -324,11 +306,8 @@ def _unfrozen(rank: int) -> None:
         assert "frozen when DistributedDataParallel was built" in text
 
 
-def test_a_layer_that_was_frozen_when_ddp_was_built_is_named() -> None:
-    run_ranks(_unfrozen, 2)
-
-
-def _refused(rank: int) -> None:
+@on_ranks(2)
+def test_what_cannot_be_is_refused(rank: int) -> None:
     """A model whose dtype changes after DDP was built, ways to train that have no buckets, and a state between
     backward and step where the step decides what is kept."""
     net = Net()
@@ -372,14 +351,11 @@ def _refused(rank: int) -> None:
     wire.state_dict()
 
 
-def test_what_cannot_be_is_refused() -> None:
-    run_ranks(_refused, 2)
-
-
 # --- memory -------------------------------------------------------------------------------------------------------
 
 
-def _held(rank: int) -> None:
+@on_ranks(2)
+def test_state_takes_what_was_foreseen_also_when_ddp_rebuilds_its_buckets(rank: int) -> None:
     for spec in ("ef(minmax(bits=4))", "ef(minmax(bits=4), bits=8)", "powersgd(rank=2)", "minmax(bits=4)"):
         net = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(8)])
         model = DDP(net, bucket_cap_mb=0.1)
@@ -390,7 +366,3 @@ def _held(rank: int) -> None:
             assert wire._engine.slots.num_bytes == wire.memory, spec
             assert len(wire._engine.routes) == len(wire._engine.present_routes())
         dist.barrier()
-
-
-def test_state_takes_what_was_foreseen_also_when_ddp_rebuilds_its_buckets() -> None:
-    run_ranks(_held, 2)

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
-from alike import alike, assert_alike, of_ranks
-from harness import run_ranks
+from ranks import alike, assert_alike, of_ranks, on_ranks
 from thinwire.integrations.devices import trained
 
 _WIDTH = 32
@@ -58,14 +57,11 @@ def _unused_every_second_step(rank: int, bucket_view: bool, before: str) -> None
     assert float((given - arrived - unsent.view(given.shape)).norm() / given.norm()) < 1e-5
 
 
-def _lost(rank: int) -> None:
+@on_ranks(2)
+def test_what_a_residual_sends_of_a_layer_that_no_rank_used_is_kept(rank: int) -> None:
     for bucket_view in (False, True):
         for before in ("none", "zeros"):
             _unused_every_second_step(rank, bucket_view, before)
-
-
-def test_what_a_residual_sends_of_a_layer_that_no_rank_used_is_kept() -> None:
-    run_ranks(_lost, 2)
 
 
 class Turned(Experts):
@@ -79,7 +75,8 @@ class Turned(Experts):
         return (super().forward(x, whole) * self.turn).abs()
 
 
-def _complex_and_unused(rank: int) -> None:
+@on_ranks(2)
+def test_complex_layers_go_with_layers_that_no_rank_used(rank: int) -> None:
     torch.manual_seed(0)
     model = DDP(Turned(), find_unused_parameters=True)
     thinwire.compress(model, "ef(topk(density=0.02))", skip_if_slower=False, min_numel=0)
@@ -89,11 +86,8 @@ def _complex_and_unused(rank: int) -> None:
     assert_alike(model.module.turn.grad)
 
 
-def test_complex_layers_go_with_layers_that_no_rank_used() -> None:
-    run_ranks(_complex_and_unused, 2)
-
-
-def _momenta_of_an_unused_layer(rank: int) -> None:
+@on_ranks(2)
+def test_momentum_and_velocity_of_a_layer_that_no_rank_used_are_kept(rank: int) -> None:
     torch.manual_seed(0)
     model = DDP(Experts(), find_unused_parameters=True)
     wire = thinwire.compress(model, "dgc(topk(density=0.02))", skip_if_slower=False, min_numel=0)
@@ -109,11 +103,8 @@ def _momenta_of_an_unused_layer(rank: int) -> None:
     assert not alike(unused, used)
 
 
-def test_momentum_and_velocity_of_a_layer_that_no_rank_used_are_kept() -> None:
-    run_ranks(_momenta_of_an_unused_layer, 2)
-
-
-def _ignored(rank: int) -> None:
+@on_ranks(2)
+def test_layers_that_ddp_ignores_belong_to_their_rank(rank: int) -> None:
     for checks in (thinwire.Checks(1), thinwire.Checks(resync_every=1)):
         torch.manual_seed(rank)
         module = Experts()
@@ -131,11 +122,8 @@ def _ignored(rank: int) -> None:
         assert not torch.equal(shared, module.shared.weight)
 
 
-def test_layers_that_ddp_ignores_belong_to_their_rank() -> None:
-    run_ranks(_ignored, 2)
-
-
-def _detached(rank: int) -> None:
+@on_ranks(2)
+def test_an_optimizer_outlives_what_followed_its_steps(rank: int) -> None:
     for make, spec in (
         (partial(torch.optim.SGD, lr=0.1), "intsgd(scale=params)"),
         (partial(thinwire.optim.QuantizedAdam, lr=1e-3, warmup=1), "minmax(bits=4)"),
@@ -154,7 +142,3 @@ def _detached(rank: int) -> None:
                 model(_batch(rank, 0)).square().mean().backward()
                 optimizer.step()
                 assert not torch.equal(before, model.module.weight)
-
-
-def test_an_optimizer_outlives_what_followed_its_steps() -> None:
-    run_ranks(_detached, 2)

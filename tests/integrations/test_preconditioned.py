@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
-from harness import run_ranks
 from nets import assert_replicas_identical, batch as batch_of, loss_of, make, train, trained
+from ranks import on_ranks
 from thinwire.optim import CompressedAdamW
 
 TWO_BITS = "gaussian(bits=2)"
@@ -26,7 +26,8 @@ def _attach(rank: int, compressor: str, order: Any = "pre", **options: Any) -> t
     return model, optimizer, wire
 
 
-def _means(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_ranks_step_with_the_mean_of_their_updates(rank: int, size: int) -> None:
     """With nothing compressed, ranks step with the mean of what each makes of its own gradient."""
     for order in ("pre", "update"):
         model, optimizer, _ = _attach(rank, "raw", order, start=0)
@@ -47,11 +48,12 @@ def _means(rank: int, size: int) -> None:
         assert_replicas_identical(model)
 
 
-def test_ranks_step_with_the_mean_of_their_updates() -> None:
-    run_ranks(_means, 2, 2)
-
-
-def _losses(rank: int, compressor: str, order: Any, margin: float) -> None:
+@pytest.mark.parametrize(
+    ("compressor", "order", "margin"),
+    [(TWO_BITS, "pre", 0.05), ("onebit(bucket=512)", "update", 0.10), ("topk(density=0.05)", "update", 0.15)],
+)
+@on_ranks(2)
+def test_few_bits_end_where_full_precision_does(rank: int, compressor: str, order: Any, margin: float) -> None:
     losses = []
     for spec in ("raw", compressor):
         model, optimizer, wire = _attach(rank, spec, order)
@@ -60,14 +62,6 @@ def _losses(rank: int, compressor: str, order: Any, margin: float) -> None:
         assert wire.stats.payload_sent_bytes > 0
         assert any(str(c).startswith("ef(") for c in wire.plan.layers.values()) == (spec != "raw")
     assert rank or losses[1] < (1 + margin) * losses[0]
-
-
-@pytest.mark.parametrize(
-    ("compressor", "order", "margin"),
-    [(TWO_BITS, "pre", 0.05), ("onebit(bucket=512)", "update", 0.10), ("topk(density=0.05)", "update", 0.15)],
-)
-def test_few_bits_end_where_full_precision_does(compressor: str, order: str, margin: float) -> None:
-    run_ranks(_losses, 2, compressor, order, margin)
 
 
 class Strided(nn.Module):
@@ -83,7 +77,9 @@ class Strided(nn.Module):
         return self.conv(x).square().mean() + (x.flatten(1)[:, :8] @ (self.transposed + 2 * self.gaps)).pow(4).mean()
 
 
-def _steps_as_one(rank: int) -> None:
+@on_ranks(2)
+def test_ranks_step_as_one_does_whatever_the_order_of_parameters_in_memory(rank: int) -> None:
+    """Ranks of the same data; DDP's buckets hold gradients as their parameters lie in memory."""
     for options in ({}, {"order": "update", "clip": 0.5}):
         torch.manual_seed(0)
         alone = Strided()
@@ -108,12 +104,8 @@ def _steps_as_one(rank: int) -> None:
             torch.testing.assert_close(list(model.parameters()), list(alone.parameters()))
 
 
-def test_ranks_step_as_one_does_whatever_the_order_of_parameters_in_memory() -> None:
-    """Ranks of the same data; DDP's buckets hold gradients as their parameters lie in memory."""
-    run_ranks(_steps_as_one, 2)
-
-
-def _told(rank: int) -> None:
+@on_ranks(2)
+def test_an_optimizer_that_lacks_a_parameter_is_refused_and_one_that_no_wire_knows_is_told_of_once(rank: int) -> None:
     """Of an optimizer that lacks a parameter, one that no Wire knows, one of local updates, and one of a Wire."""
     model = make(rank)
     with pytest.raises(ValueError, match="CompressedAdamW lacks"):
@@ -131,7 +123,3 @@ def _told(rank: int) -> None:
                 optimizer.step()
         told = [w.filename for w in caught if "no Wire is attached to this CompressedAdamW" in str(w.message)]
         assert told == [__file__] * (not attached)
-
-
-def test_an_optimizer_that_lacks_a_parameter_is_refused_and_one_that_no_wire_knows_is_told_of_once() -> None:
-    run_ranks(_told, 2)

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from alike import alike, assert_alike
 from harness import run_ranks
+from ranks import alike, assert_alike, on_ranks
 from sharded import Net, build, compress, initialised, train, whole
 from thinwire.optim import CompressedAdamW
 
@@ -72,13 +72,10 @@ def _trained(rank: int, size: int, order: Any, stop: int | None) -> tuple[list[f
     return losses, whole(model)
 
 
-def _goes_on(rank: int, size: int, order: str) -> None:
-    assert alike(*(_trained(rank, size, order, stop) for stop in (None, 7)))
-
-
 @pytest.mark.parametrize("order", ["pre", "update"])
-def test_two_bits_train_and_a_run_goes_on_from_its_checkpoint(order: str) -> None:
-    run_ranks(_goes_on, 2, 2, order)
+@on_ranks(2)
+def test_two_bits_train_and_a_run_goes_on_from_its_checkpoint(rank: int, size: int, order: str) -> None:
+    assert alike(*(_trained(rank, size, order, stop) for stop in (None, 7)))
 
 
 def _saved(rank: int, size: int) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
@@ -106,7 +103,8 @@ def test_another_world_starts_with_the_mean_moments() -> None:
             torch.testing.assert_close(found, torch.stack([of[name] for _, of, _ in answers]).mean(0))
 
 
-def _detached(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_after_detach_the_optimizer_gets_gradients_again(rank: int, size: int) -> None:
     model = build()
     optimizer = _optimizer(model, "pre")
     wire = compress(model, "raw", TWO_BITS, optimizer=optimizer)
@@ -127,10 +125,6 @@ def _detached(rank: int, size: int) -> None:
     assert_alike(whole(model))
 
 
-def test_after_detach_the_optimizer_gets_gradients_again() -> None:
-    run_ranks(_detached, 2, 2)
-
-
 class _Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +136,8 @@ class _Twice(nn.Module):
         return self.head(block(torch.tanh(block(x))))
 
 
-def _refused(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_what_it_cannot_train_is_refused(rank: int, size: int) -> None:
     """Gradients of which no mean is taken, an optimizer that lacks a parameter, feedback under another optimizer."""
     for net, says in ((_Twice, "reduced twice"), (Net, "set_gradient_divide_factor")):
         model = build(net=net)
@@ -158,7 +153,3 @@ def _refused(rank: int, size: int) -> None:
         compress(model, "raw", TWO_BITS, optimizer=CompressedAdamW(itertools.islice(model.parameters(), 2)))
     with pytest.warns(UserWarning, match="CompressedAdamW"):
         compress(model, "raw", "ef(onebit)", optimizer=torch.optim.AdamW(model.parameters()))
-
-
-def test_what_it_cannot_train_is_refused() -> None:
-    run_ranks(_refused, 2, 2)

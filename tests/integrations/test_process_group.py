@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed import ReduceOp, _functional_collectives as functional
 
 import thinwire
-from alike import assert_alike
 from harness import run_ranks
+from ranks import assert_alike, on_ranks
 from thinwire import DisagreementError, ProcessGroup, ProcessGroupOptions, TransportError
 from thinwire.collectives import Layer, Layout, part_layout, sent_bytes
 from thinwire.collectives.shared_memory import unavailable
@@ -68,7 +68,9 @@ DTYPES = {torch.float32: 0.0, torch.bfloat16: 0.05, torch.float16: 0.05}
 """And how far each rounds."""
 
 
-def _reduces(rank: int, size: int) -> None:
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks()
+def test_sums_are_honoured_within_the_quantisers_error(rank: int, size: int) -> None:
     group = group_of()
     for dtype, rounding in DTYPES.items():
         inputs = [values(each, dtype=dtype).float() for each in range(size)]
@@ -83,12 +85,8 @@ def _reduces(rank: int, size: int) -> None:
     assert (group.stats.compressed, group.stats.uniform, group.stats.passed) == (9, 9, 0)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_sums_are_honoured_within_the_quantisers_error(num_ranks: int) -> None:
-    run_ranks(_reduces, num_ranks, num_ranks)
-
-
-def _exact(rank: int) -> None:
+@on_ranks(2)
+def test_everything_else_is_bit_exact(rank: int) -> None:
     group = group_of()
     cases = [(values(rank), op) for op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)]
     for dtype in (torch.uint8, torch.int64):
@@ -120,11 +118,8 @@ def _exact(rank: int) -> None:
     assert (group.stats.compressed, group.stats.payload_sent_bytes, group.stats.passed) == (0, 0, len(cases) + 4)
 
 
-def test_everything_else_is_bit_exact() -> None:
-    run_ranks(_exact, 2)
-
-
-def _several(rank: int) -> None:
+@on_ranks(3)
+def test_several_tensors_in_one_call_and_many_under_way_on_two_groups(rank: int) -> None:
     """Several tensors in one call; then more buffers of one size under way than there are sets of messages, and others
     between them, on two groups."""
     group, counts = group_of(), (5000, 10, 4096, 3)
@@ -155,11 +150,8 @@ def _several(rank: int) -> None:
     assert_alike(*tensors, *(y for y, *_ in works))
 
 
-def test_several_tensors_in_one_call_and_many_under_way_on_two_groups() -> None:
-    run_ranks(_several, 3)
-
-
-def _sums_and_denominators(rank: int) -> None:
+@on_ranks(2)
+def test_only_what_is_known_to_be_gradients_or_weights_is_compressed_by_default(rank: int) -> None:
     """Of tensors that are no gradients, in a group that is told nothing."""
     group, size = group_of(ProcessGroupOptions()), dist.get_world_size()
     denominators = torch.exp(3 * values(rank) - 2)
@@ -203,11 +195,8 @@ def _sums_and_denominators(rank: int) -> None:
     assert group.stats.compressed == 1
 
 
-def test_only_what_is_known_to_be_gradients_or_weights_is_compressed_by_default() -> None:
-    run_ranks(_sums_and_denominators, 2)
-
-
-def _chosen(rank: int) -> None:
+@on_ranks(2)
+def test_where_chooses_what_is_compressed(rank: int) -> None:
     seen: list[GroupBuffer] = []
 
     def where(buffer: GroupBuffer) -> bool:
@@ -226,10 +215,6 @@ def _chosen(rank: int) -> None:
     sums = [("all_reduce", n, op, False, False, op == "avg") for n in (2000, 3000) for op in ("sum", "avg")]
     found = [(b.kind, b.numel, b.op, b.in_place, b.registered, b.is_known) for b in seen]
     assert found == [*sums, ("all_gather", NUMEL, None, True, False, True)]
-
-
-def test_where_chooses_what_is_compressed() -> None:
-    run_ranks(_chosen, 2)
 
 
 # --- gathers and scatters --------------------------------------------------------------------------------------------
@@ -283,17 +268,15 @@ def _scatters(rank: int, dtype: torch.dtype) -> None:
         assert 0 < float(off.max()) < scale * 1.05 * level(4, others) + DTYPES[dtype]
 
 
-def _halves(rank: int) -> None:
+@on_ranks(3)
+def test_all_ranks_gather_the_same_bytes_and_reduce_scatter_codes_every_value_once(rank: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         _gathers(rank, dtype)
         _scatters(rank, dtype)
 
 
-def test_all_ranks_gather_the_same_bytes_and_reduce_scatter_codes_every_value_once() -> None:
-    run_ranks(_halves, 3)
-
-
-def _sent(rank: int) -> None:
+@on_ranks(3)
+def test_bytes_sent_are_the_formula_and_several_times_fewer(rank: int) -> None:
     group, numel = group_of(), 1 << 18
     layer = Layer("", 0, (numel,), MinMax())
     whole = Layout.build([layer._replace(name=f"all_reduce of {numel}")], 3, torch.float32)
@@ -319,11 +302,8 @@ def _sent(rank: int) -> None:
         assert 7.0 < dense / expected < 7.2
 
 
-def test_bytes_sent_are_the_formula_and_several_times_fewer() -> None:
-    run_ranks(_sent, 3)
-
-
-def _draws(rank: int) -> None:
+@on_ranks(2)
+def test_draws_are_new_each_time_unbiased_and_leave_the_global_generator_alone(rank: int) -> None:
     group, found = group_of(everything("minmax(bits=2)")), []
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -339,10 +319,6 @@ def _draws(rank: int) -> None:
     exact = values(0, 2048) + values(1, 2048)
     assert float((torch.stack(found).mean(0) - exact).norm()) < 0.15 * float((found[0] - exact).norm())
     assert not torch.equal(found[0], found[1])
-
-
-def test_draws_are_new_each_time_unbiased_and_leave_the_global_generator_alone() -> None:
-    run_ranks(_draws, 2)
 
 
 # --- everything else -------------------------------------------------------------------------------------------------
@@ -457,7 +433,8 @@ COMPRESSORS = [
 ]
 
 
-def _other_compressors(rank: int) -> None:
+@on_ranks(2)
+def test_other_stateless_compressors(rank: int) -> None:
     mine, theirs = values(0, 4096), values(1, 4096)
     exact = mine + theirs
     for spec in COMPRESSORS:
@@ -476,15 +453,12 @@ def _other_compressors(rank: int) -> None:
             group.allreduce([values(rank)])
 
 
-def test_other_stateless_compressors() -> None:
-    run_ranks(_other_compressors, 2)
-
-
 WAYS: list[dict[str, str]] = [{"transport": "group"}, *([] if unavailable() else [{"transport": "shared"}])]
 WAYS += [{"algorithm": name} for name in ("ring", "tree", "tree(root=1)", "allgather", "parameter_server(server=1)")]
 
 
-def _ways(rank: int) -> None:
+@on_ranks(3)
+def test_over_each_transport_and_algorithm_all_ranks_have_the_same_bytes(rank: int) -> None:
     exact, found = torch.cat([sum(map(values, range(3))), *map(values, range(3))]), []
     for options in WAYS:
         group = group_of(everything("minmax(bits=8)", **options))
@@ -500,11 +474,8 @@ def _ways(rank: int) -> None:
     assert_alike(found)
 
 
-def test_over_each_transport_and_algorithm_all_ranks_have_the_same_bytes() -> None:
-    run_ranks(_ways, 3)
-
-
-def _disagree(rank: int) -> None:
+@on_ranks(2)
+def test_ranks_that_differ_are_reported(rank: int) -> None:
     with pytest.raises(DisagreementError, match=r"compressor: minmax\(bits=4"):
         group_of(everything(f"minmax(bits={4 + rank})"))
     with pytest.raises(TypeError, match="ProcessGroupOptions"):
@@ -516,10 +487,6 @@ def _disagree(rank: int) -> None:
     dist.all_reduce(x, group=group)
     with pytest.raises(DisagreementError, match="layer x"):
         group.register_layout([("x", (4 + rank, 4))])
-
-
-def test_ranks_that_differ_are_reported() -> None:
-    run_ranks(_disagree, 2)
 
 
 # --- ends ------------------------------------------------------------------------------------------------------------
@@ -552,17 +519,14 @@ def test_a_dead_rank_is_an_error_for_the_others() -> None:
     assert run_ranks(_dies, 3, may_die=True) == [True, True, None]
 
 
-def _comes_late(rank: int) -> None:
+@on_ranks(2)
+def test_a_rank_that_makes_no_group_is_named(rank: int) -> None:
     if rank == 1:
         time.sleep(1.5)
         return
     with pytest.raises(TransportError, match="rank 1 did not come") as error:
         dist.new_group(backend="thinwire", timeout=timedelta(seconds=0.5))
     assert error.value.rank == 1
-
-
-def test_a_rank_that_makes_no_group_is_named() -> None:
-    run_ranks(_comes_late, 2)
 
 
 _SCRIPT = """

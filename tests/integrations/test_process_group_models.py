@@ -13,9 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
-from alike import assert_alike
-from harness import run_ranks
 from nets import DDP_OPTIONS, Net, assert_replicas_identical, batch, loss_of, train, trained
+from ranks import assert_alike, on_ranks
 from thinwire import ProcessGroup, ProcessGroupOptions
 from thinwire.compat import ddp_ready_order
 
@@ -39,7 +38,9 @@ def ddp_of(group=None, *, unused: bool = False, dtype=torch.float32, net: type[n
 # --- DistributedDataParallel -----------------------------------------------------------------------------------------
 
 
-def _trains(rank: int, registered: bool) -> None:
+@pytest.mark.parametrize("registered", [False, True])
+@on_ranks(2)
+def test_unmodified_ddp_trains(rank: int, registered: bool) -> None:
     for name, options in DDP_OPTIONS.items():
         group = group_of(None if registered else EVERYTHING)
         model = ddp_of(group, **options)
@@ -57,12 +58,8 @@ def _trains(rank: int, registered: bool) -> None:
         assert stats.matched >= stats.compressed or not registered
 
 
-@pytest.mark.parametrize("registered", [False, True])
-def test_unmodified_ddp_trains(registered: bool) -> None:
-    run_ranks(_trains, 2, registered)
-
-
-def _beside_a_model(rank: int) -> None:
+@on_ranks(2)
+def test_a_sum_beside_a_models_gradients_is_exact(rank: int) -> None:
     """Train a model, without and with registering it, that sums something else in its forward pass, too."""
     for registered in (False, True):
         group = group_of()
@@ -86,11 +83,8 @@ def _beside_a_model(rank: int) -> None:
         assert group.stats.unknown == 3 if registered else group.stats.unknown > 3
 
 
-def test_a_sum_beside_a_models_gradients_is_exact() -> None:
-    run_ranks(_beside_a_model, 2)
-
-
-def _breaks_once(rank: int) -> None:
+@on_ranks(2)
+def test_an_error_reaches_backward_and_ddp_stays_usable(rank: int) -> None:
     group = group_of(EVERYTHING)
     model = ddp_of(group)
     train(model, rank, 3, lr=0.03)
@@ -109,21 +103,14 @@ def _breaks_once(rank: int) -> None:
     assert_alike(group.stats.compressed)
 
 
-def test_an_error_reaches_backward_and_ddp_stays_usable() -> None:
-    run_ranks(_breaks_once, 2)
-
-
-def _layerwise_over_it(rank: int) -> None:
+@on_ranks(2)
+def test_compress_goes_its_own_way(rank: int) -> None:
     group = group_of()
     model = ddp_of(group)
     wire = thinwire.compress(model, skip_if_slower=False)
     train(model, rank, 4, lr=0.03)
     assert_replicas_identical(model)
     assert (wire.stats.compressed_steps, group.stats.compressed) == (4, 0)
-
-
-def test_compress_goes_its_own_way() -> None:
-    run_ranks(_layerwise_over_it, 2)
 
 
 # --- meshes ----------------------------------------------------------------------------------------------------------
@@ -143,7 +130,9 @@ def _sharded(rank: int, mesh: DeviceMesh) -> tuple[list[float], torch.Tensor]:
     return losses, torch.cat([p.full_tensor().reshape(-1) for p in model.parameters()]).detach()
 
 
-def _meshes(rank: int, size: int) -> None:
+@pytest.mark.parametrize("size", MESHES)
+@on_ranks()
+def test_fsdp2_and_hsdp_over_a_mesh(rank: int, size: int) -> None:
     found, (name, options) = [], *MESHES[size].items()
     for override in ({}, {name: ("thinwire", options)}):
         with warnings.catch_warnings():
@@ -160,15 +149,11 @@ def _meshes(rank: int, size: int) -> None:
     assert group.stats.compressed >= 8 * 5 * 2 if size == 2 else group.stats.compressed == 8 * 5
 
 
-@pytest.mark.parametrize("size", MESHES)
-def test_fsdp2_and_hsdp_over_a_mesh(size: int) -> None:
-    run_ranks(_meshes, size, size)
-
-
 # --- registered layers -----------------------------------------------------------------------------------------------
 
 
-def _layout(rank: int) -> None:
+@on_ranks(2)
+def test_a_registered_layout_keeps_biases_raw_and_errs_less(rank: int) -> None:
     """Buffers of layers of very different ranges, layer by layer and as one."""
     layers = [("big", (64, 64)), ("big.bias", (64,)), ("small", (64, 48)), ("kept", (64, 32))]
     layered = group_of(ProcessGroupOptions(exclude=["kept"], layout=layers))
@@ -209,10 +194,6 @@ def _layout(rank: int) -> None:
     assert layered.stats.matched == 3
 
 
-def test_a_registered_layout_keeps_biases_raw_and_errs_less() -> None:
-    run_ranks(_layout, 2)
-
-
 class Shuffled(nn.Module):
     """Uses its layers in another order than it registers them."""
 
@@ -247,7 +228,8 @@ def _biases(rank: int, net: type[nn.Module], options: dict) -> tuple[list[float]
     return flat, matrices, vars(group.stats)
 
 
-def _biases_of_all(rank: int) -> None:
+@on_ranks(2)
+def test_biases_in_buckets_of_ddp_are_raw_and_layers_in_another_order_are_found_once_ddp_tells(rank: int) -> None:
     for options in ({}, DDP_OPTIONS["static graph"], DDP_OPTIONS["find unused"], {"bucket_cap_mb": 25}):
         raw, coded, stats = _biases(rank, Net, options)
         assert max(raw) < 1e-5
@@ -262,11 +244,8 @@ def _biases_of_all(rank: int) -> None:
     assert 0 < stats["unknown"] <= 6
 
 
-def test_biases_in_buckets_of_ddp_are_raw_and_layers_in_another_order_are_found_once_ddp_tells() -> None:
-    run_ranks(_biases_of_all, 2)
-
-
-def _refuses(rank: int) -> None:
+@on_ranks(2)
+def test_what_cannot_be_registered_is_refused(rank: int) -> None:
     group = group_of()
     model = ddp_of(group)
     with pytest.raises(ValueError, match="matches no parameter"):
@@ -280,7 +259,3 @@ def _refuses(rank: int) -> None:
         group.register_model(fully_shard(nn.Linear(8, 8), mesh=mesh))
     group.register_model(model, rules={"embed*": "minmax(bits=2)", "*": "minmax(bits=8)"})
     assert len(train(model, rank, 2, lr=0.03)) == 2
-
-
-def test_what_cannot_be_registered_is_refused() -> None:
-    run_ranks(_refuses, 2)

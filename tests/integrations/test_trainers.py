@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from alike import alike, assert_alike
 from harness import run_ranks
+from ranks import alike, assert_alike
 
 RULES = {"*": "ef(minmax(bits=2))"}
 

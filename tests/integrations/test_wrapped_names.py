@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import sharded
 import thinwire
-from alike import alike
 from harness import run_ranks
+from ranks import alike
 
 WAYS = ("plain", "whole", "parts", "checkpointed")
 

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sharded
 import thinwire
-from alike import alike, assert_alike, of_ranks
 from harness import run_ranks
+from ranks import alike, assert_alike, of_ranks, on_ranks
 from thinwire.local import DiLoCo, Nesterov, send_nothing
 from thinwire.local.fragments import balanced_fragments, exchange_plan
 from thinwire.runtime.checkpoint import sealed
@@ -74,7 +74,8 @@ TORCHFT = {
 }
 
 
-def _all_trajectories(rank: int) -> None:
+@on_ranks(2)
+def test_trajectories_of_torchft_also_with_a_worker_that_is_replaced(rank: int) -> None:
     """Of all settings, and that of a worker that gets the weights and the state of rank 0 after nine steps."""
     for key, expected in TORCHFT.items():
         assert [tuple(weights) for weights in _trajectory(rank, *key)[0][3::3]] == expected
@@ -84,11 +85,9 @@ def _all_trajectories(rank: int) -> None:
     assert replaced == [[-35, -29], [-41, -47], [-59, -53], [-65, -71], [-83, -77]]
 
 
-def test_trajectories_of_torchft_also_with_a_worker_that_is_replaced() -> None:
-    run_ranks(_all_trajectories, 2)
-
-
-def _maxtext(rank: int) -> None:
+@on_ranks(2)
+def test_the_trajectory_of_maxtext(rank: int) -> None:
+    """Worked by hand in MaxText's tests: two replicas, inner SGD at 0.1, three steps, outer Nesterov (1.0, 0.9)."""
     model = nn.Linear(2, 1)
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[2.0, 1.0]]))
@@ -107,11 +106,6 @@ def _maxtext(rank: int) -> None:
         local.step()
         if step == 2:
             assert _flat(model).tolist() == pytest.approx([1.5345, 1.0494, 0.5839], rel=1e-4)
-
-
-def test_the_trajectory_of_maxtext() -> None:
-    """Worked by hand in MaxText's tests: two replicas, inner SGD at 0.1, three steps, outer Nesterov (1.0, 0.9)."""
-    run_ranks(_maxtext, 2)
 
 
 class Net(nn.Module):
@@ -169,7 +163,9 @@ OPTIONS = {
 OPTIONS["on the CPU"] = OPTIONS["streaming"] | {"outer_device": "cpu"}
 
 
-def _all_end_alike(rank: int) -> None:
+@on_ranks(2)
+def test_workers_learn_and_end_with_the_same_weights(rank: int) -> None:
+    """Wherever the outer state is kept, with the same bits."""
     found = {}
     for name, options in OPTIONS.items():
         training = Training(rank, **options)
@@ -181,11 +177,6 @@ def _all_end_alike(rank: int) -> None:
         found[name] = training.weights()
         assert_alike(found[name], [b for b in training.model.buffers() if b.is_floating_point()])
     assert torch.equal(found["on the CPU"], found["streaming"])
-
-
-def test_workers_learn_and_end_with_the_same_weights() -> None:
-    """Wherever the outer state is kept, with the same bits."""
-    run_ranks(_all_end_alike, 2)
 
 
 class Strided(nn.Module):
@@ -204,7 +195,8 @@ class Strided(nn.Module):
         self.register_buffer("complex", torch.complex(values, -values).t())
 
 
-def _strided(rank: int) -> None:
+@on_ranks(2)
+def test_buffers_of_any_strides_start_from_rank_0s_and_are_averaged(rank: int) -> None:
     model, expected = Strided(rank), dict(Strided(0).named_buffers())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     local = _quiet(model, optimizer, every=2, compressor="raw")
@@ -220,11 +212,8 @@ def _strided(rank: int) -> None:
     assert bool((model.table[:, 2:] == 7.0).all())
 
 
-def test_buffers_of_any_strides_start_from_rank_0s_and_are_averaged() -> None:
-    run_ranks(_strided, 2)
-
-
-def _shown(rank: int) -> None:
+@on_ranks(2)
+def test_local_updates_are_shown_with_workers_steps_compressors_and_bytes(rank: int) -> None:
     local = Training(rank, every=10, compressor="ef(minmax(bits=4))").local
     head, *rows = repr(local).splitlines()
     sent = round(local.bytes_per_step * 10)
@@ -236,10 +225,6 @@ def _shown(rank: int) -> None:
     assert [int(row.split()[2]) for row in rows] == [len(names) for names in local.fragments]
     sent = sum(int(row.split()[-2].replace(",", "")) for row in rows)
     assert sent == pytest.approx(local.bytes_per_step * 10, abs=2)
-
-
-def test_local_updates_are_shown_with_workers_steps_compressors_and_bytes() -> None:
-    run_ranks(_shown, 2)
 
 
 SHAPES = {"hidden": (64, 64), "bias": (64,), "scale": (8,), "small": (16, 16)}
@@ -262,7 +247,8 @@ def test_quantisers_with_feedback_take_biases_and_small_layers_too() -> None:
         assert all(plan[name].wire_bytes(shape) <= raw[name].wire_bytes(shape) for name, shape in SHAPES.items())
 
 
-def _drifting(rank: int) -> None:
+@on_ranks(2)
+def test_what_2_bits_leave_out_of_a_bias_is_sent_later(rank: int) -> None:
     """A bias that each worker pulls its own way, by steps that only 2 bits are there for."""
     model = nn.Linear(1, 256)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -279,11 +265,10 @@ def _drifting(rank: int) -> None:
     assert (moved - mean).norm() < 0.05 * mean.norm()  # 2 bits lose 0.34 of a normal distribution's norm
 
 
-def test_what_2_bits_leave_out_of_a_bias_is_sent_later() -> None:
-    run_ranks(_drifting, 2)
-
-
-def _resumed(rank: int) -> None:
+@on_ranks(2)
+def test_a_training_that_streams_resumes_bit_for_bit_before_and_after_an_exchange_and_while_one_is_under_way(
+    rank: int,
+) -> None:
     """Trainings that are stopped after so many steps end as one that is not."""
     straight = Training(rank, **OPTIONS["streaming"])
     straight.run(37)
@@ -300,10 +285,6 @@ def _resumed(rank: int) -> None:
         again.run(37 - at, first=at)
         again.local.finish()
         assert torch.equal(straight.weights(), again.weights()), at
-
-
-def test_a_training_that_streams_resumes_bit_for_bit_before_and_after_an_exchange_and_while_one_is_under_way() -> None:
-    run_ranks(_resumed, 2)
 
 
 State = dict[str, torch.Tensor]
@@ -324,7 +305,8 @@ DAMAGES: dict[str, Callable[[State], State]] = {
 }
 
 
-def _damaged(rank: int) -> None:
+@on_ranks(2)
+def test_a_state_that_is_damaged_or_of_another_run_on_one_worker_is_refused_on_all(rank: int) -> None:
     training, other_run = (Training(rank, **OPTIONS["streaming"]) for _ in range(2))
     training.run(13)
     other_run.run(13, first=100)
@@ -343,11 +325,8 @@ def _damaged(rank: int) -> None:
     training.local.load_state_dict(state)
 
 
-def test_a_state_that_is_damaged_or_of_another_run_on_one_worker_is_refused_on_all() -> None:
-    run_ranks(_damaged, 2)
-
-
-def _of_unequal_steps(rank: int) -> None:
+@on_ranks(2)
+def test_workers_may_have_saved_after_unequal_numbers_of_steps(rank: int) -> None:
     training, again = (Training(rank, every=10) for _ in range(2))
     training.run(12 + rank)
     again.model.load_state_dict(training.model.state_dict())
@@ -357,11 +336,8 @@ def _of_unequal_steps(rank: int) -> None:
     assert_alike(again.weights())
 
 
-def test_workers_may_have_saved_after_unequal_numbers_of_steps() -> None:
-    run_ranks(_of_unequal_steps, 2)
-
-
-def _weighted(rank: int) -> None:
+@on_ranks(2)
+def test_workers_count_by_the_tokens_of_the_steps_since_a_fragments_last_exchange(rank: int) -> None:
     """Two steps, each of which exchanges one of two fragments; then what is left. The state is loaded after ``at``."""
     options = {"every": 2, "fragments": 2, "outer": AVERAGING, "compressor": "raw", "weighted": True}
     for at in (None, 1):
@@ -384,10 +360,6 @@ def _weighted(rank: int) -> None:
         assert [p.item() for p in model.parameters()] == [-3.0, -1.0]
 
 
-def test_workers_count_by_the_tokens_of_the_steps_since_a_fragments_last_exchange() -> None:
-    run_ranks(_weighted, 2)
-
-
 def _said(model: nn.Module, **options: Any) -> tuple[Nesterov, str]:
     """The outer optimizer and the warnings of local updates of a model."""
     with warnings.catch_warnings(record=True) as caught:
@@ -397,18 +369,16 @@ def _said(model: nn.Module, **options: Any) -> tuple[Nesterov, str]:
     return local.outer, "\n".join(str(warning.message) for warning in caught)
 
 
-def _few(rank: int) -> None:
+@on_ranks(2)
+def test_a_training_of_few_exchanges_averages_weights_and_is_warned_of_too_few(rank: int) -> None:
     outers = [_said(Two(), every=8, total_steps=total)[0] for total in (96, 159, 160, None)]
     assert outers == [AVERAGING, AVERAGING, Nesterov(), Nesterov()]
     for total in (40, 50):
         assert ("every=25 leaves" in _said(Two(), every=25, total_steps=total)[1]) == (total == 40)
 
 
-def test_a_training_of_few_exchanges_averages_weights_and_is_warned_of_too_few() -> None:
-    run_ranks(_few, 2)
-
-
-def _half(rank: int) -> None:
+@on_ranks(2)
+def test_shared_weights_of_a_bf16_model_are_fp32(rank: int) -> None:
     model = nn.Linear(64, 64).to(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     local = DiLoCo(model, optimizer, every=2, compressor="minmax(bits=4)")
@@ -419,10 +389,6 @@ def _half(rank: int) -> None:
         local.step()
     assert model.weight.dtype is torch.bfloat16
     assert_alike(model.weight.detach())
-
-
-def test_shared_weights_of_a_bf16_model_are_fp32() -> None:
-    run_ranks(_half, 2)
 
 
 DIFFERENCES = {
@@ -488,7 +454,8 @@ def _flat(model: nn.Module) -> torch.Tensor:
     return torch.cat([(p.to_local() if isinstance(p, DTensor) else p).flatten() for p in values])
 
 
-def _sharded(rank: int) -> None:
+@on_ranks(4)
+def test_shards_are_exchanged_with_their_peers(rank: int) -> None:
     for outer_device, steps in ((None, 42), ("cpu", 7)):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
         model = sharded.build(mesh["shards"])
@@ -514,11 +481,8 @@ def _sharded(rank: int) -> None:
         assert sum(losses[-5:]) < 0.7 * sum(losses[:5]) or outer_device
 
 
-def test_shards_are_exchanged_with_their_peers() -> None:
-    run_ranks(_sharded, 4)
-
-
-def _in_nodes(rank: int) -> None:
+@on_ranks(4)
+def test_workers_of_a_node_average_gradients_and_nodes_exchange_progress(rank: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
@@ -538,7 +502,8 @@ def _in_nodes(rank: int) -> None:
     assert_alike(_flat(model))
 
 
-def _wrapped(rank: int) -> None:
+@on_ranks(2)
+def test_a_warning_says_that_ddp_sends_what_local_updates_are_to_save(rank: int) -> None:
     own = [dist.new_group([r]) for r in range(2)][rank]
     for group, sends in ((None, True), (None, False), (own, True)):
         model = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
@@ -546,11 +511,3 @@ def _wrapped(rank: int) -> None:
             send_nothing(model)
         told = "all-reduces the gradients of all workers" in _said(model)[1]
         assert told == (sends and group is None)
-
-
-def test_a_warning_says_that_ddp_sends_what_local_updates_are_to_save() -> None:
-    run_ranks(_wrapped, 2)
-
-
-def test_workers_of_a_node_average_gradients_and_nodes_exchange_progress() -> None:
-    run_ranks(_in_nodes, 4)

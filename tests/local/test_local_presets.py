@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from harness import run_ranks
+from ranks import assert_alike, on_ranks
 from thinwire.local import DiLoCo, preset
 
 
-def _trained(rank: int) -> None:
+@on_ranks(2)
+def test_workers_end_with_the_same_weights(rank: int) -> None:
     for name, every in {"local_sgd": 3, "diloco": 3, "muloco": 3, "streaming": 12}.items():
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
         start = nn.utils.parameters_to_vector(model.parameters()).detach()
@@ -29,10 +31,6 @@ def _trained(rank: int) -> None:
         end = nn.utils.parameters_to_vector(model.parameters()).detach()
         assert_alike(end)
         assert not torch.equal(end, start), name
-
-
-def test_workers_end_with_the_same_weights() -> None:
-    run_ranks(_trained, 2)
 
 
 def _sent(rank: int, options: dict[str, Any]) -> tuple[list[int], int]:

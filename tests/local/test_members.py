@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from alike import alike
 from members import Group, Lighthouse, Manager
+from ranks import alike
 from thinwire.collectives import owned_parts
 from thinwire.compressors import Coded, parse
 from thinwire.local import ManagedDiLoCo, Nesterov

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from alike import assert_alike
 from harness import run_ranks
+from ranks import assert_alike, on_ranks
 from thinwire.optim import Muon
 from thinwire.optim.muon import iteration_dtype, newton_schulz, polar_factors
 from thinwire.optim.shards import as_whole
@@ -92,7 +92,8 @@ def _stepped(rank: int, how: str) -> dict[str, torch.Tensor]:
     return {name: as_whole(p.detach()).clone() for name, p in model.named_parameters()}
 
 
-def _both_ways(rank: int) -> None:
+@on_ranks(3)
+def test_ranks_that_divide_the_work_or_the_model_step_as_one(rank: int) -> None:
     alone = _stepped(rank, "alone")
     for how in ("divided", "sharded"):
         found = _stepped(rank, how)
@@ -100,10 +101,6 @@ def _both_ways(rank: int) -> None:
         for name, expected in alone.items():
             # One matrix of a shape or several in a product: they round differently in bfloat16.
             torch.testing.assert_close(found[name], expected, rtol=0, atol=3e-4 if name in HIDDEN else 1e-6)
-
-
-def test_ranks_that_divide_the_work_or_the_model_step_as_one() -> None:
-    run_ranks(_both_ways, 3)
 
 
 def test_matrices_are_divided_by_their_work() -> None:

@@ -14,9 +14,8 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 import thinwire
-from alike import alike, of_ranks
-from harness import run_ranks
 from nets import DDP_OPTIONS, assert_replicas_identical, batch as batch_of, loss_of, make, train, trained
+from ranks import alike, of_ranks, on_ranks
 from thinwire.collectives import owned_parts
 from thinwire.compressors import parse
 from thinwire.integrations.momentum import Momentum
@@ -114,7 +113,8 @@ SPECS = {FOUR_BITS: 0.03, "maxabs(bits=4, bucket=128)": 0.03, "onebit(bucket=512
 """By how much losses may be larger than those of momenta that are not compressed."""
 
 
-def _fed(rank: int) -> None:
+@on_ranks(2)
+def test_momenta_are_sent_compressed_after_the_warm_up(rank: int) -> None:
     """Runs whose momenta travel in each of `SPECS`, and one in which nothing is compressed."""
     exact: list[float] = []
     for spec, margin in {"raw": 0.0, **SPECS}.items():
@@ -135,10 +135,6 @@ def _fed(rank: int) -> None:
         assert max(steps[4:]) < dense / 2
         assert any(str(c).startswith("ef(") for c in wire.plan.layers.values())
         assert_replicas_identical(model)
-
-
-def test_momenta_are_sent_compressed_after_the_warm_up() -> None:
-    run_ranks(_fed, 2)
 
 
 def _unsent(rank: int, name: str, residual: Tensor) -> Tensor:
@@ -195,7 +191,8 @@ def test_a_gradient_becomes_a_momentum_and_itself_again(dtype: torch.dtype) -> N
 CLIPPED = [(FOUR_BITS, "default"), *(("minmax(bits=2, bucket=128)", d) for d in DDP_OPTIONS if d != "bf16 model")]
 
 
-def _norms(rank: int) -> None:
+@on_ranks(4)
+def test_clipping_sees_the_norm_of_the_mean_gradient(rank: int) -> None:
     # A layer's length errs by 8 to 12 %. Without lengths all norms are too long: 12 % in sum in 4 bits, threefold in 2.
     for case in CLIPPED:
         norms = _Recorded(rank, case[0], 1e9, 6, case[1]).norms[1:]
@@ -203,11 +200,9 @@ def _norms(rank: int) -> None:
         assert sum(seen for seen, _ in norms) == pytest.approx(sum(true for _, true in norms), rel=0.05), case
 
 
-def test_clipping_sees_the_norm_of_the_mean_gradient() -> None:
-    run_ranks(_norms, 4)
-
-
-def _clipped(rank: int) -> None:
+@on_ranks(2)
+def test_the_residual_is_all_that_is_missing_whether_gradients_are_clipped_or_not(rank: int) -> None:
+    """Clipping discards none of the momentum that error feedback sent."""
     name = "layers.0.weight"
     for max_norm in (1e9, 0.2):
         recorded = _Recorded(rank, "minmax(bits=3, bucket=128)", max_norm, 6)
@@ -222,12 +217,8 @@ def _clipped(rank: int) -> None:
         torch.testing.assert_close(total.reshape(-1), unsent, rtol=1e-3, atol=1e-6)
 
 
-def test_the_residual_is_all_that_is_missing_whether_gradients_are_clipped_or_not() -> None:
-    """Clipping discards none of the momentum that error feedback sent."""
-    run_ranks(_clipped, 2)
-
-
-def _skipped(rank: int) -> None:
+@on_ranks(2)
+def test_gradients_of_two_backward_passes_add_up_in_one_step(rank: int) -> None:
     """All of the momentum of two backward passes without a step between them arrives."""
     answers = []
     for spec in ("minmax(bits=2, bucket=128)", "raw"):
@@ -243,10 +234,6 @@ def _skipped(rank: int) -> None:
         answers.append(torch.cat([optimizer.momentum(p).reshape(-1) for p in trained(model)]))
     coded, exact = answers
     assert float(coded.dot(exact) / exact.dot(exact)) == pytest.approx(1.0, abs=0.03)
-
-
-def test_gradients_of_two_backward_passes_add_up_in_one_step() -> None:
-    run_ranks(_skipped, 2)
 
 
 def _with_everything(rank: int, stop: int | None) -> tuple[list[float], dict[str, Tensor]]:
@@ -290,15 +277,13 @@ def _with_everything(rank: int, stop: int | None) -> tuple[list[float], dict[str
     return losses, {n: p.detach().clone() for n, p in parts[0].module.named_parameters()}
 
 
-def _straight_and_resumed(rank: int) -> None:
+@on_ranks(2)
+def test_clipping_schedules_scalers_and_checkpoints(rank: int) -> None:
     assert alike(_with_everything(rank, None), _with_everything(rank, 7))
 
 
-def test_clipping_schedules_scalers_and_checkpoints() -> None:
-    run_ranks(_straight_and_resumed, 2)
-
-
-def _refused(rank: int) -> None:
+@on_ranks(2)
+def test_an_optimizer_of_some_parameters_or_of_one_rank_alone_is_refused(rank: int) -> None:
     model = make(rank)
     with pytest.raises(ValueError, match="give it all trained parameters of the model"):
         thinwire.compress(model, **_options(QuantizedAdam(trained(model)[:2], lr=1e-3)))
@@ -306,10 +291,6 @@ def _refused(rank: int) -> None:
     differing = "rank 0 has 'optimizer: QuantizedAdam', rank 1 has 'optimizer: AdamW'"
     with pytest.raises(thinwire.DisagreementError, match=differing):
         thinwire.compress(model, **_options(mine))
-
-
-def test_an_optimizer_of_some_parameters_or_of_one_rank_alone_is_refused() -> None:
-    run_ranks(_refused, 2)
 
 
 def test_a_parameter_that_joins_late_counts_its_own_steps() -> None:

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from alike import alike
-from harness import run_ranks
+from ranks import alike, on_ranks
 from sharded import batch, build, compress, initialised, train, whole
 from thinwire.optim import CompressedAdamW, QuantizedAdam
 
 TWO_BITS = "minmax(bits=2, bucket=128)"
 
 
-def _alike(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_shards_are_trained_as_whole_parameters_are(rank: int, size: int) -> None:
     """A sharded model is as a whole one that sees all ranks' batches, after steps on both sides of T."""
     options: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.8), "warmup": "stable"}
     preconditioned: dict[str, Any] = {"lr": 5e-3, "betas": (0.9, 0.95), "clip": 0.2}
@@ -35,10 +35,6 @@ def _alike(rank: int, size: int) -> None:
             variances = optimizers[0].state[mine]["exp_avg_sq"].full_tensor(), optimizers[1].state[theirs]["exp_avg_sq"]
             torch.testing.assert_close(*variances, rtol=1e-4, atol=1e-9)
         torch.testing.assert_close(whole(sharded), dict(single.named_parameters()), rtol=0, atol=atol)
-
-
-def test_shards_are_trained_as_whole_parameters_are() -> None:
-    run_ranks(_alike, 2, 2)
 
 
 def _trained(rank: int, stop: int | None) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -68,9 +64,6 @@ def _trained(rank: int, stop: int | None) -> tuple[list[float], dict[str, torch.
     return losses, whole(model)
 
 
-def _straight_and_resumed(rank: int) -> None:
+@on_ranks(2)
+def test_gradients_are_sent_compressed_after_the_warm_up_and_a_run_goes_on_from_its_checkpoint(rank: int) -> None:
     assert alike(_trained(rank, None), _trained(rank, 12))
-
-
-def test_gradients_are_sent_compressed_after_the_warm_up_and_a_run_goes_on_from_its_checkpoint() -> None:
-    run_ranks(_straight_and_resumed, 2)
