@@ -111,7 +111,7 @@ def test_a_model_in_one_bucket_gets_a_warning_with_the_cap_to_set(rank: int) -> 
 def test_models_that_cannot_be_compressed_are_refused_on_every_rank(rank: int) -> None:
     twice, hooked, plain = (make(rank) for _ in range(3))
     wire = thinwire.compress(twice, skip_if_slower=False)
-    hooked.register_comm_hook(None, lambda *_: torch.futures.Future())
+    hooked.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
     foreign = torch.optim.AdamW(make(rank).parameters())
     double = make(rank, dtype=torch.float64)
     for model, options, error, says in (

@@ -146,7 +146,7 @@ def _resumes(rank: int, size: int, folder: str) -> None:
         wire.load_state_dict({**gathered, key: gathered[key] + 1.0})
 
     another = compress(model := kept(), {"blocks.1*": LEVELS, "*": CHANGES}, {"*up*": LEVELS, "*": COARSE})
-    train(model, 3, first=50)
+    train(model, 8, first=50)
     theirs = another.gather_state_dict()
     with pytest.raises(thinwire.DisagreementError, match=r"rank 0 has '.*arrived/weights/"):
         wire.load_state_dict(theirs if rank else gathered)

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
-from torch.distributed._composable.replicate import replicate
-from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -137,6 +135,9 @@ class _Outer(nn.Module):
 
 @on_ranks(2)
 def test_what_is_wrapped_otherwise_is_told_what_to_do(rank: int, size: int) -> None:
+    from torch.distributed._composable.replicate import replicate
+    from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         first = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
@@ -323,6 +322,8 @@ def test_what_cannot_be_is_refused(rank: int) -> None:
     model.to(torch.bfloat16)
     with pytest.raises(TypeError, match=r"is torch\.bfloat16 by now, and was torch\.float32"):
         model(_batch(rank, 4).to(torch.bfloat16))
+
+    from torch.distributed.optim import _apply_optimizer_in_backward
 
     net = Net()
     _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.05})
