@@ -119,7 +119,12 @@ def test_models_that_cannot_be_compressed_are_refused_on_every_rank(rank: int) -
         (twice, {}, RuntimeError, "this model is compressed already: call detach()"),
         (hooked, {}, RuntimeError, "this DDP model has a communication hook already"),
         (plain, {"optimizer": foreign}, ValueError, "holds no parameter of this model: pass the one that trains it, A"),
-        (double, {"compressor": {"*": "4bit"}}, TypeError, "its dtype is torch.float64, and compressors take"),
+        (
+            double,
+            {"compressor": {"*": "4bit", "embed.weight": "8bit"}},
+            TypeError,
+            "its dtype is torch.float64, and compressors take",
+        ),
     ):
         with pytest.raises(error, match=re.escape(says)):
             thinwire.compress(model, skip_if_slower=False, **options)

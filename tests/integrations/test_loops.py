@@ -335,6 +335,7 @@ def test_what_cannot_be_is_refused(rank: int) -> None:
         thinwire.compress(model, "minmax(bits=8)", **KEEP)
     torch._dynamo.config.optimize_ddp = True
 
+    model, _ = _make()
     optimizer = thinwire.optim.QuantizedAdam(model.parameters(), lr=1e-3, warmup=2)
     wire = thinwire.compress(model, "minmax(bits=4)", optimizer=optimizer, **KEEP)
     for step in range(4):
