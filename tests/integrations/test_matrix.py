@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import thinwire
-from harness import run_ranks
 from nets import assert_replicas_identical, batch, loss_of, make, trained
+from ranks import on_ranks
 
 PRECISIONS = ("fp32", "bf16", "autocast", "GradScaler")
 FEATURES = ("accumulation", "clipping", "find_unused", "static_graph", "bucket view", "join", "torch.compile")
@@ -75,7 +75,10 @@ def _cell(rank: int, precision: str, feature: str, kind: str) -> None:
         assert_replicas_identical(model)
 
 
-def _cells(rank: int, precision: str) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+@on_ranks(2, timeout_s=250.0, group_timeout_s=60.0)
+def test_precision(rank: int, precision: str) -> None:
+    """With each feature, with which each kind of compressor goes in some precision."""
     kinds = list(KINDS)
     for i, feature in enumerate(FEATURES):
         kind = kinds[(i + PRECISIONS.index(precision)) % len(kinds)]
@@ -83,9 +86,3 @@ def _cells(rank: int, precision: str) -> None:
             _cell(rank, precision, feature, kind)
         except AssertionError as error:
             raise AssertionError(f"{precision}, {feature}, {kind}") from error
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_precision(precision: str) -> None:
-    """With each feature, with which each kind of compressor goes in some precision."""
-    run_ranks(_cells, 2, precision, timeout_s=250.0, group_timeout_s=60.0)

@@ -52,12 +52,25 @@ class Net(nn.Module):
         return y + self.tail(x) if self.tied else y
 
 
-def build(mesh: DeviceMesh | None = None, *, seed: int = 0, net: Callable[[], nn.Module] = Net, **options: Any) -> Any:
-    """A `Net` (or another model with ``blocks``) whose blocks, and the rest, are sharded."""
+class Shared(Net):
+    """Its first block is used twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.blocks
+        return self.head(second(first(first(self.stem(x)))))
+
+
+def initialised(seed: int = 0, net: Callable[[], nn.Module] = Net) -> Any:
     torch.manual_seed(seed)
     model = net()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def build(mesh: DeviceMesh | None = None, *, seed: int = 0, net: Callable[[], nn.Module] = Net, **options: Any) -> Any:
+    """A `Net` (or another model with ``blocks``) whose blocks, and the rest, are sharded."""
+    model = initialised(seed, net)
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:  # pyright: ignore[reportGeneralTypeIssues]
         fully_shard(block, mesh=mesh, **options)
