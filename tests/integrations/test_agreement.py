@@ -20,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sharded
 import thinwire
+from harness import on_ranks
 from nets import Net, make
-from ranks import assert_alike, on_ranks
+from ranks import assert_alike
 from thinwire.local import DiLoCo
 from thinwire.pipeline.stage import compress_stage
 

@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
+from harness import on_ranks
 from nets import DDP_OPTIONS, Net, assert_replicas_identical, batch, fingerprint, loss_of, make, train, trained
-from ranks import assert_alike, on_ranks
+from ranks import assert_alike
 
 
 @on_ranks(3)

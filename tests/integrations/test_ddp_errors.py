@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import thinwire
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from nets import assert_replicas_identical, batch, loss_of, make, train
-from ranks import on_ranks
 from thinwire.integrations import transports
 from thinwire_tools.lab import free_port
 

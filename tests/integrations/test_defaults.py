@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from ranks import alike, on_ranks
+from harness import on_ranks
+from ranks import alike
 from thinwire.local import DiLoCo
 from thinwire.optim import CompressedAdamW, Muon, QuantizedAdam
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import thinwire
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from nets import assert_replicas_identical, batch, fingerprint, loss_of, make, train, trained
-from ranks import alike, assert_alike, on_ranks
+from ranks import alike, assert_alike
 from thinwire.integrations.ddp import Options, attach_ddp
 from thinwire.integrations.devices import check_device
 from thinwire.runtime.executor import StreamExecutor

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
 from device_cases import PART_NUMEL, sharded_case, shards_through_the_device, shards_through_the_host
-from harness import run_threads
-from ranks import alike, assert_alike, on_ranks
+from harness import on_ranks, run_threads
+from ranks import alike, assert_alike
 from sharded import Net, batch, build, train, whole
 from thinwire import TransportError
 from thinwire.collectives import DeviceLoopbackTransport, LoopbackTransport

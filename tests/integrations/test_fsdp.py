@@ -15,7 +15,8 @@ from torch.distributed.tensor import Shard
 
 import thinwire
 from gathers import gathered
-from ranks import alike, assert_alike, on_ranks
+from harness import on_ranks
+from ranks import alike, assert_alike
 from sharded import Net, Shared, batch, build, compress, train, whole
 from thinwire_tools import lab
 from thinwire_tools.bench.ranks import run_ranks as run_module

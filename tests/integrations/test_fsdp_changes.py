@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import thinwire
-from harness import run_ranks
-from ranks import assert_alike, on_ranks
+from harness import on_ranks, run_ranks
+from ranks import assert_alike
 from sharded import Net, batch, build, compress, same, train, train_and_resume, whole
 from thinwire.compressors import parse
 from thinwire.integrations.fsdp import QuantisedAllGather

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from harness import run_ranks
-from ranks import alike, on_ranks
+from harness import on_ranks, run_ranks
+from ranks import alike
 from sharded import Net, batch, build, compress, train, whole
 from thinwire import compat
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from ranks import alike, on_ranks
+from harness import on_ranks
+from ranks import alike
 from sharded import Net, batch, build, compress
 
 DRAWS = "qsgd(bits=4, bucket=64)"

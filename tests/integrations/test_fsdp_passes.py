@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from ranks import alike, of_ranks, on_ranks
+from harness import on_ranks
+from ranks import alike, of_ranks
 from sharded import Shared, batch, build, compress, train, whole
 
 W4 = "minmax(bits=4, bucket=64)"

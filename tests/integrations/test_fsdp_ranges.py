@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ranks import on_ranks
+from harness import on_ranks
 from sharded import Net, batch, build, compress
 
 SPECS = ["rangefloat(bits=10)", "rangefloat(bits=10, range=1.0)", "natural", "minmax(bits=8)", "fft(theta=0.5)"]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import thinwire
-from harness import run_ranks
-from ranks import assert_alike, of_ranks, on_ranks
+from harness import on_ranks, run_ranks
+from ranks import assert_alike, of_ranks
 from sharded import Net, Shared, batch, build, compress, train, train_and_resume, whole
 
 COARSE = "ef(minmax(bits=2, bucket=128))"

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ranks import alike, assert_alike, on_ranks
+from harness import on_ranks
+from ranks import alike, assert_alike
 from sharded import Block, Net, batch, build, compress
 
 

@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from harness import on_ranks
 from nets import make
-from ranks import assert_alike, on_ranks
+from ranks import assert_alike
 from sharded import build, compress
 
 

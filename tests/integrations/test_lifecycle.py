@@ -20,7 +20,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import sharded
 import thinwire
-from ranks import alike, on_ranks
+from harness import on_ranks
+from ranks import alike
 
 
 def linear() -> DistributedDataParallel:
@@ -163,9 +164,20 @@ def _refused(rank: int) -> None:
         sharded.compress(model, f"minmax(bits={4 + rank}, bucket=64)", "raw")
 
 
-@pytest.mark.parametrize(("cycle_of", "cycles"), [(_dropped_ddp, 16), (_dropped_fsdp, 16), (_refused, 12)])
+def _detached(rank: int) -> None:
+    for streams in (1, 2):
+        model, network = linear(), thinwire.Network(streams=streams)
+        wire = thinwire.compress(model, "ef(minmax(bits=4))", skip_if_slower=False, network=network)
+        backward(model, rank)
+        assert wire.stats.compressed_steps == 1
+        wire.detach()
+
+
+@pytest.mark.parametrize(
+    ("cycle_of", "cycles"), [(_dropped_ddp, 16), (_dropped_fsdp, 16), (_refused, 12), (_detached, 18)]
+)
 @on_ranks(2)
-def test_what_is_dropped_or_refused_leaves_no_threads_connections_or_memory(
+def test_what_is_dropped_refused_or_detached_leaves_no_threads_connections_or_memory(
     rank: int, cycle_of: Callable[[int], None], cycles: int
 ) -> None:
     """No more of anything after all cycles than after the first ones."""

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import thinwire
+from harness import on_ranks
 from nets import assert_replicas_identical
-from ranks import on_ranks
 from thinwire.compat import accepts_uneven_inputs
 
 _WIDTH = 64

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import thinwire
+from harness import on_ranks
 from nets import assert_replicas_identical, batch, loss_of, make, trained
-from ranks import on_ranks
 
 PRECISIONS = ("fp32", "bf16", "autocast", "GradScaler")
 FEATURES = ("accumulation", "clipping", "find_unused", "static_graph", "bucket view", "join", "torch.compile")

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
-from ranks import alike, assert_alike, of_ranks, on_ranks
+from harness import on_ranks
+from ranks import alike, assert_alike, of_ranks
 from thinwire.integrations.devices import trained
 
 _WIDTH = 32

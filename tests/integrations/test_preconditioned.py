@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
+from harness import on_ranks
 from nets import assert_replicas_identical, batch as batch_of, loss_of, make, train, trained
-from ranks import on_ranks
 from thinwire.optim import CompressedAdamW
 
 TWO_BITS = "gaussian(bits=2)"

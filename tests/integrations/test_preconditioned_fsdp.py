@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from harness import run_ranks
-from ranks import alike, assert_alike, on_ranks
+from harness import on_ranks, run_ranks
+from ranks import alike, assert_alike
 from sharded import Net, build, compress, initialised, train, whole
 from thinwire.optim import CompressedAdamW
 

@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed import ReduceOp, _functional_collectives as functional
 
 import thinwire
-from harness import run_ranks
-from ranks import assert_alike, on_ranks
+from harness import on_ranks, run_ranks
+from ranks import assert_alike
 from thinwire import DisagreementError, ProcessGroup, ProcessGroupOptions, TransportError
 from thinwire.collectives import Layer, Layout, part_layout, sent_bytes
 from thinwire.collectives.shared_memory import unavailable

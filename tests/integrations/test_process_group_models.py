@@ -13,8 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
+from harness import on_ranks
 from nets import DDP_OPTIONS, Net, assert_replicas_identical, batch, loss_of, train, trained
-from ranks import assert_alike, on_ranks
+from ranks import assert_alike
 from thinwire import ProcessGroup, ProcessGroupOptions
 from thinwire.compat import ddp_ready_order
 

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sharded
 import thinwire
-from harness import run_ranks
-from ranks import alike, assert_alike, of_ranks, on_ranks
+from harness import on_ranks, run_ranks
+from ranks import alike, assert_alike, of_ranks
 from thinwire.local import DiLoCo, Nesterov, send_nothing
 from thinwire.local.fragments import balanced_fragments, exchange_plan
 from thinwire.runtime.checkpoint import sealed

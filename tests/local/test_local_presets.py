@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness import run_ranks
-from ranks import assert_alike, on_ranks
+from harness import on_ranks, run_ranks
+from ranks import assert_alike
 from thinwire.local import DiLoCo, preset
 
 

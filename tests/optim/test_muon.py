@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from harness import run_ranks
-from ranks import assert_alike, on_ranks
+from harness import on_ranks, run_ranks
+from ranks import assert_alike
 from thinwire.optim import Muon
 from thinwire.optim.muon import iteration_dtype, newton_schulz, polar_factors
 from thinwire.optim.shards import as_whole

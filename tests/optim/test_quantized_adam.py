@@ -14,8 +14,9 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 import thinwire
+from harness import on_ranks
 from nets import DDP_OPTIONS, assert_replicas_identical, batch as batch_of, loss_of, make, train, trained
-from ranks import alike, of_ranks, on_ranks
+from ranks import alike, of_ranks
 from thinwire.collectives import owned_parts
 from thinwire.compressors import parse
 from thinwire.integrations.momentum import Momentum

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ranks import alike, on_ranks
+from harness import on_ranks
+from ranks import alike
 from sharded import batch, build, compress, initialised, train, whole
 from thinwire.optim import CompressedAdamW, QuantizedAdam
 

@@ -16,21 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from harness import on_ranks, run_ranks
-from pipelines import (
-    BATCH,
-    CHUNKS,
-    LENGTH,
-    MULTI,
-    SAMPLES,
-    SINGLE,
-    WIDTH,
-    Block,
-    Pipe,
-    check_sides,
-    equal,
-    everybody,
-    samples,
-)
+from pipelines import BATCH, CHUNKS, LENGTH, MULTI, SAMPLES, SINGLE, WIDTH, Block, Pipe, check_sides, samples
+from ranks import alike, of_ranks
 
 FW3_BW6: dict[str, Any] = {"forward": "delta(maxabs(bits=3))", "backward": "maxabs(bits=6)"}
 RAW: dict[str, Any] = {"forward": "raw", "backward": "raw"}
@@ -42,7 +29,7 @@ def trained(rank: int, epochs: int = 3, name: str = "gpipe", **options: Any) -> 
     """This rank's part of a pipeline after some epochs, in a group of its own, whose steps begin at 0; all losses."""
     pipe = Pipe(rank, dist.get_world_size(), name, group=dist.new_group(), **options)
     losses = [loss for epoch in range(epochs) for loss in pipe.epoch(epoch, *samples())]
-    return pipe, next(of for of in everybody(losses) if of)
+    return pipe, next(of for of in of_ranks(losses) if of)
 
 
 def by_epoch(pipe: Pipe, epochs: int, direction: str) -> list[int]:
@@ -59,7 +46,7 @@ def test_both_sides_keep_the_same_under_every_schedule(rank: int) -> None:
     found = {}
     for name in (*SINGLE, *MULTI):
         pipe, losses = trained(rank, name=name, **FW3_BW6)
-        check_sides(everybody(pipe.digests()), {"zbv": [0, 2]}.get(name, [0] if name in SINGLE else [0, 1, 2]))
+        check_sides(of_ranks(pipe.digests()), {"zbv": [0, 2]}.get(name, [0] if name in SINGLE else [0, 1, 2]))
         for stats in (stage.stats for stage in pipe.stages):
             assert (stats.steps, stats.evaluations) == (3 * STEPS, 0)
             assert not any((stats.resets, stats.corrupt, stats.nonfinite, stats.evicted))
@@ -94,9 +81,9 @@ def frozen(rank: int, name: str) -> None:
             found[forward] = losses, pipe.parameters()
             sent = {stage.stage_index: stage.stats.backward_sent_bytes for stage in pipe.stages if forward}
         assert found["raw"][0] == found[None][0]
-        assert equal(found["raw"][1], found[None][1])
+        assert alike(found["raw"][1], found[None][1])
         # Gradients go back to the first stage that trains, and no further.
-        sent = {index: sent_bytes for of in everybody(sent) for index, sent_bytes in of.items()}
+        sent = {index: sent_bytes for of in of_ranks(sent) for index, sent_bytes in of.items()}
         first = min(set(sent) - stages)
         assert name == "zbv" or [i for i in sent if sent[i]] == [i for i in sent if i > first]
 
@@ -118,7 +105,7 @@ def test_changes_train_where_activations_of_the_same_bits_do_not(rank: int) -> N
 
 @on_ranks(2)
 def test_statistics_show_changes_shrink_and_bytes_add_up(rank: int) -> None:
-    earlier, later = everybody(trained(rank, 8, **FW3_BW6, lr=0.05)[0].stages[0].stats)
+    earlier, later = of_ranks(trained(rank, 8, **FW3_BW6, lr=0.05)[0].stages[0].stats)
     steps = 8 * STEPS
     assert [epoch.samples for epoch in earlier.epochs] == [SAMPLES] * 8
     assert earlier.epochs[0].delta == 0
@@ -162,8 +149,8 @@ def test_a_warm_up_is_uncompressed_both_ways(rank: int) -> None:
     headers, raw = 2 * CHUNKS * 64, SAMPLES * NUMEL * 4
     for warmup in (0, 1, 2):
         pipe = Pipe(rank, 2, **FW3_BW6, warmup_epochs=warmup, precision=8)
-        forward, backward = everybody(by_epoch(pipe, 4, ""))
-        check_sides(everybody(pipe.digests()), [0])
+        forward, backward = of_ranks(by_epoch(pipe, 4, ""))
+        check_sides(of_ranks(pipe.digests()), [0])
         # A first visit is whole in any case, in however few bits it is kept.
         assert [sent == headers + raw for sent in forward] == [epoch < max(warmup, 1) for epoch in range(4)]
         assert [sent == headers + raw for sent in backward] == [epoch < warmup for epoch in range(4)]
@@ -171,7 +158,7 @@ def test_a_warm_up_is_uncompressed_both_ways(rank: int) -> None:
         assert forward[-1] < 0.4 * (headers + raw)
     # Samples without room are not warmed up for ever.
     room = thinwire.store.Memory(budget_bytes=4 * NUMEL * 4)
-    backward = everybody(by_epoch(Pipe(rank, 2, **FW3_BW6, warmup_epochs=1, store=room), 3, "backward_"))[1]
+    backward = of_ranks(by_epoch(Pipe(rank, 2, **FW3_BW6, warmup_epochs=1, store=room), 3, "backward_"))[1]
     coded = thinwire.parse("maxabs(bits=6)").payload_bytes(NUMEL, torch.float32)
     assert backward == [headers + 4 * (NUMEL * 4) + 12 * coded, *[headers + 16 * coded] * 2]
 
@@ -183,7 +170,7 @@ def test_half_precision_and_a_smaller_last_batch(rank: int) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         pipe = Pipe(rank, 2, **FW3_BW6, chunks=3, precision=16, wrap=lambda module, dtype=dtype: module.to(dtype))
         losses = [loss for epoch in range(3) for loss in pipe.epoch(epoch, x.to(dtype), y.to(dtype), batch=13)]
-        check_sides(everybody(pipe.digests()), [0])
+        check_sides(of_ranks(pipe.digests()), [0])
         assert not losses or losses[-1] < losses[1]
         assert pipe.stages[0].stats.dense_bytes == 3 * SAMPLES * NUMEL * dtype.itemsize
 
@@ -192,7 +179,7 @@ def test_half_precision_and_a_smaller_last_batch(rank: int) -> None:
 def test_evaluation_leaves_messages_alone_sees_the_model_itself_and_may_be_compressed(rank: int) -> None:
     x, y = samples()
     pipe, _ = trained(rank, 1, **FW3_BW6)
-    kept, weights = pipe.digests(), [p for of in everybody(pipe.parameters()) for p in of]
+    kept, weights = pipe.digests(), [p for of in of_ranks(pipe.parameters()) for p in of]
     found = [pipe.eval(x[:BATCH], y[:BATCH]), pipe.eval(x[3:9], y[3:9], ids=range(3, 9))]
     assert pipe.digests() == kept
     pipe.epoch(1, x, y)
@@ -200,7 +187,7 @@ def test_evaluation_leaves_messages_alone_sees_the_model_itself_and_may_be_compr
     assert (stats.steps, stats.evaluations) == (2 * STEPS, 2)
     without, _ = trained(rank, 2, **FW3_BW6)
     assert pipe.digests() == without.digests()
-    assert equal(pipe.parameters(), without.parameters())
+    assert alike(pipe.parameters(), without.parameters())
     coded = trained(rank, 1, **FW3_BW6, evaluation="maxabs(bits=4)")[0].eval(x[:BATCH], y[:BATCH])
     if rank == 0:
         return
@@ -253,8 +240,8 @@ def of_lengths(rank: int, tell_lengths: bool, forward: str = "delta(maxabs(bits=
             pipe.schedule.step(*inputs, target=target, losses=found, return_outputs=False)
             pipe.optimizer.step()
             losses += [float(loss.detach()) for loss in found]
-    check_sides(everybody(pipe.digests()), [0] if "delta" in forward else [])
-    return next(of for of in everybody(losses) if of), pipe.stages[0].stats.sent_bytes
+    check_sides(of_ranks(pipe.digests()), [0] if "delta" in forward else [])
+    return next(of for of in of_ranks(losses) if of), pipe.stages[0].stats.sent_bytes
 
 
 @on_ranks(2)
@@ -273,7 +260,7 @@ def test_each_boundary_may_have_its_own_compressors(rank: int) -> None:
     forward = ["delta(maxabs(bits=4))", "direct(maxabs(bits=8))", "delta(maxabs(bits=3))"]
     backward = ["topk(density=0.2) | maxabs(bits=8)", "raw", "maxabs(bits=4)"]
     pipe, losses = trained(rank, forward=forward, backward=backward)
-    check_sides(everybody(pipe.digests()), [0, 2])
+    check_sides(of_ranks(pipe.digests()), [0, 2])
     assert losses[-1] < losses[0]
     coded = [CHUNKS * 64 + BATCH * thinwire.parse(spec).wire_bytes((NUMEL,)) for spec in backward]
     assert pipe.stages[0].stats.backward_sent_bytes == 3 * STEPS * [0, *coded][rank]
@@ -307,9 +294,9 @@ def test_pipelines_and_data_parallelism_compress_side_by_side(rank: int) -> None
         share.set_epoch(epoch)
         ids = torch.tensor(list(share))
         losses.append(pipe.step(x[ids], y[ids], ids))
-    digests = everybody(pipe.digests())
+    digests = of_ranks(pipe.digests())
     check_sides([digests[replica], digests[replica + 2]], [0])
-    assert equal(everybody(pipe.parameters())[rank ^ 1], pipe.parameters()), "replicas are identical"
+    assert alike(of_ranks(pipe.parameters())[rank ^ 1], pipe.parameters()), "replicas are identical"
     assert wires[0].stats.payload_sent_bytes > 0
     assert stage == 0 or losses[-1] < losses[0]
 
@@ -329,10 +316,10 @@ def test_replicas_of_a_pipeline_round_apart(rank: int) -> None:
 
     for ids in (None, range(BATCH)):
         mine = learned("nearest", ids)
-        assert equal(everybody(mine)[rank ^ 1], mine)
+        assert alike(of_ranks(mine)[rank ^ 1], mine)
         mine = learned("stochastic", ids)
-        assert not any(torch.equal(p, q) for p, q in zip(everybody(mine)[rank ^ 1], mine, strict=True))
-        assert equal(learned("stochastic", ids), mine)
+        assert not any(torch.equal(p, q) for p, q in zip(of_ranks(mine)[rank ^ 1], mine, strict=True))
+        assert alike(learned("stochastic", ids), mine)
 
 
 class TheirStage(TorchStage):
@@ -373,13 +360,13 @@ def test_nan_arrives_and_is_not_kept(rank: int) -> None:
     with torch.no_grad():
         for p, q in zip([p for module in pipe.modules for p in module.parameters()], weights, strict=True):
             p.copy_(q)
-    one, other = everybody((pipe.stages[0].stats.kept_samples, pipe.stages[0].stats.nonfinite))
+    one, other = of_ranks((pipe.stages[0].stats.kept_samples, pipe.stages[0].stats.nonfinite))
     assert one == other
     assert one[0] < SAMPLES
     assert one[1] > 0
     pipe.epoch(2, x, y)
     assert pipe.stages[0].stats.kept_samples == SAMPLES, "it is kept again once it is finite"
-    check_sides(everybody(pipe.digests()), [0])
+    check_sides(of_ranks(pipe.digests()), [0])
 
 
 @on_ranks(2)

@@ -10,7 +10,8 @@ import pytest
 from torch import Tensor
 
 from harness import on_ranks
-from pipelines import BATCH, SINGLE, Pipe, check_sides, everybody, samples
+from pipelines import BATCH, SINGLE, Pipe, check_sides, samples
+from ranks import of_ranks
 from thinwire.collectives import PeerFailedError
 from thinwire.pipeline.boundary import BoundarySide
 from thinwire.store import MemoryStore
@@ -106,7 +107,7 @@ def test_a_record_that_cannot_be_saved_is_an_error_on_every_rank_and_training_ca
     # What one side could not keep is sent whole again.
     pipe.epoch(2, x, y)
     pipe.epoch(3, x, y)
-    check_sides(everybody(pipe.digests()), [0])
+    check_sides(of_ranks(pipe.digests()), [0])
 
 
 @on_ranks(2, timeout_s=60)
@@ -115,5 +116,5 @@ def test_many_small_steps_keep_both_sides_alike_under_load(rank: int) -> None:
     pipe = Pipe(rank, 2, "interleaved", **FW3_BW6, precision=8, check_every=1)
     for epoch in range(12):
         pipe.epoch(epoch, *samples())
-    check_sides(everybody(pipe.digests()), [0, 1, 2])
+    check_sides(of_ranks(pipe.digests()), [0, 1, 2])
     assert not any(stage.stats.resets or stage.stats.corrupt for stage in pipe.stages)

@@ -18,7 +18,8 @@ from torch.distributed.pipelining import PipelineStage
 
 import thinwire
 from harness import on_ranks, run_ranks
-from pipelines import BATCH, CHUNKS, LENGTH, SAMPLES, Block, Pipe, check_sides, equal, everybody, samples
+from pipelines import BATCH, CHUNKS, LENGTH, SAMPLES, Block, Pipe, check_sides, samples
+from ranks import alike, of_ranks
 from thinwire.collectives import MessageError
 from thinwire.compat import stage_tensors
 from thinwire.pipeline.boundary import BoundarySide
@@ -68,7 +69,7 @@ def test_ids_that_cannot_be_are_an_error_on_every_rank(rank: int) -> None:
         assert found.startswith(first) if rank == 0 else (second or first) in found, found
         losses = pipe.epoch(1, x, y)
         assert not losses or losses[-1] < 3, "the pipeline goes on once the ids are right"
-        check_sides(everybody(pipe.digests()), [0])
+        check_sides(of_ranks(pipe.digests()), [0])
 
 
 @on_ranks(3)
@@ -318,11 +319,11 @@ class Mixed(nn.Module):
 def test_all_tensors_of_a_stage_are_sent_in_one_message(rank: int) -> None:
     pipe = Pipe(rank, 2, **FW3_BW6, kind=Mixed, loss=lambda out, target: ((out[0] - target) ** 2).mean())
     losses = [loss for epoch in range(3) for loss in pipe.epoch(epoch, *samples())]
-    check_sides(everybody(pipe.digests()), [0])
+    check_sides(of_ranks(pipe.digests()), [0])
     assert not losses or losses[-1] < losses[0]
     index, positive, number = received = pipe.modules[0].seen[1:]  # pyright: ignore[reportIndexIssue]
     assert [t.dtype for t in received] == [torch.int64, torch.bool, torch.int64]
-    assert equal(everybody([index, positive, number])[0], received)
+    assert alike(of_ranks([index, positive, number])[0], received)
     assert int(number) == 7
 
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from hypothesis import given, strategies as st
 
 from harness import on_ranks, run_ranks
-from pipelines import BATCH, Pipe, check_sides, everybody, samples
+from pipelines import BATCH, Pipe, check_sides, samples
+from ranks import of_ranks
 from thinwire.pipeline.link_choices import LinkChoices
 from thinwire.policies import ByLink, choose_by_link
 from thinwire_tools import lab
@@ -66,14 +67,14 @@ def trained(rank: int, name: str) -> None:
     assert again.digests() == pipe.digests()
     rows = [[{d: of._asdict() for d, of in row.items()} for row in stage.links] for stage in pipe.stages]
     chosen = [stage.state_dict()["choices"].tolist() for stage in (*pipe.stages, *again.stages)]
-    first_rows, first_chosen = everybody((rows[0], chosen[0]))[0]
+    first_rows, first_chosen = of_ranks((rows[0], chosen[0]))[0]
     assert all(of == first_rows for of in rows)
     assert all(of == first_chosen for of in chosen)
     for row in rows[0]:
         assert set(row) == {"forward", "backward"}
         assert row["forward"]["compressor"].startswith(("delta(gaussian(", "delta(maxabs("))
         assert all(of["rate"] > 0 and of["compute_s"] > 0 and of["message_bytes"] > 64 for of in row.values())
-    check_sides(everybody(pipe.digests()), range(num_ranks - 1 if name == "gpipe" else 2 * num_ranks - 1))
+    check_sides(of_ranks(pipe.digests()), range(num_ranks - 1 if name == "gpipe" else 2 * num_ranks - 1))
 
 
 @pytest.mark.parametrize(("name", "num_ranks"), [("gpipe", 3), ("interleaved", 2)])

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 import thinwire
 from harness import on_ranks, run_ranks
-from pipelines import BATCH, SAMPLES, Pipe, check_sides, equal, everybody, samples
+from pipelines import BATCH, SAMPLES, Pipe, check_sides, samples
+from ranks import alike, of_ranks
 
 FW3_BW6: dict[str, Any] = {"forward": "delta(maxabs(bits=3))", "backward": "maxabs(bits=6)", "check_every": 3}
 STEPS = 12
@@ -111,10 +112,10 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(rank: int, tmp_path: Path
         options["store"] = place(kind, mine)
         early = run(rank, mine, name, options, 5, 5)
         late = run(rank, mine, name, options, 5, STEPS, True)
-        check_sides(everybody(late[0]), [0] if name == "gpipe" else [0, 1, 2])
+        check_sides(of_ranks(late[0]), [0] if name == "gpipe" else [0, 1, 2])
         assert late[0] == whole[0]
         assert early[1] + late[1] == whole[1]
-        assert equal(late[2], whole[2])
+        assert alike(late[2], whole[2])
         assert all(count[:2] == (0, 0) for count in late[3])
 
 
@@ -132,7 +133,7 @@ def test_a_run_killed_anywhere_goes_on_from_its_last_checkpoint(
         assert late[0] == mine[0]
         assert late[1] == mine[1][-len(late[1]) :]
         assert len(late[1]) == STEPS - step // 4 * 4
-        assert equal(late[2], mine[2])
+        assert alike(late[2], mine[2])
 
 
 def run_and_die(rank: int, folder: Path, options: dict[str, Any], victim: int, step: int) -> Any:
@@ -183,7 +184,7 @@ def spoiled(rank: int, folder: Path, victim: int | None, what: str, kind: str) -
     pipe.epoch(2, x, y)
     assert pipe.stages[0].stats.resets == resets, "it is in order afterwards"
     assert pipe.stages[0].stats.kept_samples == SAMPLES
-    check_sides(everybody(pipe.digests()), [0])
+    check_sides(of_ranks(pipe.digests()), [0])
     pipe.stages[0].close_stores()
     return losses
 
@@ -221,4 +222,4 @@ def test_reading_ahead_changes_nothing(rank: int, tmp_path: Path) -> None:
         pipe.step(x[ids], y[ids], ids, **({"upcoming": upcoming} if pipe.first else {}))
     plain = run(rank, tmp_path, "gpipe", FW3_BW6, 100)
     assert pipe.digests() == plain[0]
-    assert equal(pipe.parameters(), plain[2])
+    assert alike(pipe.parameters(), plain[2])

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import thinwire
 from harness import on_ranks, run_threads
-from pipelines import everybody
+from ranks import of_ranks
 from thinwire.collectives import MessageError
 from thinwire.compressors import parse
 from thinwire.pipeline.sample_sum import SampleSum
@@ -178,7 +178,7 @@ def test_raw_layers_train_as_pytorchs_do_and_compressed_ones_nearly(rank: int) -
         net.eval()
         with torch.no_grad():
             out = net(values(2, LENGTH, WIDTH, seed=2))
-        (one, one_out), (other, other_out) = everybody((losses, out))
+        (one, one_out), (other, other_out) = of_ranks((losses, out))
         assert one == other, "ranks have the same outputs, and so the same losses"
         assert torch.equal(one_out, other_out)
         if spec == "raw":
@@ -216,7 +216,7 @@ def test_replicas_of_a_layer_round_apart(rank: int) -> None:
     mesh, x = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), values(2, LENGTH, WIDTH, seed=1)
     for rounding in ("nearest", "stochastic"):
         net = network(thinwire.CompressedRowwiseParallel(f"maxabs(bits=4, rounding={rounding})"), mesh["tp"])
-        found = everybody(net(x).detach())
+        found = of_ranks(net(x).detach())
         assert torch.equal(found[0], found[1])
         assert torch.equal(found[2], found[3])
         assert torch.equal(found[0], found[2]) == (rounding == "nearest")

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -74,14 +74,20 @@ def run_ranks(
     return run()
 
 
-def on_ranks(num_ranks: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a function of a rank, and of what pytest gives it, a test that calls it on so many ranks."""
+def on_ranks(num_ranks: int | None = None, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a function of a rank, and of what pytest gives it, a test that calls it on so many ranks.
+
+    Its parameter ``size`` is that number, or says it where it is not given here. ``options`` are those of `run_ranks`.
+    """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        def start(given: dict[str, Any]) -> None:
-            run_ranks(partial(_on_a_rank, function.__module__, function.__name__, given), num_ranks, **options)
+        known = {"size": num_ranks} if num_ranks and "size" in inspect.signature(function).parameters else {}
 
-        return _as_test(function, start)
+        def start(given: dict[str, Any]) -> None:
+            call = partial(_on_a_rank, function.__module__, function.__name__, given | known)
+            run_ranks(call, num_ranks or given["size"], **options)
+
+        return _as_test(function, start, known)
 
     return decorate
 
@@ -95,8 +101,10 @@ def on_threads(num_ranks: int, **options: Any) -> Callable[[Callable[..., None]]
     return decorate
 
 
-def _as_test(function: Callable[..., None], start: Callable[[dict[str, Any]], Any]) -> Callable[..., None]:
-    """A test that asks pytest for all of the function's arguments but the first, and starts it with them."""
+def _as_test(
+    function: Callable[..., None], start: Callable[[dict[str, Any]], Any], known: Collection[str] = ()
+) -> Callable[..., None]:
+    """A test that asks pytest for the function's arguments but the first and those known, and starts it with them."""
 
     def test(**given: Any) -> None:
         start(given)
@@ -104,9 +112,8 @@ def _as_test(function: Callable[..., None], start: Callable[[dict[str, Any]], An
     signature = inspect.signature(function)
     test.__name__, test.__qualname__, test.__doc__ = function.__name__, function.__qualname__, function.__doc__
     test.__module__ = function.__module__
-    vars(test).update(
-        __signature__=signature.replace(parameters=list(signature.parameters.values())[1:]), on_a_rank=function
-    )
+    asked = [p for p in list(signature.parameters.values())[1:] if p.name not in known]
+    vars(test).update(__signature__=signature.replace(parameters=asked), on_a_rank=function)
     return test
 
 

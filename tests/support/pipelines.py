@@ -137,18 +137,6 @@ class Pipe:
         return [p.detach().clone() for module in self.modules for p in module.parameters()]
 
 
-def everybody(value: Any) -> list[Any]:
-    """What each rank has."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
-
-
-def equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether all are the same to the bit."""
-    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
-
-
 def check_sides(digests: Sequence[dict[str, int]], boundaries: Sequence[int]) -> None:
     """Assert that both sides of each of these boundaries, and of no others, hold the same."""
     merged = {name: digest for rank_digests in digests for name, digest in rank_digests.items()}
