@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +14,25 @@ from captions import CAPTIONS
 
 from experiments.__main__ import main as experiments_main
 from experiments.framework.claims import Row, judge
-from experiments.papers.aqsgd import curves, resume, throughput
+from experiments.papers.aqsgd import curves, throughput
 from experiments.papers.aqsgd.methods import FP32, aqsgd, direct
 from experiments.papers.aqsgd.paper import PAPER
 from experiments.papers.aqsgd.stages import Part
 from experiments.papers.aqsgd.study import MORE_STAGES, NUM_STAGES, SMOKE, AQSGDScale, AQSGDStudy
-from experiments.papers.aqsgd.tasks import SMALL, SMALL_SMOKE, TIMED, FineTuning
+from experiments.papers.aqsgd.tasks import SMALL, SMALL_SMOKE, TIMED
 from experiments.papers.aqsgd.timing import Computed
 from experiments.papers.aqsgd.trainings import FirstTraining
 from made_up import run
-from small_versions import Small, small_version
-from thinwire import parse
+from small_versions import small_version
 
 # --- the command
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
+@pytest.mark.timeout(400)
+def test_the_small_version_makes_every_part_and_judges_every_claim(tmp_path: Path) -> None:
     for needed in ("matplotlib", "scipy"):
         pytest.importorskip(needed)
-    return small_version("aqsgd", AQSGDStudy, tmp_path_factory.mktemp("aqsgd"))
-
-
-@pytest.mark.timeout(400)
-def test_the_small_version_makes_every_part_and_judges_every_claim(small: Small) -> None:
+    small = small_version("aqsgd", AQSGDStudy, tmp_path)
     assert small.code == 0, small.shown
     missing = {f"{claim.figure}/{claim.row}" for claim in PAPER.claims} - small.rows.keys()
     assert missing == {"table 3/wire/200mbit", "table 3/wire/300mbit", "figure 4/sooner/500mbit"}
@@ -54,28 +48,19 @@ def test_the_small_version_makes_every_part_and_judges_every_claim(small: Small)
     assert row["value"] == row["trainings"]
     for store in ("memory", "disk"):
         row = small.rows[f"resume/bit_identical/{store}"]
-        assert row["value"] == len(row["kills"]), row
-        assert len(row["starts"]) == SMOKE.kills
-    row = small.rows["table 2/throughput"]
-    sent, task = row["step_bytes"], SMOKE.timed
+        assert row["value"] == len(row["kills"]) == len(row["starts"]) == SMOKE.kills, row
+    sent, task = small.rows["table 2/throughput"]["step_bytes"], SMOKE.timed
     # The first stage sends activations; each message has a header.
     assert sent["fp32"] == task.num_micro * (64 + 4 * task.message_values)
-    for method in (aqsgd(3, 6), aqsgd(4, 8), direct(3, 6), aqsgd(3, 6, store="disk")):
-        bits = 3 if "fw3" in method.name else 4
+    for method, bits in ((aqsgd(3, 6), 3), (aqsgd(4, 8), 4), (direct(3, 6), 3)):
         assert sent[method.name] == task.num_micro * throughput.message_bytes(task, f"maxabs(bits={bits})")
-    assert set(row["per_s"]) >= {"fp32", "fp32 1f1b", "aq-sgd fw3 bw6 1f1b"}
-
-
-@pytest.mark.timeout(400)
-def test_times_to_a_loss_take_the_step_times_of_table_2_or_of_an_earlier_run(small: Small, tmp_path: Path) -> None:
+    # Times to a loss take the step times of table 2, here or of an earlier run.
     timed = small.rows["table 2/throughput"]["by_round"]["100mbit"]
     again = ["--parts", "4", "--times", str(small.out / "aqsgd.json"), "--json", str(tmp_path / "again.json")]
-    assert experiments_main(["aqsgd", "--smoke", *again, "--out", str(tmp_path)]) == 0
-    record = json.loads((tmp_path / "again.json").read_text())
-    assert [row["name"] for row in record["results"]] == ["figure 4/sooner/100mbit"]
-    for row in (small.rows["figure 4/sooner/100mbit"], *record["results"]):
+    assert experiments_main(["aqsgd", "--smoke", *again, "--out", str(tmp_path / "again")]) == 0
+    (later,) = json.loads((tmp_path / "again.json").read_text())["results"]
+    for row in (small.rows["figure 4/sooner/100mbit"], later):
         assert row["rounds"] == {name: timed[name] for name in ("fp32", "direct fw4 bw8", "aq-sgd fw4 bw8")}
-        assert row["courses"]["aqsgd"]["pace"] == [[2, "fp32"], [4, "aq-sgd fw4 bw8"]]
 
 
 # --- what is trained
@@ -96,25 +81,12 @@ def test_stages_together_compute_what_the_gpt_does_and_half_precision_crosses_in
     torch.testing.assert_close(logits, expected, atol=0.1, rtol=0.1)
 
 
-def test_every_sample_is_visited_once_an_epoch_and_none_is_held_out() -> None:
+def test_every_sample_is_visited_once_an_epoch() -> None:
     for epoch in range(2):
         ids = torch.cat(SMALL.order(1, epoch))
         assert ids.sort().values.tolist() == list(range(SMALL.samples))
     assert SMALL.order(1, 0)[0].tolist() != SMALL.order(1, 1)[0].tolist()
     assert SMALL.order(1, 0)[0].tolist() != SMALL.order(2, 0)[0].tolist()
-    samples = SMALL.tuned_on(torch.arange(SMALL.samples))[0]
-    held_out = torch.cat([x for x, _ in SMALL.held_out()])
-    assert len(held_out) == SMALL.held_out_windows
-    assert samples.shape == (SMALL.samples, SMALL.model.context)
-
-
-def test_the_learning_rate_rises_and_then_falls_to_zero_and_a_task_comes_back_from_json() -> None:
-    rates = [SMALL.rate(step) for step in range(SMALL.steps)]
-    assert max(rates) == pytest.approx(SMALL.learning_rate)
-    assert rates[0] < rates[1] < max(rates)
-    assert 0 < rates[-1] < 0.05 * SMALL.learning_rate
-    assert SMALL.epochs * SMALL.steps_per_epoch == SMALL.steps
-    assert FineTuning.from_json(json.loads(json.dumps(asdict(TIMED)))) == TIMED
     with pytest.raises(ValueError, match="must fill batches"):
         replace(SMALL, samples=SMALL.samples + 1)
 
@@ -125,14 +97,6 @@ def test_first_weights_are_made_once_and_for_all_tasks_that_share_them(tmp_path:
     assert first.weights(replace(SMALL_SMOKE, half="bf16", steps=10), lambda step, _: steps.append(step)) == path
     assert steps == list(range(1, SMALL_SMOKE.first_steps + 1))
     assert first.weights(replace(SMALL_SMOKE, first_steps=0), lambda *_: None) is None
-
-
-def test_no_method_loses_more_of_a_change_than_there_is() -> None:
-    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
-    for bits in ((2, 4), (3, 6), (4, 8)):
-        forward = parse(direct(*bits).forward.removeprefix("direct(").removesuffix(")"))
-        error = torch.linalg.vector_norm(forward.roundtrip(x) - x) / torch.linalg.vector_norm(x)
-        assert error < math.sqrt(0.5)
 
 
 # --- rows
@@ -179,11 +143,3 @@ def test_rates_are_scaled_to_the_papers_proportion(tmp_path: Path) -> None:
     assert study.scaled("100mbit") == "8mbit"
     study.emulated = False
     assert study.scaled("100mbit") is None
-
-
-def test_kills_are_between_checkpoints() -> None:
-    every = resume.checkpoint_every(SMALL)
-    found = resume.kills(SMALL, 3, 2)
-    assert len(found) == 3
-    assert all(every < kill.step < SMALL.steps and kill.step % every for kill in found)
-    assert {kill.rank for kill in found} == {0, 1}

@@ -8,7 +8,7 @@ import thinwire
 from experiments.framework.claims import judge
 from experiments.framework.methods import CGX, GRACE, NORM
 from experiments.papers.cgx import measurements, methods
-from experiments.papers.cgx.measurements import CONTROLS, FP32_SHARE, CGXScale
+from experiments.papers.cgx.measurements import CONTROLS, CGXScale
 from experiments.papers.cgx.paper import PAPER
 from experiments.tasks.models import TIMED
 from thinwire.collectives import parse_algorithm
@@ -21,28 +21,14 @@ TABLES = (
 
 def test_every_method_is_one_of_the_thesis() -> None:
     numel = 1 << 20
-    assert 8 * thinwire.parse(CGX).wire_bytes((numel,)) / numel == pytest.approx(4.5, rel=0.01)
-    assert thinwire.parse(GRACE).wire_bytes((numel,)) / numel == pytest.approx(1, rel=0.01)
-    assert str(thinwire.parse(NORM)).startswith("qsgd(bits=4, bucket=128")
-    assert thinwire.parse(methods.IDEAL.spec).wire_bytes((numel,)) < 1e-3 * 4 * numel
+    for spec, bits in ((CGX, 4.5), (GRACE, 1.0)):
+        assert 8 * thinwire.parse(spec).wire_bytes((numel,)) / numel == pytest.approx(bits, rel=0.01)
     for timed in TABLES:
         for model in TIMED:
-            chosen = timed.methods(model, CGXScale().gammas)
-            assert len({method.name for method in chosen}) == len(chosen)
-            for method in chosen:
+            for method in timed.methods(model, CGXScale().gammas):
                 if method.kind in ("thinwire", "blob"):
                     thinwire.parse(method.spec)
                     parse_algorithm(method.algorithm)
-    assert [model.powersgd_rank for model in TIMED] == [8, 4]
-    assert all(4e6 < model.gradient_bytes < 9e6 for model in TIMED)
-
-
-def test_the_thesis_s_own_baseline_calibrates_the_links() -> None:
-    # Tables 3.1, 3.6 and 3.9; of ResNet-50 table 3.7 gives linear scaling.
-    assert FP32_SHARE["links"]["gpt"] == pytest.approx(170 / (8 * 39), abs=0.01)
-    assert FP32_SHARE["links"]["cnn"] == pytest.approx(1900 / (2900 / 0.90), abs=0.01)
-    assert FP32_SHARE["nodes"]["gpt"] == pytest.approx(32 / (16 * 39), abs=0.01)
-    assert FP32_SHARE["nodes"]["cnn"] == pytest.approx(564 / (2 * 2900 / 0.90), abs=0.01)
 
 
 def test_quality_is_judged_where_the_control_fails() -> None:
@@ -65,4 +51,3 @@ def test_quality_is_judged_where_the_control_fails() -> None:
     assert found(worse, worse)[f"lost/gpt/{CGX}"] is None
     assert found([value + 0.009 for value in base], worse)[f"lost/gpt/{CGX}"] is True
     assert found([value + 0.011 for value in base], worse)[f"lost/gpt/{CGX}"] is False
-    assert found([value + 0.05 for value in base], worse)[f"lost/gpt/{CGX}"] is False
