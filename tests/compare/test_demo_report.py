@@ -11,7 +11,6 @@ from rich.console import Console
 from thinwire_tools.compare.comparison import Run
 from thinwire_tools.compare.demo import Demonstration, Outcome, conclude
 from thinwire_tools.compare.statistics import median_interval
-from thinwire_tools.compare.variants import VARIANTS
 from thinwire_tools.results import Results
 
 TURNS = 8
@@ -127,7 +126,6 @@ def test_a_wrong_result_fails_the_demo(broken: dict[str, Run], check: str, tmp_p
     code, text = _conclude(_shown(broken), tmp_path)
     assert code == 1
     assert "not the result that it should be" in text
-    assert "What this shows" not in text
 
 
 @pytest.mark.parametrize(
@@ -147,12 +145,6 @@ def test_a_speed_that_is_not_reached_is_no_error(slow: dict[str, Run], check: st
     code, text = _conclude(_shown(slow), tmp_path)
     assert code == 0
     assert "not shown" in text
-    assert "What this shows" in text
-
-
-def test_better_than_fp32_is_not_wrong() -> None:
-    outcomes = {check.outcome for check in _shown(_with("thinwire", val_loss=1.9)).checks()}
-    assert Outcome.WRONG not in outcomes
 
 
 def test_limits_are_not_applied_to_another_task_but_bytes_and_replicas_are() -> None:
@@ -166,7 +158,6 @@ def test_variants_are_in_the_order_of_time_to_the_same_loss_then_of_loss() -> No
     assert names == ["fp32", "local", "muloco", "thinwire", "bf16", "muon", "low-rank", "powersgd", "alone", "control"]
     faster = _shown(_with("powersgd", losses=[3.0] * 5 + [2.01] * 4))
     assert faster.variants[0].name == "powersgd"
-    assert faster.table().columns[0].header == "variant"
 
 
 def _conclude(shown: Demonstration, tmp_path: Path) -> tuple[int, str]:
@@ -180,18 +171,6 @@ def test_it_says_plainly_where_powersgd_is_faster(tmp_path: Path) -> None:
     code, text = _conclude(_shown(_runs()), tmp_path)
     assert code == 0
     assert "PowerSGD is faster here, 1.75x the steps/s of thinwire" in text
-    assert "+1.50% against fp32's, thinwire's +0.10%" in text
-    assert (
-        "over 100 Mbit/s, thinwire trains 6.4x as fast as DDP with fp32 gradients and ends at the same loss (+0.10%)"
-        in text
-    )
-    assert "Worse than sending nothing" not in text
-    # One seed decides nothing.
-    assert "within" not in text.splitlines()[3]
+    assert "thinwire trains 6.4x as fast as DDP with fp32 gradients and ends at the same loss (+0.10%)" in text
     _, slower = _conclude(_shown(_with("powersgd", step_s=[0.14] * 40)), tmp_path)
     assert "PowerSGD is faster" not in slower
-
-
-def test_a_method_that_ends_above_training_alone_is_named(tmp_path: Path) -> None:
-    _, text = _conclude(_shown(_with("powersgd", val_loss=2.041)), tmp_path)
-    assert f"Worse than sending nothing here: {VARIANTS['powersgd'].title}." in text
