@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import thinwire
-from aggregation import Recorder, clients, serving, together, wait_until, works
+from aggregation import Recorder, clients, reduced, serving, together, wait_until, works
 from harness import run_ranks
 from nets import fingerprint, make, train
 from thinwire import TransportError
