@@ -22,8 +22,6 @@ from thinwire import TransportError
 from thinwire.aggregator import parse_address
 from thinwire.aggregator.protocol import GREETING, HEADER, HELLO, PROOF_BYTES, Greeting, Header, Kind
 
-# ---- Sums -----------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(("num_ranks", "slots"), [(1, 64), (2, 7), (3, 2), (5, 2)])
 def test_sums_are_those_of_big_integers_in_few_slots(num_ranks: int, slots: int) -> None:
@@ -114,9 +112,6 @@ def test_only_integers_are_taken() -> None:
         client.close()
 
 
-# ---- The wire -------------------------------------------------------------------------------------------------------
-
-
 def frames(data: bytes) -> Iterator[tuple[Header, bytes]]:
     while data:
         header = Header.unpack(data[: HEADER.size], 64)
@@ -172,9 +167,6 @@ def test_slots_in_flight_hide_the_latency() -> None:
     assert took[20] < 0.5 * took[1]
 
 
-# ---- Training -------------------------------------------------------------------------------------------------------
-
-
 NUMEL = 43584
 SPECS = ("intsgd(bits=8)", "intsgd(bits=32, block=global)", "heuristic_intsgd(bits=8)", "intdiana(bits=2)")
 
@@ -218,9 +210,6 @@ def _refused(rank: int) -> None:
 
 def test_it_takes_integers() -> None:
     run_ranks(_refused, 2)
-
-
-# ---- The command ----------------------------------------------------------------------------------------------------
 
 
 def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:

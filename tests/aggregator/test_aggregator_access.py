@@ -61,23 +61,14 @@ def test_a_token_is_not_shown() -> None:
     assert TOKEN not in f"{address} {address!r} {Network(aggregator=address)}"
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A certificate for 127.0.0.1 that signs itself, and its key in the same file."""
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl to make a certificate with")
-    path = tmp_path_factory.mktemp("tls") / "certificate.pem"
-    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", str(path)]
-    name = ["-subj", "/CN=aggregator", "-addext", "subjectAltName=IP:127.0.0.1"]
-    out = path.with_suffix(".crt")
-    subprocess.run(["openssl", "req", "-x509", "-days", "2", *key, *name, "-out", str(out)], check=True, timeout=100)
-    path.write_bytes(path.read_bytes() + out.read_bytes())
-    return path
-
-
-def test_sums_over_tls(certificate: Path) -> None:
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate with")
+def test_sums_over_tls(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "certificate", tmp_path / "key"
+    make = "req -x509 -days 2 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=aggregator"
+    name = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(["openssl", *make.split(), *name], check=True, timeout=100)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(certificate)
+    context.load_cert_chain(certificate, key)
     trusting = ssl.create_default_context(cafile=str(certificate))
     with serving(slots=8, slot_elements=4096, token=TOKEN, tls=context) as (aggregator, _):
         address = AggregatorAddress(aggregator.address, token=TOKEN, tls=trusting)

@@ -9,7 +9,6 @@ import threading
 import time
 import tracemalloc
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,7 +18,7 @@ from harness import run_ranks
 from nets import make, train
 from thinwire import TransportError
 from thinwire.aggregator import AggregatorClient, parse_address, server as server_module
-from thinwire.aggregator.protocol import HEADER, HELLO, PROOF_BYTES, Greeting, Header, Kind, Op
+from thinwire.aggregator.protocol import HEADER, HELLO, PROOF_BYTES, Greeting, Header, Kind
 
 
 def test_a_worker_that_dies_ends_the_session_for_the_others_at_once() -> None:
@@ -191,32 +190,18 @@ def test_ranks_whose_tensors_differ_are_reported() -> None:
         works(aggregator.address)
 
 
-def _raw(address: str, *data: bytes | Greeting, piece: int = 1 << 20) -> bytes:
-    """What an aggregator answers to these bytes, after its hello, before it hangs up; they are sent piece by piece."""
+def _raw(address: str, *data: bytes | Greeting) -> bytes:
+    """What an aggregator answers to these bytes, after its hello, before it hangs up."""
     host, port, _ = parse_address(address)
     with socket.create_connection((host, port), timeout=20.0) as sock:
-        greeting, *rest = data
-        first = greeted(sock, greeting) if isinstance(greeting, Greeting) else greeting
-        whole = [first, *rest] if piece > len(first) else [b"".join([first, *rest])]
-        if isinstance(greeting, bytes):
-            _exactly(sock, HELLO.size)
-        for part in [item[i : i + piece] for item in whole for i in range(0, len(item), piece)]:
-            sock.sendall(part)
+        for part in data:
+            sock.sendall(greeted(sock, part) if isinstance(part, Greeting) else part)
             time.sleep(0.01)
         answer = b""
         with contextlib.suppress(OSError):
             while more := sock.recv(4096):
                 answer += more
-        return answer
-
-
-def _exactly(sock: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        more = sock.recv(size - len(data))
-        assert more, "the aggregator hung up"
-        data += more
-    return data
+        return answer if isinstance(data[0], Greeting) else answer[HELLO.size :]
 
 
 GREETED = Greeting(0, 1, 1, 0, 1000, 77)
@@ -278,15 +263,6 @@ def test_who_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving() as (aggregator, told):
         assert b"it said nothing" in _raw(aggregator.address, b"twag")
         assert "it said nothing" in told[-1]
-
-
-def test_frames_in_pieces_are_put_together() -> None:
-    with serving() as (aggregator, _):
-        frame = Header(Kind.CONTRIBUTE, Op.SUM, 4, elements=3).pack() + np.array([1, -2, 3], dtype="<i4").tobytes()
-        answer = _raw(aggregator.address, GREETED, frame + Header(Kind.LEAVE).pack(), piece=7)
-        header = Header.unpack(answer[WELCOMED : 2 * HEADER.size], 64)
-        assert header.kind == Kind.RESULT
-        assert np.frombuffer(answer[2 * HEADER.size :], dtype="<i4").tolist() == [1, -2, 3]
 
 
 def test_no_aggregator_and_one_that_stops() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from aggregation import wait_until
 from commands import shown_by
 from thinwire_tools import lab
 from thinwire_tools.cli import main
@@ -178,15 +179,6 @@ def _ranks_of(folder: Path) -> list[int]:
     return found
 
 
-def _until(condition: Callable[[], bool], timeout_s: float = 40.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -199,5 +191,5 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
         os.killpg(demo.pid, signal.SIGINT)
         demo.stdout.read()
         assert demo.wait(100) == 130
-    assert _until(lambda: not _ranks_of(scratch))
+    wait_until(lambda: not _ranks_of(scratch))
     assert list(scratch.glob("thinwire-*")) == []

@@ -11,7 +11,6 @@ from rich.console import Console
 from thinwire_tools.compare.comparison import Run
 from thinwire_tools.compare.demo import Demonstration, Outcome, conclude
 from thinwire_tools.compare.statistics import median_interval
-from thinwire_tools.results import Results
 
 TURNS = 8
 
@@ -80,17 +79,6 @@ def test_a_speedup_is_the_median_of_paired_turns_with_an_interval() -> None:
     wide = _shown(noisy).speedup("thinwire")
     assert wide is not None
     assert wide.lower < wide.median < wide.upper
-
-
-def test_a_variant_that_crosses_no_link_has_a_loss_and_no_times() -> None:
-    shown = _shown(_runs())
-    assert shown.excess("muon") == pytest.approx(-0.04)
-    assert shown.speedup("muon") is None
-    results = Results("thinwire demo")
-    shown.record(results)
-    names = {row["name"] for row in results.results}
-    assert {"val_loss/muon", "seconds_to_same_loss/thinwire"} <= names
-    assert not {"steps_per_s/muon", "seconds_to_same_loss/muon"} & names
 
 
 def test_the_interval_of_a_median_is_that_of_the_sign_test() -> None:
@@ -165,12 +153,3 @@ def _conclude(shown: Demonstration, tmp_path: Path) -> tuple[int, str]:
     code = conclude(console, shown, tmp_path, tmp_path / "demo.json")
     console.file.close()
     return code, console.export_text()
-
-
-def test_it_says_plainly_where_powersgd_is_faster(tmp_path: Path) -> None:
-    code, text = _conclude(_shown(_runs()), tmp_path)
-    assert code == 0
-    assert "PowerSGD is faster here, 1.75x the steps/s of thinwire" in text
-    assert "thinwire trains 6.4x as fast as DDP with fp32 gradients and ends at the same loss (+0.10%)" in text
-    _, slower = _conclude(_shown(_with("powersgd", step_s=[0.14] * 40)), tmp_path)
-    assert "PowerSGD is faster" not in slower

@@ -107,17 +107,6 @@ def test_around_a_server_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert parent.returncode == -signal.SIGKILL
 
 
-def test_lines_go_in_and_out_and_it_ends_with_its_input(tmp_path: Path, fork: Fork) -> None:
-    process = fork(Loopback(4).namespaces(3))
-    found = ask(process, "hello")
-    assert found["line"] == "hello\n"
-    assert found["pid"] == found["session"] == process.pid != os.getpid()
-    process.stdin.close()
-    assert ended(process) == 0
-    assert (tmp_path / "log0").read_text() == "on standard error\n"
-    process.send_signal(signal.SIGTERM)
-
-
 def test_how_it_ends_is_its_exit_code_and_what_it_raises_is_in_its_log(tmp_path: Path, fork: Fork) -> None:
     for number in (signal.SIGKILL, signal.SIGTERM):
         process = fork(Loopback(4).namespaces(0))
@@ -136,8 +125,10 @@ def test_how_it_ends_is_its_exit_code_and_what_it_raises_is_in_its_log(tmp_path:
 def test_it_has_the_variables_of_its_namespaces_and_no_others(fork: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    first = ask(fork(Loopback(4).namespaces(3)), "who?")
-    assert (first["rank"], first["threads"]) == ("3", "5")
+    process = fork(Loopback(4).namespaces(3))
+    first = ask(process, "who?")
+    assert (first["line"], first["rank"], first["threads"]) == ("who?\n", "3", "5")
+    assert first["pid"] == first["session"] == process.pid != os.getpid()
     second = ask(fork(NodeNamespaces((), {"OMP_NUM_THREADS": "2"})), "who?")
     assert (second["rank"], second["threads"]) == (None, "2")
 

@@ -93,17 +93,6 @@ def made_up(same: float, control: float) -> ScriptComparison:
     return ScriptComparison((0, 1, 2), 0.01, False, sides[0], (sides[1],), sides[2], {})
 
 
-def test_a_verdict_needs_a_control_that_fails() -> None:
-    good, blunt = made_up(1.001, 1.5), made_up(1.001, 1.001)
-    judged = good.judge(good.variants[0])
-    assert judged.estimate.mean == pytest.approx(0.001)
-    assert judged.verdict == "yes"
-    assert good.sensitive
-    assert not blunt.sensitive
-    worse = made_up(1.1, 1.5)
-    assert worse.judge(worse.variants[0]).verdict == "no"
-
-
 def test_equal_seeds_are_no_seeds() -> None:
     comparison = made_up(1.0, 1.5)
     comparison.check_seeds()

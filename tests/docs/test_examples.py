@@ -128,9 +128,6 @@ def test_the_full_stack_goes_on_bit_for_bit_and_replicas_stay_alike(tmp_path: Pa
     assert losses(once)[-1] < losses(once)[0]
 
 
-# --- recipes
-
-
 def tensors(state: object, name: str = "") -> dict[str, torch.Tensor]:
     """Everything in a checkpoint, by its place; numbers as tensors."""
     if isinstance(state, dict | list):

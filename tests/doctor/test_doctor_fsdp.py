@@ -48,9 +48,6 @@ SCRIPT = str(Path(__file__).parents[1] / "support" / "doctor_fsdp_training.py")
 LAYER = (1000, 500)
 
 
-# --- what is seen
-
-
 def _watch(rank: int) -> None:
     found: list[Observer] = []
     with Observer(6, found.append):
@@ -162,9 +159,6 @@ def test_what_cannot_be_examined_says_why() -> None:
     assert "gathers among fewer ranks in backward" in run_ranks(_refused, 4, "fewer in backward")[0]
 
 
-# --- what is predicted
-
-
 def measured(bytes_per_s: float, *, took_s: float, itemsize: int = 4, kept: bool = False) -> Measured:
     """Two ranks; a root and a block of half a million weights each; 0.1 s forward, 0.2 s backward, 0.1 s optimizer."""
     gathers = [("root", 0.0), ("block", 0.05)] + ([] if kept else [("block", 0.1)])
@@ -271,9 +265,6 @@ def test_the_record_the_terminal_and_the_page_say_what_was_seen() -> None:
     assert "weights and gradients of 2 modules" in text
     assert "…" not in text
     assert "gradients are reduced" in page.page(found)
-
-
-# --- the command
 
 
 @pytest.mark.network

@@ -11,20 +11,15 @@ import torch
 
 from experiments.bench import claims, families
 from experiments.bench.bursts import busiest_second
-from experiments.bench.claims import Point, at_equal_bytes, at_the_settings, fft_points, interpolated, verdicts
+from experiments.bench.claims import Point, at_equal_bytes, at_the_settings, fft_points, verdicts
 from experiments.bench.formats import rotated
 from experiments.bench.gradients import Gradients, Moment, make_task, record
-from experiments.bench.integers import SPECS
-from experiments.bench.members import _digest, _shares
 from experiments.bench.passes import Pass, Quality, measure_quality
-from thinwire.collectives import Layer, Layout
-from thinwire.compressors import FFT, QSGD, Summed, TernGrad, TopK, for_world, parse, registered
+from thinwire.compressors import FFT, QSGD, TernGrad, TopK, parse, registered
 from thinwire_tools.compare import every
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = {"a": (48, 64), "b": (128, 40)}
-
-# --- compressors
 
 
 @pytest.fixture(scope="module")
@@ -92,13 +87,6 @@ def test_every_compressor_is_compared_and_the_readme_names_what_is(monkeypatch: 
         assert named <= {str(parse(spec)) for spec in measured}
 
 
-def test_error_at_equal_bytes_is_on_a_straight_line_of_logarithms() -> None:
-    curve = [(4.0, 0.01), (1.0, 1.0), (2.0, 0.1)]
-    assert interpolated(curve, 2.0) == 0.1
-    assert interpolated(curve, 2**0.25) == pytest.approx(0.1**0.25)
-    assert interpolated(curve, 0.99) is interpolated(curve, 4.01) is interpolated([], 1.0) is None
-
-
 def synthetic(topk_error: float) -> list[Point]:
     return [
         *(Point(FFT(theta), error, size, size - 0.06) for theta, error, size in ((0.95, 0.8, 0.1), (0.5, 0.2, 0.7))),
@@ -135,24 +123,9 @@ def test_the_claim_of_the_fft_is_judged_at_equal_bytes_and_at_the_papers_setting
     assert at_the_settings(alone) == []
 
 
-# --- others
-
-
 def test_the_busiest_second_is_the_most_between_samples_a_second_apart() -> None:
     assert busiest_second([(0.0, 0), (0.5, 5), (2.0, 500), (2.5, 600), (3.25, 601)]) == 100
     assert busiest_second([(0.0, 7)]) == 0
-
-
-def test_bits_of_integers_are_those_of_the_page() -> None:
-    """Of 4 ranks, as a ring's mean: docs/integers.md."""
-    shape, found = (1000, 1000), []
-    for spec in SPECS:
-        compressor = for_world(parse(spec), 4, math.prod(shape))
-        assert isinstance(compressor, Summed)
-        layout = Layout.build([Layer("w", 0, shape, compressor)], 4, torch.float32)
-        found.append(8 * max(layout.sent_bytes(rank) for rank in range(4)) / (1.5 * math.prod(shape)))
-        assert compressor.wire_bytes(shape) == pytest.approx(found[-1] * math.prod(shape) / 8, rel=0.01)
-    assert found == pytest.approx([8, 5, 3, 3], rel=0.02)
 
 
 def test_a_rotation_keeps_norms_spreads_an_outlier_and_is_undone() -> None:
@@ -164,21 +137,3 @@ def test_a_rotation_keeps_norms_spreads_an_outlier_and_is_undone() -> None:
         alone = torch.zeros(block, dtype=torch.float64)
         alone[3] = 1.0
         assert torch.allclose(rotated(alone, block, seed=0).abs(), torch.full_like(alone, block**-0.5))
-
-
-# --- members
-
-
-def test_tokens_and_seconds_add_up_over_workers_and_weights_are_compared() -> None:
-    notes = [
-        {"step": 25, "kept": 100, "weights": "a", "loss": 3.0},
-        {"step": 25, "kept": 100, "weights": "a"},
-        {"step": 50, "kept": 100, "weights": "b", "loss": 2.0},
-        {"step": 50, "kept": 0, "weights": "left out"},
-        {"step": 75, "kept": 200, "weights": "c"},
-        {"step": 75, "kept": 100, "weights": "other", "loss": 1.5},
-    ]
-    assert _digest(notes) == ([(200, 3.0), (300, 2.0), (600, 1.5)], 2, 1)
-    notes = [{"seconds": {"starting": 4.0, "exchanging": 1.0}}, {"seconds": {"starting": 0.0, "exchanging": 2.0}}]
-    shares = _shares(notes, kept_s=10.0, present_s=20.0)
-    assert shares == pytest.approx({"kept_steps": 0.5, "starting": 0.2, "exchanging": 0.15, "lost": 0.15})

@@ -15,10 +15,8 @@ import pytest
 from experiments.__main__ import main as experiments_main
 from experiments.framework.claims import NO_LINK, Claim, Row, Rule, beyond, faster_than_all, judge, recorded, within
 from experiments.framework.findings import Finding, plain, record
-from experiments.framework.methods import FP32, Method, compressed
 from experiments.framework.paper import Paper
 from experiments.framework.run_cache import RunCache
-from experiments.framework.training import Trained, added_loss, lost_accuracy
 from experiments.framework.verdicts import counted
 from experiments.papers.aqsgd.paper import PAPER as AQSGD
 from experiments.papers.cgx.paper import PAPER as CGX
@@ -39,9 +37,6 @@ _COARSER = {
     ("fullstack", "figure 10/loss/direct"),
 }
 """Claims whose text is made of what the JSON file keeps with six digits."""
-
-
-# --- recorded runs
 
 
 def _files(paper: Paper[Any]) -> list[Path]:
@@ -84,9 +79,6 @@ def test_a_recorded_run_is_judged_again_by_the_command(paper: Paper[Any], tmp_pa
     before, after = (_standing(paper, source, json.loads(file.read_text())["results"]) for file in (source, path))
     assert [row["holds"] for row in after] == [row["holds"] for row in before]
     assert [row["value"] for row in after] == [row["value"] for row in before]
-
-
-# --- claims
 
 
 def _subtrees(tree: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -144,9 +136,6 @@ def test_no_claim_is_true_by_construction(paper: Paper[Any]) -> None:
         rows = figures[claim.figure]
         if claim.rule is not None and claim.rule(rows).holds:
             assert False in _verdicts(claim, rows), f"{claim.figure}/{claim.row}"
-
-
-# --- judging
 
 
 def _rows(**values: float) -> list[Row]:
@@ -207,9 +196,6 @@ def test_a_recorded_run_that_is_judged_again_keeps_its_machine_and_its_first_ver
     assert judged["holds"] is (not row["holds"])
 
 
-# --- rows and tables
-
-
 def test_rows_carry_claim_and_verdict_and_no_value_that_is_not_json() -> None:
     rows = [
         Finding("10", "ratio", math.inf, "x", "a ratio of 2 is enough", "none is", False, {"curve": [1.0, math.nan]}),
@@ -221,20 +207,6 @@ def test_rows_carry_claim_and_verdict_and_no_value_that_is_not_json() -> None:
     again = recorded(json.loads(json.dumps(written)))
     assert [(row.figure, row.name, row.unit) for row in again] == [("10", name, "x") for name in ("ratio", "more")]
     assert again[0].data == {"curve": [1.0, None]}
-
-
-def _trained(loss: float = 1.0, accuracy: float = 0.9, alpha: tuple[tuple[int, float], ...] = ()) -> Trained:
-    return Trained((0.1, 0.2), (2.0, loss), (2,), (0.1, accuracy), (2.3, 1.0), 8.0, accuracy, 1.0, alpha)
-
-
-def test_training_loss_is_compared_relatively_and_accuracy_by_points() -> None:
-    base, above, diverged = (_trained(loss) for loss in (0.5, 0.6, math.nan))
-    assert added_loss([base, base], [base, above]) == pytest.approx([0.0, 0.2])
-    assert added_loss([base, diverged], [diverged, base]) == [math.inf, math.inf]
-    assert lost_accuracy([base], [_trained(accuracy=0.7)]) == pytest.approx([0.2])
-
-
-# --- runs that are kept
 
 
 def test_a_run_is_found_again_by_what_determines_it_and_the_code(
@@ -258,11 +230,3 @@ def test_a_run_is_found_again_by_what_determines_it_and_the_code(
     assert RunCache(tmp_path).get(key) is not None
     monkeypatch.setattr("experiments.framework.run_cache.code_version", lambda: "another")
     assert RunCache(tmp_path).get(key) is None
-
-
-def test_trainings_and_methods_survive_json() -> None:
-    run = _trained(alpha=((0, 0.1), (10, 0.2)))
-    assert Trained.from_dict(json.loads(json.dumps(vars(run)))) == run
-    method = compressed("topk(density=0.1)")
-    assert Method.from_dict(json.loads(json.dumps({**vars(method), "exclude": ["head"]}))).exclude == ("head",)
-    assert Method.from_dict(json.loads(json.dumps(vars(FP32)))) == FP32

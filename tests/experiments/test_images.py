@@ -53,9 +53,6 @@ def test_hostile_short_and_missing_cifar_files_are_refused(tmp_path: Path) -> No
         images.cifar10(tmp_path)
 
 
-# --- the task
-
-
 @pytest.fixture
 def cifar_task(tmp_path: Path) -> ImageTask:
     return ImageTask(data=str(_write_cifar(tmp_path)), width=8, steps=10, batch=4, probe_images=2)

@@ -114,9 +114,6 @@ def test_wrong_arguments_are_reported_and_nothing_is_made(tmp_path: Path, capsys
         assert not out.exists()
 
 
-# --- pages of recorded runs
-
-
 @pytest.mark.parametrize("name", [entry.name for entry in CATALOGUE])
 def test_a_page_has_every_claim_every_table_and_every_picture_of_its_paper(name: str, tmp_path: Path) -> None:
     assert experiment_pages.experiment(name, tmp_path) == f"Not measured yet: `python -m experiments {name}`."

@@ -42,9 +42,6 @@ def test_histograms_and_shares() -> None:
     assert [reconstruct.share_with_least_error(found, name) for name in "ab"] == [1, 0]
 
 
-# --- the methods
-
-
 def test_messages_are_as_long_as_the_paper_counts() -> None:
     numel = 1 << 20
     bits = {m.name: 8 * thinwire.parse(m.spec).wire_bytes((numel,)) / numel for m in methods.LOSSY}

@@ -17,10 +17,7 @@ from experiments.framework.methods import TimedReduction
 from experiments.papers.intsgd import datasets, logistic, world
 from experiments.papers.intsgd.convex import METHODS
 from experiments.papers.intsgd.paper import SMOKE
-from experiments.tasks import words
 from harness import run_ranks
-
-# --- the data
 
 
 def _write_libsvm(path: Path, rows: int, labels: tuple[int, ...] = (-1, 1)) -> Path:
@@ -47,9 +44,6 @@ def test_libsvm_files_are_read_plain_and_compressed_and_others_are_refused(tmp_p
             datasets.libsvm(_write_libsvm(tmp_path / "odd.txt", rows, labels))
     plain.write_text("one two three\n" * 40)
     assert experiments_main(["intsgd", "--smoke", "--parts", "a", "--data", str(plain)]) == 64
-
-
-# --- logistic regression
 
 
 def _problem(rows: int = 61, features: int = 7, workers: int = 4) -> logistic.Logistic:
@@ -98,9 +92,6 @@ def test_smoothness_and_optimum() -> None:
     assert best.value <= best.descent <= best.value + 1e-12
 
 
-# --- the workers
-
-
 def _method(name: str) -> world.Method:
     return next(method for method in METHODS if method.name == name)
 
@@ -123,20 +114,6 @@ def test_seeds_side_by_side_are_what_they_are_alone() -> None:
         assert np.array_equal(both.largest_sent[:, 1], alone.largest_sent[:, 0])
 
 
-def test_int_gd_blows_up_and_int_diana_does_not() -> None:
-    pytest.importorskip("scipy")
-    problem = _problem()
-    rate = 1 / problem.smoothness()
-    best = logistic.optimum(problem, problem.smoothness()).value
-    traces = {name: world.run(problem, _method(name), [0, 1], 200, rate) for name in ("gd", "intgd", "intdiana")}
-    assert traces["intgd"].largest_sent[-1].min() > 1000 * traces["intdiana"].largest_sent.max()
-    for trace in traces.values():
-        assert trace.values[-1].max() - best < 1e-4 * (trace.values[0].min() - best)
-
-
-# --- the methods
-
-
 def _reduced(rank: int) -> None:
     found = []
     for gather in (False, True):
@@ -155,22 +132,7 @@ def test_plain_reductions_average() -> None:
     run_ranks(_reduced, 2)
 
 
-# --- what is trained
-
-
 LANGUAGE = SMOKE.words
-
-
-def test_batches_are_a_function_of_seed_and_rank_and_rates_fall() -> None:
-    first, again, second = (list(LANGUAGE.batches(3, rank, 2)) for rank in (0, 0, 1))
-    assert all(torch.equal(a[0], b[0]) for a, b in zip(first, again, strict=True))
-    assert any(not torch.equal(a[0], b[0]) for a, b in zip(first, second, strict=True))
-    inputs, targets = first[0]
-    assert inputs.shape == (LANGUAGE.batch, LANGUAGE.context)
-    assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    rates = [words.scheduled(1.0, step, 60, 10) for step in range(60)]
-    assert rates[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
-    assert rates[10:] == pytest.approx([1.0] * 20 + [0.1] * 20 + [0.01] * 10)
 
 
 def test_every_held_out_word_is_scored_once_and_without_dropout() -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
 from pathlib import Path
-from statistics import median, variance
 
 import pytest
 
-from experiments.framework.findings import plain
-from experiments.framework.power import TASKS, Task, by_name, differences, measured, power, powers
-from experiments.framework.time_to_loss import Course, courses, reached, sooner
+from experiments.framework.power import TASKS, Task, measured, power, powers
+from experiments.framework.time_to_loss import Course, reached, sooner
 from experiments.framework.verdicts import (
     RUN_SCATTER,
     Judgement,
@@ -96,46 +93,8 @@ def test_a_task_whose_control_does_not_fail_says_nothing() -> None:
     assert "control" in if_seen(False, Judgement(False)).why
 
 
-# --- what runs differ by
-
-_TWICE = {
-    "aqsgd": (
-        "table 2/throughput",
-        ("aqsgd-earlier", "aqsgd-earlier-timed", "aqsgd-earlier-links", "repro-aqsgd-wire"),
-        (0, -1),
-    ),
-    "fullstack": ("figure 5/throughput", ("repro-fullstack", "fullstack-earlier-timed"), (0, -1)),
-    "qsdp": ("figure 5.3/step_s", ("repro-qsdp", "repro-qsdp-links"), (0, 1, 2, 3)),
-}
 """By paper: the row that several files hold, the files, and which of its links."""
 
-
-def test_what_runs_differ_by_is_that_of_the_runs_recorded_more_than_once() -> None:
-    """Medians over rounds of fp32's time over a method's, run by run."""
-    found = defaultdict(list)
-    for paper, (name, files, links) in _TWICE.items():
-        for file in files:
-            record = json.loads((BENCHMARKS / f"{file}.json").read_text())
-            by_round = next(row["by_round"] for row in record["results"] if row["name"] == name)
-            for at in links:
-                rounds = list(by_round.values())[at]
-                for method in rounds.keys() - {"fp32"}:
-                    pairs = zip(rounds["fp32"], rounds[method], strict=True)
-                    found[paper, at, method].append(median(math.log(base / own) for base, own in pairs))
-    rows = json.loads((BENCHMARKS / "cgx-earlier.json").read_text())["results"]
-    timed = {tuple(row["name"].split("/")): row["step_s"] for row in rows if "/items_per_s/" in row["name"]}
-    for (figure, kind, model, method), own in timed.items():
-        base = timed.get((figure, kind, model, "fp32"))
-        if base and method != "fp32" and figure in ("3.1", "3.6", "3.7", "blob"):
-            found[model, method].append(median(math.log(b / o) for b, o in zip(base, own, strict=True)))
-    several = [values for values in found.values() if len(values) > 1]
-    freedom = sum(len(values) - 1 for values in several)
-    pooled = math.sqrt(sum(variance(values) * (len(values) - 1) for values in several) / freedom)
-    assert pooled == pytest.approx(RUN_SCATTER, abs=0.001)
-    assert freedom == 72
-
-
-# --- time to a loss
 
 _BASE = Course([2, 4, 6], [[4.0, 3.0, 2.0], [4.0, 3.0, 2.2]], [(6, "slow")])
 _OURS = Course([2, 4, 6], [[4.0, 3.0, 2.5], [4.0, 3.0, 2.2]], [(2, "slow"), (4, "fast")])
@@ -173,14 +132,6 @@ def test_the_interval_contains_what_seeds_differ_by_and_what_rounds_do() -> None
         assert (uncertain.above(1.0).detectable or 0.0) > 2 * (alike.above(1.0).detectable or 0.0)
 
 
-def test_a_row_keeps_courses() -> None:
-    row = json.loads(json.dumps(plain(courses(ours=_OURS))))
-    assert sooner(Course.of({"courses": row}, "ours"), _BASE, _ROUNDS) == sooner(_OURS, _BASE, _ROUNDS)
-
-
-# --- the difference that a task shows
-
-
 def _row(values: list[float], baseline: list[float]) -> dict[str, list[float]]:
     return {"losses": values, "fp32_losses": baseline}
 
@@ -204,16 +155,6 @@ def test_the_control_and_the_least_that_is_told_apart() -> None:
     assert blind is not None
     assert not blind.control_fails
     assert math.isinf(blind.least)
-
-
-def test_accuracies_are_points_lost_and_a_row_of_several_methods_is_a_row_of_each() -> None:
-    accuracy = Task("task", "accuracy", "file", "*")
-    assert differences(accuracy, {"own": [0.9, 0.8], "fp32": [0.95, 0.9]}, {}) == pytest.approx([0.05, 0.1])
-    table = {"name": "table", "loss": {"fp32": [1.0, 2.0], "a": [1.1, 2.4]}, "counts": {"clients": 16}}
-    rows = by_name([table])
-    assert set(rows) == {"table", "table/loss/fp32", "table/loss/a"}
-    task = Task("task", "loss", "file", "table/loss/*", baseline="table/loss/fp32")
-    assert differences(task, rows["table/loss/a"], rows) == pytest.approx([0.1, 0.2])
 
 
 def test_every_task_and_control_is_in_the_recorded_runs(tmp_path: Path) -> None:

@@ -244,7 +244,6 @@ def test_wrong_arguments_are_errors() -> None:
         network.close()
         with pytest.raises(RuntimeError, match="closed"):
             network.popen(0, ["true"])
-        network.close()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="without root every test here is in a user namespace")

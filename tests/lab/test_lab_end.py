@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import tyro
 
+from aggregation import wait_until
 from thinwire_tools import lab
 from thinwire_tools.cli import main
 from thinwire_tools.exits import UNAVAILABLE, USAGE
@@ -58,13 +59,6 @@ def inside(namespaces: set[int]) -> list[int]:
 
 def links() -> set[str]:
     return {path.name for path in Path("/sys/class/net").iterdir()}
-
-
-def wait_until(condition, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 @pytest.fixture
