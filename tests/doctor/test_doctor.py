@@ -265,6 +265,7 @@ def test_a_script_over_a_slow_link(tmp_path: Path) -> None:
     assert found["line_rate"] == 50e6 / 8
     assert 0.3 < found["pairs"][0]["bandwidth"] / found["line_rate"] < 1.2
     assert found["advice"][0]["title"] != "nothing"
+    assert "Bound by communication" in done.stdout
     # Ended by doctor, the script's own cleaning up was done on every rank.
     assert sorted(path.name for path in tmp_path.glob("*.ended.*")) == ["weights.pt.ended.0", "weights.pt.ended.1"]
     assert not weights.exists()
