@@ -93,9 +93,6 @@ def test_a_task_whose_control_does_not_fail_says_nothing() -> None:
     assert "control" in if_seen(False, Judgement(False)).why
 
 
-"""By paper: the row that several files hold, the files, and which of its links."""
-
-
 _BASE = Course([2, 4, 6], [[4.0, 3.0, 2.0], [4.0, 3.0, 2.2]], [(6, "slow")])
 _OURS = Course([2, 4, 6], [[4.0, 3.0, 2.5], [4.0, 3.0, 2.2]], [(2, "slow"), (4, "fast")])
 _ROUNDS = {"slow": (10.0,) * 6, "fast": (1.0,) * 6}
