@@ -8,13 +8,13 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from aggregation import wait_until
 from thinwire_tools import lab
 from thinwire_tools.compare.forked import ForkedProcess
 from thinwire_tools.lab import Loopback, NodeNamespaces
@@ -48,12 +48,9 @@ def ask(process: ForkedProcess, line: str) -> dict[str, Any]:
     return json.loads(answer)
 
 
-def ended(process: ForkedProcess, timeout_s: float = 60.0) -> int:
-    deadline = time.monotonic() + timeout_s
-    while (code := process.poll()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return code
+def ended(process: ForkedProcess) -> int | None:
+    wait_until(lambda: process.poll() is not None, timeout_s=60.0)
+    return process.poll()
 
 
 PARENT = """
@@ -94,10 +91,8 @@ def test_around_a_server_in_a_process_of_its_own(tmp_path: Path) -> None:
         assert masked & 1 << (signal.SIGINT - 1)
         rank = os.pidfd_open(int(parent.stdout.readline()))
         try:
-            deadline = time.monotonic() + 60.0
-            while not (tmp_path / "log").exists() or "asleep" not in (tmp_path / "log").read_text():
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            log = tmp_path / "log"
+            wait_until(lambda: log.exists() and "asleep" in log.read_text(), timeout_s=60.0)
             assert not select.select([rank], [], [], 0.2)[0]
             assert (tmp_path / "errors").read_text() == ""
             parent.kill()

@@ -1,4 +1,4 @@
-"""The policy laboratory: the recording's format, what policies are replayed on, frontiers, and the claims on them."""
+"""The policy laboratory: the recording's format, and what policies are replayed on."""
 
 from __future__ import annotations
 

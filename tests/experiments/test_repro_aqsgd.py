@@ -1,4 +1,4 @@
-"""``python -m experiments aqsgd``: the small version from end to end, how a GPT is cut, how rows are judged."""
+"""``python -m experiments aqsgd``: the small version from end to end, and how a GPT is cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m experiments fullstack``: what is trained, every judgement, boundaries within one process."""
+"""``python -m experiments fullstack``: what is trained, and boundaries within one process."""
 
 from __future__ import annotations
 

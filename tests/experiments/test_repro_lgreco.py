@@ -1,7 +1,8 @@
-"""``python -m experiments lgreco``: what is compared and chosen, the loss-based metric, how rows are judged."""
+"""``python -m experiments lgreco``: how bytes are counted, and the loss-based metric."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -35,16 +36,6 @@ def test_bytes_count_from_the_first_plan_on() -> None:
     assert gains([adapted, adapted], [_run("uniform")] * 2) == [2.0, 2.0]
 
 
-class _Line(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Linear(64, 32, bias=False)
-        self.narrow = nn.Linear(32, 32, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.narrow(self.wide(x))
-
-
 class _Lines:
     """Least squares by gradient descent: what a task must have for the metric."""
 
@@ -52,7 +43,8 @@ class _Lines:
 
     def build(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)
-        return _Line()
+        layers = {"wide": nn.Linear(64, 32, bias=False), "narrow": nn.Linear(32, 32, bias=False)}
+        return nn.Sequential(OrderedDict(layers))
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=self.learning_rate)

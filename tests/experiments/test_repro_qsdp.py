@@ -1,4 +1,4 @@
-"""``python -m experiments qsdp``: methods, how FSDP2 runs, every judgement."""
+"""``python -m experiments qsdp``: micro-batches under FSDP2, and the regression."""
 
 from __future__ import annotations
 
