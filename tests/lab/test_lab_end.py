@@ -120,9 +120,11 @@ def test_nothing_is_left_whatever_is_killed_at_once(outside: None, killed: str) 
     guard, *first = children(keeper)
     pids = {"parent": parent.pid, "keeper": keeper, "guard": guard}
     kill_at_once([*pids.values(), *first[:1]] if killed == "all" else [pids[name] for name in killed.split()])
-    wait_until(lambda: not inside(namespaces))
+    # Without a guard the relay ends with its parent only.
+    wait_until(lambda: len(inside(namespaces)) == (killed == "keeper guard"))
     parent.kill()
     parent.wait()
+    wait_until(lambda: not inside(namespaces))
     parent.stdout.close()
 
 
@@ -198,7 +200,7 @@ def test_a_rank_that_hears_nothing_is_killed_after_a_timeout(capfd: pytest.Captu
 
 
 TORCHRUN_STYLE = """
-import argparse, socket
+import argparse
 import torch, torch.distributed as dist
 parser = argparse.ArgumentParser()
 parser.add_argument("--elements", type=int)
@@ -207,8 +209,7 @@ dist.init_process_group("gloo")
 values = torch.full((elements,), float(dist.get_rank() + 1))
 dist.all_reduce(values)
 assert torch.equal(values, torch.full((elements,), 3.0)), values
-tcp = socket.socket().getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\\0").decode()
-print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {values[0].item()}, TCP {tcp}")
+print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {values[0].item()}")
 dist.destroy_process_group()
 """
 
@@ -220,7 +221,7 @@ def test_the_command_runs_a_torchrun_style_script_unmodified(tmp_path: Path, cap
     train = ["--", sys.executable, str(script), "--elements", "500000"]
     assert tyro.cli(lab_command, args=[*options, *train]) == 0
     out = capfd.readouterr().out
-    assert sorted(out.splitlines()) == [f"[{r}] rank {r} of 2: 3.0, TCP reno" for r in range(2)]
+    assert sorted(out.splitlines()) == [f"[{r}] rank {r} of 2: 3.0" for r in range(2)]
     written = json.loads(figures.read_text())
     assert written["about"]["command"] == train[1:]
     assert written["about"]["link"]["congestion_control"] == "reno"
