@@ -6,8 +6,8 @@ import pytest
 import torch
 from test_laws import FAMILIES
 
-from device_cases import CPU, MIXED, SHAPES, check_ways_alike, layers_of, through_the_device
-from harness import run_threads
+from device_cases import CPU, MIXED, SHAPES, check_the_default_group, check_ways_alike, layers_of, through_the_device
+from harness import on_ranks, run_threads
 from thinwire import TransportError, parse
 from thinwire.collectives import DeviceBuffers, DeviceLoopbackTransport, Layout, LoopbackTransport, parse_algorithm
 from thinwire.compressors import Coded, Summed
@@ -73,3 +73,13 @@ def test_a_rank_that_does_not_come_is_an_error() -> None:
         return str(raised.value)
 
     assert all("a rank did not come" in text for text in run_threads(run, 3)[:2])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks()
+def test_the_bytes_of_the_cpu_over_gloo_and_a_collective_that_cannot_be_started(rank: int, size: int) -> None:
+    transport, room = check_the_default_group(), torch.zeros(8, dtype=torch.uint8)
+    with pytest.raises(TypeError, match="all_to_all"):
+        transport.send(room, 0, 0)
+    with pytest.raises(TransportError, match="the all-to-all failed"):
+        transport.all_to_all(room, room, [4] * size, [3] * size)

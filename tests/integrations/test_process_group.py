@@ -426,6 +426,13 @@ def _alone(rank: int) -> None:
 # --- options ---------------------------------------------------------------------------------------------------------
 
 
+def test_options_complete_themselves() -> None:
+    assert (
+        str(ProcessGroupOptions().compressor) == str(ProcessGroupOptions().all_gather) == "minmax(bits=4, bucket=128)"
+    )
+    assert str(ProcessGroupOptions("cast(bf16)").reduce_scatter) == "raw()"
+
+
 COMPRESSORS = [
     *("topk(density=0.5, feedback=False)", "fft(theta=0.5, feedback=False)", "cast(bf16)", "randk(density=0.5)"),
     *("qsgd(bits=8)", "natural", "raw", "threshold(lam=0.5, capacity=1.0, feedback=False)"),

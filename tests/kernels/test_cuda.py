@@ -26,25 +26,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
-from device_cases import (
-    MIXED,
-    SHAPES,
-    check_shards_alike,
-    check_ways_alike,
-    layers_of,
-    same,
-    through_the_device,
-    through_the_host,
-)
+from device_cases import MIXED, SHAPES, check_shards_alike, check_the_default_group, check_ways_alike, layers_of
 from harness import run_ranks, run_threads
 from nets import Net, assert_replicas_identical, batch, loss_of, train
-from thinwire.collectives import (
-    DeviceGroupTransport,
-    DeviceLoopbackTransport,
-    Layout,
-    LoopbackTransport,
-    ProcessGroupTransport,
-)
+from thinwire.collectives import DeviceLoopbackTransport, Layout, LoopbackTransport
 from thinwire.compressors import CodecCall, Coded, Key, Piece, Segments, first_state, parse
 from thinwire.plan import Plan
 from thinwire.runtime import Wire
@@ -94,20 +79,14 @@ def test_a_world_of_one_trains_and_simulates(spec: str) -> None:
     over_nccl(_trains, 1, spec)
 
 
-def _alone(rank: int) -> bool:
-    group = dist.group.WORLD
-    assert group is not None
-    host = dist.new_group(backend="gloo")
-    assert isinstance(host, dist.ProcessGroup)
-    transport = DeviceGroupTransport(ProcessGroupTransport(host, TIMEOUT), gpu(), group, TIMEOUT)
-    layout = Layout.build(layers_of(MIXED, (*SHAPES, (3000, 10))), 1, torch.float32)
-    there = through_the_device(transport, layout, 3)
-    here = through_the_host(LoopbackTransport.world(1)[0], layout, 3)
-    return all(same(a, b) for a, b in zip(there, here, strict=True))
+def _ends_as_the_cpu(rank: int) -> None:
+    torch.cuda.set_device(rank)
+    check_the_default_group(gpu())
 
 
-def test_a_world_of_one_over_nccl_ends_with_the_bytes_of_the_cpu() -> None:
-    assert over_nccl(_alone, 1) == [True]
+@pytest.mark.parametrize("most", [1, pytest.param(4, marks=several)])
+def test_ranks_over_nccl_end_with_the_bytes_of_the_cpu(most: int) -> None:
+    over_nccl(_ends_as_the_cpu, min(most, torch.cuda.device_count()))
 
 
 @several

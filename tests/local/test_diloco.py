@@ -287,6 +287,14 @@ def test_a_training_that_streams_resumes_bit_for_bit_before_and_after_an_exchang
         assert torch.equal(straight.weights(), again.weights()), at
 
 
+@on_ranks(2)
+def test_a_state_of_other_compressors_says_so(rank: int) -> None:
+    saved = Training(rank, every=10, compressor="minmax(bits=4)").local.gather_state_dict()
+    local = Training(rank, every=10, compressor="minmax(bits=8)").local
+    with pytest.warns(UserWarning, match=r"with the compressors of the checkpoint.*bits=4.*, not ef\(minmax\(bits=8"):
+        local.load_state_dict(saved)
+
+
 State = dict[str, torch.Tensor]
 
 
@@ -334,6 +342,26 @@ def test_workers_may_have_saved_after_unequal_numbers_of_steps(rank: int) -> Non
     again.run(8 - rank, first=12 + rank)
     again.local.finish()
     assert_alike(again.weights())
+
+
+def _gathered(rank: int) -> tuple[State, torch.Tensor]:
+    training = Training(rank, **OPTIONS["whole"])
+    training.run(14)
+    state = training.local.gather_state_dict()
+    with training.local.shared_weights():
+        assert_alike(state, training.weights())
+        return state, training.weights()
+
+
+def _continues(rank: int, state: State, shared: torch.Tensor) -> None:
+    training = Training(rank, **OPTIONS["whole"])
+    with pytest.warns(UserWarning, match="is of 2 workers, and now there are 3: tune"):
+        training.local.load_state_dict(state)
+    assert torch.equal(training.weights(), shared)
+
+
+def test_another_number_of_workers_starts_from_the_shared_weights_of_the_gathered_state() -> None:
+    run_ranks(_continues, 3, *run_ranks(_gathered, 2)[0])
 
 
 @on_ranks(2)

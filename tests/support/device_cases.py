@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from harness import run_threads
@@ -12,11 +14,13 @@ from thinwire import parse
 from thinwire.collectives import (
     CollectiveCall,
     DeviceBuffers,
+    DeviceGroupTransport,
     DeviceLoopbackTransport,
     DeviceTransport,
     Layer,
     Layout,
     LoopbackTransport,
+    ProcessGroupTransport,
     Shard,
     ShardBuffers,
     Transport,
@@ -103,6 +107,20 @@ def through_the_device(transport: DeviceTransport, layout: Layout, steps: int, p
         state = state.swapped() if state else None
     assert transport.sent_bytes - before == steps * buffers.sent_bytes
     return outputs
+
+
+def check_the_default_group(device: torch.device = CPU) -> DeviceGroupTransport:
+    """Over the default group a rank ends with the bits of the CPU's own way; the transport that it went by."""
+    group, gloo = dist.group.WORLD, dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    assert isinstance(gloo, dist.ProcessGroup)
+    host = ProcessGroupTransport(gloo, timedelta(seconds=120))
+    transport = DeviceGroupTransport(host, device, group, timedelta(seconds=120))
+    for dtype in (torch.float32, torch.float16):
+        layout = Layout.build(layers_of(MIXED, (*SHAPES, *SHAPES, (3000, 10))), dist.get_world_size(), dtype)
+        there, here = through_the_device(transport, layout, 3), through_the_host(host, layout, 3)
+        assert all(same(a, b) for a, b in zip(there, here, strict=True))
+    return transport
 
 
 PART_NUMEL = 3000
