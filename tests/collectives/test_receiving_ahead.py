@@ -21,8 +21,8 @@ from thinwire.collectives import (
     SharedMemoryTransport,
     Transport,
 )
-from thinwire.collectives.exchange import Exchange
 from thinwire.collectives.message import HEADER_BYTES
+from thinwire.collectives.messages import Messages
 from thinwire.collectives.traffic import Outgoing, Traffic
 from thinwire.collectives.transport import Pending
 from thinwire_tools import lab
@@ -46,7 +46,7 @@ def _contents(rank: int, phase: int, step: int) -> int:
 
 def _swap(transport: Transport, buffers: Buffers, step: int, *, fails: bool = False) -> None:
     """An exchange whose messages are different in every step, and are checked."""
-    with Exchange(transport, buffers, step=step, digest=1) as exchange:
+    with Messages(transport, buffers, step=step, digest=1) as exchange:
         if fails:
             raise ValueError("made up")
         for phase in buffers.outbox:

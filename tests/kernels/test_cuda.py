@@ -33,7 +33,7 @@ from thinwire.collectives import DeviceLoopbackTransport, Layout, LoopbackTransp
 from thinwire.compressors import CodecCall, Coded, Key, Piece, Segments, first_state, parse
 from thinwire.plan import Plan
 from thinwire.runtime import Wire
-from thinwire.runtime.executor import Job, StreamExecutor, Then
+from thinwire.runtime.executor import Job, StreamExecutor
 from thinwire_tools.cli import main
 
 pytestmark = [
@@ -197,14 +197,21 @@ def test_what_waits_runs(spec: str) -> None:
 # --- streams ---------------------------------------------------------------------------------------------------------
 
 
-def long_job(x: torch.Tensor, done: torch.cuda.Event) -> Job:
+class LongJob(Job):
     """Tens of milliseconds of work on whatever stream is current."""
-    yield Then.LATER
-    y = x
-    for _ in range(30):
-        y = y @ x
-    done.record(torch.cuda.current_stream())
-    return y
+
+    def __init__(self, x: torch.Tensor, done: torch.cuda.Event) -> None:
+        self.x, self.done = x, done
+
+    def start(self) -> None:
+        """Nothing is sent."""
+
+    def finish(self) -> torch.Tensor:
+        y = self.x
+        for _ in range(30):
+            y = y @ self.x
+        self.done.record(torch.cuda.current_stream())
+        return y
 
 
 def test_backward_goes_on_while_a_bucket_is_reduced() -> None:
@@ -213,7 +220,7 @@ def test_backward_goes_on_while_a_bucket_is_reduced() -> None:
     (x @ x).sum().item()
     done, passed = (torch.cuda.Event() for _ in range(2))
     started = time.perf_counter()
-    future = worker.submit(long_job(x, done))
+    future = worker.submit(LongJob(x, done))
     handed_over_s = time.perf_counter() - started
     passed.record(torch.cuda.current_stream())
     passed.synchronize()

@@ -43,7 +43,7 @@ from thinwire.integrations.updates import Updates
 from thinwire.plan import DEFAULT_RULES, Filter, Plan, Rules
 from thinwire.policies import Auto, Policy, parse_policy
 from thinwire.runtime import AsyncReadback, Follower, Wire, agree, on_the_host
-from thinwire.runtime.channel import BucketLayers
+from thinwire.runtime.bucket import BucketLayers
 from thinwire.runtime.consistency import checksums, failing_together
 from thinwire.runtime.warning import check_feedback, warn_caller
 

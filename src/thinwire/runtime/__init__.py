@@ -4,10 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from thinwire.runtime.adapt import Decision
-from thinwire.runtime.channel import Channel, Contents, Kind, Operation, dense_bytes, group_seed
+from thinwire.runtime.channel import Channel, group_seed
 from thinwire.runtime.consistency import DisagreementError, ParityError, agree
+from thinwire.runtime.exchange import Contents, Exchange, Kind
 from thinwire.runtime.executor import AsyncReadback, Follower, ThreadExecutor, for_reducer, on_the_host
 from thinwire.runtime.probe import measure_one_way
+from thinwire.runtime.route import Route, dense_bytes
 from thinwire.runtime.settings import WireSettings
 from thinwire.runtime.stats import GroupStats, ShardedStats, Stats
 from thinwire.runtime.wire import Wire
@@ -24,13 +26,14 @@ __all__ = [
     "Contents",
     "Decision",
     "DisagreementError",
+    "Exchange",
     "Follower",
     "GroupStats",
     "Kind",
     "NamedShape",
-    "Operation",
     "ParityError",
     "Registered",
+    "Route",
     "ShardedLayer",
     "ShardedStats",
     "ShardedWire",

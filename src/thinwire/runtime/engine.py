@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from thinwire.collectives import (
     Layout,
     SumRounds,
     Transport,
-    TransportError,
     World,
     ring_bytes,
     sum_buffers,
@@ -46,12 +45,15 @@ from thinwire.kernels import FORMAT_VERSION, derive_key
 from thinwire.plan import Plan
 from thinwire.policies import Sync
 from thinwire.runtime import checkpoint
-from thinwire.runtime.channel import BucketLayers, Channel, Contents, Route
+from thinwire.runtime.bucket import BucketLayers
+from thinwire.runtime.channel import Channel
 from thinwire.runtime.consistency import agree, check_parity, failing_together, library_version, machine_record
-from thinwire.runtime.executor import AsyncReadback, Job, Then
+from thinwire.runtime.exchange import Contents, Exchange
+from thinwire.runtime.executor import AsyncReadback
 from thinwire.runtime.poison import PoisonMonitor
+from thinwire.runtime.route import Route
 from thinwire.runtime.slots import Slots, UnsentResiduals, moved_residual
-from thinwire.runtime.stats import Stats, StatsRecorder, TrafficStats
+from thinwire.runtime.stats import Stats, StatsRecorder
 from thinwire.runtime.step_plan import StepPlan
 
 
@@ -82,8 +84,68 @@ def simulate(
 
 _STALE_STEPS = 16
 
-RouteKey = tuple[BucketLayers, torch.dtype, int]
-"""Layers and dtype of a bucket, and the number of the plan's variant, where it has a schedule."""
+
+@dataclass
+class _Known:
+    """A bucket that has come before."""
+
+    layers: BucketLayers
+    dtype: torch.dtype
+    contents: Contents
+    last_step: int
+    route: Route | None = None
+
+
+@dataclass(kw_only=True)
+class Bucket(Exchange):
+    """Replaces the gradients of a bucket by their mean over all ranks."""
+
+    engine: BucketEngine
+    flat: Tensor
+    layers: BucketLayers
+    step: int
+    loss_scale: float
+    turns: int = 1
+    _state: State | None = field(default=None, init=False)
+    _exact: Tensor | None = field(default=None, init=False)
+
+    @property
+    def result(self) -> Tensor:
+        return self.flat
+
+    def begin(self) -> None:
+        engine = self.engine
+        engine.begin(self.step)
+        engine.recorder.bucket_begins()
+        self.number, self.contents = self.step, engine.place(self.flat, self.layers, self.step)
+        # Ranks share what is learned by native collectives.
+        self.alone = bool(engine.learning(self.layers, self.step))
+
+    def start(self, route: Route) -> tuple[Tensor, State]:
+        engine, flat = self.engine, self.flat
+        state = self._state = engine.open(self.contents.key, route, flat, self.loss_scale)
+        engine.learn(flat, route.layout, engine.learning(self.layers, self.step), state)
+        if engine.measure and self.step % engine.measure == 0:
+            self._exact = flat.to(torch.float32, copy=True)
+        return flat, state
+
+    def finish(self, x: Tensor, route: Route) -> None:
+        engine = self.engine
+        engine.close(self.contents.key, self.step)
+        if self._exact is not None:
+            # Against the exact mean, which takes an all-reduce in fp32.
+            engine.transport.all_reduce(self._exact.div_(engine.world_size), lane=1)
+            engine.recorder.measure(self._exact, x, self.step)
+        engine.note_result(x)
+        engine.note_limits(route, self._state)
+        engine.stats.encoded += route.layout.num_coded
+        engine.stats.buckets += 1
+        engine.recorder.bucket_ends()
+        engine.raise_parity_error()
+
+    def fail(self) -> None:
+        # Peers have the same news, or will: nobody commits this step.
+        self.engine.failed = True
 
 
 class BucketEngine:
@@ -93,7 +155,7 @@ class BucketEngine:
         self,
         plan: Plan,
         shapes: Mapping[str, Sequence[int]],
-        channel: Channel[TrafficStats],
+        channel: Channel[Stats],
         *,
         start: int,
         simulated: bool,
@@ -114,17 +176,16 @@ class BucketEngine:
         self.used: Mapping[str, Tensor] = {}
         """The share (0 to 1) of the last step's result that was used of a layer."""
         self._loss_scale = 1.0
-        self.recorder = StatsRecorder(self.transport)
+        self.recorder = StatsRecorder(channel)
         self.slots = Slots()
         self._poison = PoisonMonitor()
         self._step_plan = StepPlan(self.transport.world_size, self.shapes, self.slots)
-        self.routes: dict[RouteKey, Route] = {}
-        self._last_steps: dict[RouteKey, int] = {}
-        """The last step in which each route was used."""
+        self._buckets: dict[Hashable, _Known] = {}
         self._parity_error: Exception | None = None
         # On a device the host reads these when the next step begins: by then they have long been computed.
         self._finite, self._limits, self._clippings = AsyncReadback(), AsyncReadback(), AsyncReadback()
-        self._failed = False
+        self.failed = False
+        """Whether an exchange of the present step has failed, though not by its link."""
         self.unsent: UnsentResiduals | None = None
         """Residuals of layers from which a policy has taken error feedback."""
 
@@ -178,15 +239,13 @@ class BucketEngine:
         """The same by another algorithm."""
         return (0,) * self.world_size if algorithm.gathers else algorithm.shares(self.world)
 
-    def check_parity(self, names: Sequence[str], sums: Tensor | None, step: int) -> Job:
-        """A job of the executor: compare all ranks' checksums; a difference is raised by the bucket that follows."""
-        yield Then.ALONE
+    def check_parity(self, names: Sequence[str], sums: Tensor | None, step: int) -> None:
+        """Between buckets: compare all ranks' checksums; a difference is raised by the bucket that follows."""
         try:
             check_parity(names, sums, self.transport, step)
         except Exception as error:  # noqa: BLE001 - raised by the bucket that follows
             self._parity_error = error
         self.stats.parity_checks += 1
-        return torch.empty(0, dtype=torch.float32, device="cpu")
 
     def raise_parity_error(self) -> None:
         """Raise what `check_parity` found, if it found anything."""
@@ -213,16 +272,11 @@ class BucketEngine:
 
     def present_routes(self) -> list[Route]:
         """Those of the last step, in the order in which buckets leave."""
-        last = max(self._last_steps.values(), default=-1)
-        return self.routes_of(last)
+        return self.routes_of(max((known.last_step for known in self._buckets.values()), default=-1))
 
     def routes_of(self, step: int) -> list[Route]:
         """The routes of the buckets whose last step was ``step``."""
-        return [route for key, route in self.routes.items() if self._last_steps[key] == step]
-
-    def _forget_routes(self) -> None:
-        self.routes.clear()
-        self._last_steps.clear()
+        return [known.route for known in self._buckets.values() if known.route and known.last_step == step]
 
     def change(self, plan: Plan, algorithm: Algorithm, step: int) -> None:
         """Between two steps, on every rank: take another plan, or another collective algorithm.
@@ -231,8 +285,7 @@ class BucketEngine:
         """
         self._end()
         if algorithm != self.algorithm:
-            self.slots.release(list(self.routes))
-            self._forget_routes()
+            self._release(set(self._buckets))
         old_shares, self.channel.algorithm = self.shares, algorithm
         for name, compressor in plan.layers.items():
             if (old := self.plan[name]) != compressor or self.shares != old_shares:
@@ -267,43 +320,24 @@ class BucketEngine:
 
     def adopt(self, loaded: checkpoint.Loaded, algorithm: Algorithm) -> None:
         self.plan, self.channel.seed, self.channel.algorithm = loaded.plan, loaded.seed, algorithm
-        self._forget_routes()
+        self.channel.forget(self._buckets)
+        self._buckets.clear()
         self._step_plan.forget()
         self.unsent = None
         self.slots.replace(loaded.slots)
         agree(self.record(loaded.step), self.transport)
 
-    def reduce(
-        self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float, failed: Exception | None = None
-    ) -> Job:
-        """A job of the executor: replace ``flat`` by its mean over all ranks, and return it; or tell the other ranks
-        that this one has ``failed``, and raise it."""
-        try:
-            if self.world_size > 1:
-                yield from self._communicate(flat, layers, step, loss_scale, failed)
-        except TransportError:
-            raise
-        except Exception:
-            # Peers have the same news, or will: nobody commits this step.
-            self._failed = True
-            raise
-        if failed is not None:
-            raise failed
-        self.raise_parity_error()
-        return flat
-
     def simulate(self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float) -> None:
         """Replace ``flat`` by what would arrive of it, and count the bytes that would have been sent."""
-        self._begin(step)
-        key = (layers, flat.dtype, self._step_plan.number)
-        route = self._route(flat, key, step)
-        state = self._state(key, route, loss_scale, flat.device)
-        names = [name for name, _ in layers]
-        self._learn(flat, route.layout, self._step_plan.learning(names, step - self.start), state)
-        self._poison.note_gradients(flat)
+        self.begin(step)
+        contents = self.place(flat, layers, step)
+        known = self._buckets[contents.key]
+        route = known.route = known.route or self._simulated_route(contents, flat.dtype)
+        state = self.open(contents.key, route, flat, loss_scale)
+        self.learn(flat, route.layout, self.learning(layers, step), state)
         options = {"seed": self.seed, "step": step, "rank": self.rank, "num_ranks": self.world_size}
         simulate(flat, route.layout, state=state, **options)
-        self._close_slots(key, step)
+        self.close(contents.key, step)
         self.recorder.clipped(*route.clipped(state))
         self.recorder.bucket(ring_bytes(flat.nbytes, self.world_size), route.sent_bytes)
 
@@ -323,35 +357,7 @@ class BucketEngine:
                     cold.follow(mean[start : start + numel], name, state)
             start += numel
 
-    def _communicate(
-        self, flat: Tensor, layers: BucketLayers, step: int, loss_scale: float, failed: Exception | None
-    ) -> Iterator[Then]:
-        self._begin(step)
-        self.recorder.bucket_begins()
-        key = (layers, flat.dtype, self._step_plan.number)
-        names = [name for name, _ in layers]
-        if key not in self.routes or self._step_plan.learning(names, step - self.start):
-            # Ranks agree on a new route, or share what is learned, by native collectives: those have one order.
-            yield Then.ALONE
-        route = self._route(flat, key, step)
-        state = self._state(key, route, loss_scale, flat.device)
-        self._learn(flat, route.layout, self._step_plan.learning(names, step - self.start), state)
-        self._poison.note_gradients(flat)
-        exact = flat.to(torch.float32, copy=True) if self.measure and step % self.measure == 0 else None
-        call = CollectiveCall(self.channel.seed, step, state=state, clock=self.stats)
-        yield from self.channel.exchange(route, flat, call, failed=failed)
-        self._close_slots(key, step)
-        if exact is not None:
-            # Against the exact mean, which takes an all-reduce in fp32.
-            self.transport.all_reduce(exact.div_(self.world_size), lane=1)
-            self.recorder.measure(exact, flat, step)
-        self.note_result(flat)
-        self._note_limits(route, state)
-        self.stats.encoded += route.layout.num_coded
-        self.recorder.bucket(ring_bytes(flat.nbytes, self.world_size))
-        self.recorder.bucket_ends()
-
-    def _note_limits(self, route: Route, state: State | None) -> None:
+    def note_limits(self, route: Route, state: State | None) -> None:
         """Count the values that the last messages and sums could not hold."""
         saturated, overflowed = route.limits(self.rank)
         if isinstance(saturated, Tensor) or isinstance(overflowed, Tensor):
@@ -364,18 +370,26 @@ class BucketEngine:
         else:
             self.recorder.clipped(clipped, rounded)
 
-    def _state(self, key: RouteKey, route: Route, loss_scale: float, device: torch.device) -> State:
+    def open(self, key: Hashable, route: Route, flat: Tensor, loss_scale: float) -> State:
+        """Open the slots of a bucket for this step, whose gradients are ``loss_scale`` times as large as they are."""
+        self._buckets[key].route = route
         self._loss_scale = loss_scale
-        state = self.slots.state(key, route.layout, loss_scale, device)
+        self._poison.note_gradients(flat)
+        state = self.slots.state(key, route.layout, loss_scale, flat.device)
         if not self.learning_rates and self.learning_rate is None:
             return state
         rate = 1.0 if self.learning_rate is None else self.learning_rate
         return replace(state, learning_rates=self.learning_rates, learning_rate=rate)
 
-    def _close_slots(self, key: RouteKey, step: int) -> None:
+    def close(self, key: Hashable, step: int) -> None:
+        """Keep what this step has written to the slots of a bucket."""
         self.slots.close(key, derive_key(self.seed, step, self.rank))
 
-    def _learn(self, flat: Tensor, layout: Layout, learning: Sequence[str], state: State) -> None:
+    def learning(self, layers: BucketLayers, step: int) -> tuple[str, ...]:
+        """The layers that learn in this step what they are coded with."""
+        return self._step_plan.learning([name for name, _ in layers], step - self.start)
+
+    def learn(self, flat: Tensor, layout: Layout, learning: Sequence[str], state: State) -> None:
         """Learn what all ranks code these layers with from this step on: from the first rank that has a gradient."""
         layers = [layer for layer in layout.layers if layer.name in learning]
         if not layers:
@@ -410,8 +424,7 @@ class BucketEngine:
     def present_stats(self) -> Stats:
         """Totals, with what the transport has moved and the memory held now."""
         self._count_limits()
-        held = sum(route.num_bytes for route in list(self.routes.values()))
-        return self.recorder.present(held, self.slots.num_bytes)
+        return self.recorder.present(self.channel.buffer_bytes, self.slots.num_bytes)
 
     def _count_limits(self) -> None:
         for saturated, overflowed in (counts.tolist() for counts in self._limits.read()):
@@ -422,7 +435,8 @@ class BucketEngine:
     def _count_step(self, step: int) -> bool:
         return self.recorder.step(step, compressed=not (step < self.start or self.plan.all_raw))
 
-    def _begin(self, step: int) -> None:
+    def begin(self, step: int) -> None:
+        """Begin a step with its first bucket."""
         if not self._count_step(step):
             return
         self._end()
@@ -433,8 +447,7 @@ class BucketEngine:
             self._poison.warn(step)
         self._step_plan.follow(self.plan, step - self.start, self.learning_rate)
         # DDP rebuilds its buckets once or twice; the buffers of the old ones are given back.
-        stale = [key for key, last in self._last_steps.items() if last < step - _STALE_STEPS]
-        self._release(stale)
+        self._release({key for key, known in self._buckets.items() if known.last_step < step - _STALE_STEPS})
 
     def _end(self) -> None:
         """Let the slots take what the last step left for them: nothing, if some rank met NaN or Inf in it."""
@@ -442,16 +455,16 @@ class BucketEngine:
         self._count_limits()
         means = self._finite.read()
         finite = all(bool(torch.isfinite(value)) for value in means)
-        if means and not self._failed:
+        if means and not self.failed:
             self._poison.end_step(finite=finite)
-        if finite and not self._failed:
+        if finite and not self.failed:
             self._end_compressors()
             self.slots.keep_rest(self.used)
             self.slots.commit()
         else:
             self.slots.discard()
             self.stats.nonfinite_steps += 1
-        self._failed, self.used = False, {}
+        self.failed, self.used = False, {}
         self._follow_optimizer()
 
     def _follow_optimizer(self) -> None:
@@ -476,41 +489,41 @@ class BucketEngine:
             if (deciding := find_mixin(compressor, StepEnd)) is not None:
                 deciding.end_step(layers, self._loss_scale)
 
-    def _route(self, flat: Tensor, key: RouteKey, step: int) -> Route:
-        route = self.routes.get(key)
-        if route is None:
-            self._let_go_of_buckets_before(key, step)
-            route = self.routes[key] = self._new_route(flat, key[0], step)
-        self._last_steps[key] = step
-        return route
+    def place(self, flat: Tensor, layers: BucketLayers, step: int) -> Contents:
+        """The layers of a bucket of this step, each with its compressor."""
+        # A schedule gives the plan several forms, each with messages of its own.
+        key = (layers, flat.dtype, self._step_plan.number)
+        known = self._buckets.get(key)
+        if known is None:
+            self._let_go_of_buckets_before(layers, flat.dtype, step)
+            contents = Contents(key, self._layers_of(flat, layers, step))
+            known = self._buckets[key] = _Known(layers, flat.dtype, contents, step)
+        known.last_step = step
+        return known.contents
 
-    def _let_go_of_buckets_before(self, key: RouteKey, step: int) -> None:
+    def _let_go_of_buckets_before(self, layers: BucketLayers, dtype: torch.dtype, step: int) -> None:
         """Free what earlier buckets of the same layers hold: DDP has rebuilt them. Two at a time would be twice the
         memory."""
-        layers, dtype, _ = key
         names = {name for name, _ in layers}
-        self._release(
-            [
-                old
-                for old, last in self._last_steps.items()
-                if last < step and old[:2] != (layers, dtype) and not names.isdisjoint(name for name, _ in old[0])
-            ]
-        )
 
-    def _release(self, keys: Sequence[RouteKey]) -> None:
+        def replaced(old: _Known) -> bool:
+            if old.last_step == step or (old.layers, old.dtype) == (layers, dtype):
+                return False
+            return not names.isdisjoint(name for name, _ in old.layers)
+
+        self._release({key for key, old in self._buckets.items() if replaced(old)})
+
+    def _release(self, keys: Set[Hashable]) -> None:
         self.slots.release(keys)
+        self.channel.forget(keys)
         for key in keys:
-            del self.routes[key], self._last_steps[key]
+            del self._buckets[key]
 
-    def _new_route(self, flat: Tensor, layers: BucketLayers, step: int) -> Route:
-        layout = self.channel.layout("all_reduce", Contents(None, tuple(self._place(flat, layers, step))), flat.dtype)
-        if self.simulated:
-            sent_bytes = layout.sent_bytes(self.rank, self.transport) if self.world_size > 1 else 0
-            return Route(Layout.build(layout.layers, 1, flat.dtype), sent_bytes)
-        names = ", ".join(layer.name for layer in layout.layers)
-        return self.channel.open("all_reduce", layout, {"layers of a bucket": names})
+    def _simulated_route(self, contents: Contents, dtype: torch.dtype) -> Route:
+        sent_bytes = self.channel.sent_bytes("all_reduce", contents, dtype) if self.world_size > 1 else 0
+        return Route(Layout.build(contents.layers, 1, dtype), sent_bytes)
 
-    def _place(self, flat: Tensor, layers: BucketLayers, step: int) -> list[Layer]:
+    def _layers_of(self, flat: Tensor, layers: BucketLayers, step: int) -> tuple[Layer, ...]:
         placed, start = [], 0
         for name, shape in layers:
             if name not in self.plan.layers:
@@ -524,7 +537,7 @@ class BucketEngine:
             start += math.prod(shape)
         if start != flat.numel():
             raise ValueError(f"a bucket of {flat.numel()} elements came with layers of {start}")
-        return placed
+        return tuple(placed)
 
 
 def _stacked(first: Count, second: Count, transport: Transport) -> Tensor:

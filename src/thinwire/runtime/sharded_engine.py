@@ -13,7 +13,8 @@ from thinwire.collectives import Algorithm, Layer, ScatterReduceAllGather, Trans
 from thinwire.compressors import Coded, Raw, Slot, not_finite
 from thinwire.kernels import derive_key
 from thinwire.plan import Plan, Site, at_site
-from thinwire.runtime.channel import Channel, Contents, Kind
+from thinwire.runtime.channel import Channel
+from thinwire.runtime.exchange import Contents, Kind
 from thinwire.runtime.executor import AsyncReadback
 from thinwire.runtime.poison import PoisonMonitor
 from thinwire.runtime.settings import WireSettings
@@ -144,13 +145,22 @@ class ShardedEngine:
         self.gathers += 1
         self.stats.gathers += 1
         self.stats.dense_bytes += (unit.transport.world_size - 1) * members.placement.part_numel * flat.itemsize
-        operation = WeightGather("all_gather", contents, flat.dtype, flat, members, rank)
-        operation.draw = draw
-        operation.since = since if compressed else None
-        operation.replica, operation.whole = replica, whole
-        if quantised:
-            operation.kept, operation.keep = unit.kept, keep
-        return self._channels[id(unit.transport)].submit(operation)
+        gather = WeightGather(
+            kind="all_gather",
+            dtype=flat.dtype,
+            contents=contents,
+            scale=1.0,
+            draw=draw,
+            kept=unit.kept if quantised else None,
+            flat=flat,
+            members=members,
+            rank=rank,
+            since=since if compressed else None,
+            keep=keep if quantised else None,
+            replica=replica,
+            whole=whole,
+        )
+        return self._channels[id(unit.transport)].submit(gather)
 
     def reduce(self, unit: Unit, flat: Tensor, out: Tensor, *, scale: float, loss_scale: float = 1.0) -> Future[Tensor]:
         """Start setting ``out`` to this rank's part of ``scale`` times the sum of all ranks' ``flat``.
@@ -175,18 +185,27 @@ class ShardedEngine:
         if keeps and not again:
             self._touched.append(members)
         since = draw - self.start
-        operation = GradientReduction("reduce_scatter", contents, flat.dtype, flat, members, loss_scale, again)
-        operation.scale, operation.out = scale, out
-        operation.draw = derive_key(unit.reductions, unit.first_rank)
-        operation.since = since if compressed else None
-        operation.note = self._note if keeps else None
+        reduction = GradientReduction(
+            kind="reduce_scatter",
+            dtype=flat.dtype,
+            contents=contents,
+            scale=scale,
+            draw=derive_key(unit.reductions, unit.first_rank),
+            out=out,
+            flat=flat,
+            members=members,
+            loss_scale=loss_scale,
+            again=again,
+            since=since if compressed else None,
+            note=self._note if keeps else None,
+        )
         if keeps:
             self._poison.note_gradients(flat)
         unit.reductions += 1
         self.reductions += 1
         self.stats.reductions += 1
         self.stats.dense_bytes += (unit.transport.world_size - 1) * members.placement.part_numel * flat.itemsize
-        return self._channels[id(unit.transport)].submit(operation)
+        return self._channels[id(unit.transport)].submit(reduction)
 
     def reduce_across(self, unit: Unit, part: Tensor, loss_scale: float) -> Future[Tensor]:
         """Start replacing this rank's part of the gradients by its mean over all replicas."""
@@ -206,13 +225,17 @@ class ShardedEngine:
                 layers.append(Layer(at_site("across", name), start, shape, compressor))
             self._contents[key] = Contents(key, tuple(layers))
         flat = part.view(-1)
-        scale = 1 / self.across.world.size
-        draw = derive_key(unit.across, unit.transport.rank)
+        mean = ReplicaMean(
+            kind="all_reduce",
+            dtype=flat.dtype,
+            contents=self._contents[key],
+            draw=derive_key(unit.across, unit.transport.rank),
+            flat=flat,
+            loss_scale=loss_scale,
+        )
         unit.across += 1
         self.stats.dense_bytes += ring_bytes(flat.nbytes, self.across.world.size)
-        operation = ReplicaMean("all_reduce", self._contents[key], flat.dtype, flat, loss_scale)
-        operation.scale, operation.draw = scale, draw
-        return self.across.submit(operation)
+        return self.across.submit(mean)
 
     @property
     def passes(self) -> int:

@@ -8,13 +8,15 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from thinwire.collectives import Transport
 from thinwire.compressors import Count
+
+if TYPE_CHECKING:
+    from thinwire.runtime.channel import Channel
 
 
 @dataclass
@@ -209,8 +211,8 @@ class ClippingMonitor:
 class StatsRecorder:
     """A Wire's `Stats` while they grow."""
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self, channel: Channel[Stats]) -> None:
+        self._channel, self._transport = channel, channel.transport
         self.clipping = ClippingMonitor()
         self._step = -1
         self._error = self._norm = 0.0
@@ -219,7 +221,7 @@ class StatsRecorder:
 
     def reset(self) -> None:
         """Start counting anew."""
-        self.stats = Stats()
+        self.stats = self._channel.stats = Stats()
         transport = self._transport
         self._counted_from = (transport.sent_bytes, transport.received_bytes, transport.shared_bytes)
         self._began = self._ended = 0.0

@@ -15,15 +15,16 @@ from thinwire.plan import Plan, Speeds, declined, sent_bytes
 from thinwire.policies import Policy, Sync
 from thinwire.runtime import checkpoint
 from thinwire.runtime.adapt import Adapter, StepClock
-from thinwire.runtime.channel import BucketLayers, Channel
+from thinwire.runtime.bucket import BucketLayers
+from thinwire.runtime.channel import Channel
 from thinwire.runtime.consistency import agree, resync
-from thinwire.runtime.engine import BucketEngine
-from thinwire.runtime.executor import StreamExecutor, ThreadExecutor
+from thinwire.runtime.engine import Bucket, BucketEngine
+from thinwire.runtime.executor import Alone, StreamExecutor, ThreadExecutor
 from thinwire.runtime.handle import Handle
 from thinwire.runtime.probe import measure_speeds, settle
 from thinwire.runtime.settings import WireSettings
 from thinwire.runtime.slots import slot_bytes
-from thinwire.runtime.stats import Stats, TrafficStats
+from thinwire.runtime.stats import Stats
 from thinwire.runtime.table import LayerRow, layer_rows, layer_table
 
 _T = TypeVar("_T")
@@ -67,8 +68,7 @@ class Wire(Handle["BucketEngine"]):
         nodes_too = adapt is not None and bool(adapt.considers)
         algorithm, world = settle(settings.algorithm, transport, nodes_too=nodes_too)
         self._executor = ThreadExecutor("thinwire") if self.device is None else StreamExecutor(self.device)
-        stats, seed = TrafficStats(), settings.seed
-        channel = Channel(transport, self._executor, stats, algorithm=algorithm, world=world, seed=seed)
+        channel = Channel(transport, self._executor, Stats(), algorithm=algorithm, world=world, seed=settings.seed)
         self._engine = BucketEngine(plan, shapes, channel, start=start, simulated=simulated, measure=measure)
         self._close_at_end(channel.close)
         self._step = -1
@@ -274,8 +274,24 @@ class Wire(Handle["BucketEngine"]):
         result is ``flat`` itself; whatever goes wrong reaches the caller through it. ``failed`` is what has gone wrong
         on this rank already: the other ranks, which wait for its messages, are told instead, and the future has it.
         """
-        job = self._engine.channel.guarded(self._engine.reduce(flat, layers, self._step, loss_scale, failed))
-        future = self._executor.submit(job)
+        if self.world_size == 1:
+            kept: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
+            if failed is None:
+                kept.set_result(flat)
+            else:
+                kept.set_exception(failed)  # pyright: ignore[reportArgumentType]
+            return kept
+        bucket = Bucket(
+            kind="all_reduce",
+            dtype=flat.dtype,
+            failed=failed,
+            engine=self._engine,
+            flat=flat,
+            layers=layers,
+            step=self._step,
+            loss_scale=loss_scale,
+        )
+        future = self._engine.channel.submit(bucket)
         return self._clock.arriving(future) if self._clock is not None else future
 
     def simulate(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> None:
@@ -297,7 +313,7 @@ class Wire(Handle["BucketEngine"]):
         In a dense or simulated step nothing else is under way in the worker: it is waited for, and raised here. So it
         is with ``now``: where gradients do not come to the worker, nothing else keeps the optimizer from going on.
         """
-        checked = self._executor.submit(self._engine.check_parity(names, sums, self._step))
+        checked = self._executor.submit(Alone(lambda: self._engine.check_parity(names, sums, self._step)))
         if now or self.dense or self.simulated:
             checked.wait()
             self._engine.raise_parity_error()
