@@ -181,7 +181,7 @@ def _trains(rank: int, address: str) -> None:
             wire.reset_stats()
             train(model, rank, 2, first=3, lr=0.03)
             ends.append(fingerprint(model))
-            per_step, stats = wire.wire_bytes_per_step(), wire.stats
+            per_step, stats = wire.sent_bytes(), wire.stats
             wire.detach()
         assert ends[0] == ends[1], spec
         assert stats.payload_sent_bytes == 2 * per_step

@@ -257,8 +257,8 @@ def _train(rank: int, spec: str, nodes: Sequence[str] = ()):
     losses = train(model, rank, 4)
     assert losses[-1] < losses[0]
     assert_replicas_identical(model)
-    assert wire.stats.payload_sent_bytes > 3 * wire.wire_bytes_per_step() > 0
-    return str(wire.algorithm), wire.wire_bytes_per_step()
+    assert wire.stats.payload_sent_bytes > 3 * wire.sent_bytes() > 0
+    return str(wire.algorithm), wire.sent_bytes()
 
 
 def _train_each(rank: int):

@@ -15,6 +15,7 @@ from thinwire import Plan, Wire, parse
 from thinwire.collectives import LoopbackTransport
 from thinwire.compressors import FFT, CodecCall, Piece, Segments, fft as module, first_state
 from thinwire.compressors.rangefloat import best_mantissa
+from thinwire.runtime import BucketEngine
 
 SHAPES = {"w": (64, 48)}
 SPEC = "fft(theta=0.8)"
@@ -39,10 +40,10 @@ def _gradient(step: int, rank: int = 0) -> Tensor:
 
 def test_a_wire_searches_for_a_mantissa_once_in_fifty_steps() -> None:
     def run(transport: LoopbackTransport) -> None:
-        wire = Wire(Plan.build(SHAPES, f"ef({SPEC})"), SHAPES, transport)
+        wire = Wire(BucketEngine(Plan.build(SHAPES, f"ef({SPEC})"), SHAPES, transport))
         for step in range(60):
-            wire.begin_step()
-            wire.reduce(_gradient(step, transport.rank), tuple(SHAPES.items())).wait()
+            wire.engine.begin_step()
+            wire.engine.reduce(_gradient(step, transport.rank), tuple(SHAPES.items())).wait()
         wire.detach()
 
     with _counting() as searched:

@@ -28,7 +28,7 @@ def _trains(rank: int, spec: str, num_ranks: int) -> None:
     # A quarter of fp32's, or all of it, and for each layer what fills up 64 bytes, and the flag or a round of maxima.
     width, flag = 4 if "32" in spec else 1, 0 if is_profiled else 25
     padded = sum(-(-(numel + flag) * width // 64) * 64 for numel in sizes) + 4 * len(sizes) * is_profiled
-    per_step = wire.wire_bytes_per_step()
+    per_step = wire.sent_bytes()
     assert per_step == pytest.approx(2 * (num_ranks - 1) / num_ranks * padded, abs=8)
     first = per_step if is_profiled else stats.dense_bytes / 30
     assert stats.payload_sent_bytes - 29 * per_step == pytest.approx(first, abs=8)

@@ -13,6 +13,7 @@ from kernel_levels import LEVELS, at, needs_native
 from thinwire import Plan, Wire, parse
 from thinwire.compressors import Compressor
 from thinwire.plan import Filter
+from thinwire.runtime import BucketEngine
 from thinwire.runtime.consistency import machine_record
 
 BLOCKS = {"0.a": (24, 16), "0.b": (16, 32), "1.a": (24, 16), "1.b": (16, 32), "last": (24, 16), "2.a": (24, 16)}
@@ -47,10 +48,10 @@ def in_fp64(rank: int, q: Tensor) -> list[Tensor]:
 
 def received_of(spec: str, transport, shapes: dict[str, tuple[int, ...]], given: list[Tensor]) -> tuple[list, int]:
     """The flat means of steps with these gradients, and the bytes that this rank has sent."""
-    wire, means = Wire(Plan.build(shapes, spec, Filter(min_numel=0)), shapes, transport), []
+    wire, means = Wire(BucketEngine(Plan.build(shapes, spec, Filter(min_numel=0)), shapes, transport)), []
     for flat in given:
-        wire.begin_step()
-        means.append(wire.reduce(flat.view(-1).clone(), tuple(shapes.items())).wait().clone())
+        wire.engine.begin_step()
+        means.append(wire.engine.reduce(flat.view(-1).clone(), tuple(shapes.items())).wait().clone())
     wire.detach()
     return means, wire.stats.payload_sent_bytes
 
@@ -88,15 +89,17 @@ def test_layers_of_blocks_are_received_as_each_alone(dtype: str) -> None:
     plan = Plan.build(BLOCKS, f"ef(powersgd(rank=2, dtype={dtype}))", Filter(min_numel=0))
 
     def run(transport) -> list[Tensor]:
-        together, apart = Wire(plan, BLOCKS, transport), Wire(plan, BLOCKS, transport)
+        together, apart = Wire(BucketEngine(plan, BLOCKS, transport)), Wire(BucketEngine(plan, BLOCKS, transport))
         received = []
         for step in range(3):
-            together.begin_step()
-            apart.begin_step()
+            together.engine.begin_step()
+            apart.engine.begin_step()
             mine = {name: x * (1 + transport.rank + step) for name, x in values.items()}
             flat = torch.cat([x.view(-1) for x in mine.values()])
-            received.append(together.reduce(flat, tuple(BLOCKS.items())).wait().clone())
-            alone = [apart.reduce(x.view(-1).clone(), ((n, BLOCKS[n]),)).wait().view(-1) for n, x in mine.items()]
+            received.append(together.engine.reduce(flat, tuple(BLOCKS.items())).wait().clone())
+            alone = [
+                apart.engine.reduce(x.view(-1).clone(), ((n, BLOCKS[n]),)).wait().view(-1) for n, x in mine.items()
+            ]
             assert torch.equal(received[-1], torch.cat(alone))
         together.detach()
         apart.detach()

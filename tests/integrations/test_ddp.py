@@ -31,7 +31,7 @@ def test_it_trains_and_replicas_stay_identical(rank: int) -> None:
         stats = wire.stats
         assert stats.steps == stats.compressed_steps == 7
         assert 0 < stats.payload_sent_bytes < 0.45 * stats.dense_bytes
-        assert stats.payload_sent_bytes == pytest.approx(7 * wire.wire_bytes_per_step(), rel=0.1)
+        assert stats.payload_sent_bytes == pytest.approx(7 * wire.sent_bytes(), rel=0.1)
         wire.detach()
 
 

@@ -164,12 +164,12 @@ def test_nor_do_others_wait_for_a_rank_that_fails_before_it_sends(rank: int) -> 
         model = make(rank)
         wire = thinwire.compress(model, spec, skip_if_slower=False, **options)
         train(model, rank, 3)
-        observe = wire.observe
-        wire.observe = _broken_policy if rank == _VICTIM else observe
+        observe = wire.engine.observe
+        wire.engine.observe = _broken_policy if rank == _VICTIM else observe
         found = _error_of(loss_of(model, batch(rank, 3)).backward)
         theirs = kind, _VICTIM if kind == "peer" else None
         assert found == (("this policy is broken", None) if rank == _VICTIM else theirs)
-        wire.observe = observe
+        wire.engine.observe = observe
         model.zero_grad()
         train(model, rank, 2, first=4)
         wire.detach()

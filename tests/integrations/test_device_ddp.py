@@ -39,7 +39,7 @@ def assert_same(rank: int, rules, options: dict, **more) -> thinwire.Wire:
         with torch.autocast("cpu", torch.bfloat16):  # which does not reach what compresses
             loss_of(model, batch(rank, 4)).backward()
         assert_alike(fingerprint(model))
-        assert (wire.device is not None) == as_device
+        assert (wire.engine.device is not None) == as_device
         stats = wire.stats
         counts = stats.steps, stats.compressed_steps, stats.nonfinite_steps, stats.dense_bytes, stats.encoded
         found.append((fingerprint(model), wire.state_dict(), counts, stats.saturated, stats.overflowed))
@@ -116,10 +116,10 @@ def test_links_and_codecs_are_measured(rank: int) -> None:
     network = thinwire.Network(algorithm="sra(rates=measured)")
     wire = attach_ddp(model, Options(compressor="minmax(bits=4)", as_device=True, network=network))
     train(model, rank, 2)
-    assert wire.speeds is not None
-    assert wire.speeds.bandwidth > 0
+    assert wire.engine.speeds is not None
+    assert wire.engine.speeds.bandwidth > 0
     assert "rates=(" in str(wire.algorithm)
-    assert_alike(wire.declined, wire.speeds.bandwidth, str(wire.algorithm))
+    assert_alike(wire.declined, wire.engine.speeds.bandwidth, str(wire.algorithm))
 
 
 @on_ranks(2)

@@ -16,13 +16,13 @@ from sharded import Net, batch, build, train, whole
 from thinwire import TransportError
 from thinwire.collectives import DeviceLoopbackTransport, LoopbackTransport
 from thinwire.integrations.fsdp import ShardedOptions, attach_fsdp
-from thinwire.runtime import ShardedWire
+from thinwire.runtime import Wire
 
 CPU = torch.device("cpu")
 SPECS = ("minmax(bits=4)", "raw", "ef(minmax(bits=2))", "qsgd(bits=3, bucket=64)", "ef(topk(density=0.1))")
 
 
-def _compress(model: Any, weights: str, gradients: str, as_device: bool, **options: Any) -> ShardedWire:
+def _compress(model: Any, weights: str, gradients: str, as_device: bool, **options: Any) -> Wire:
     if "replicas" in options:
         options["across"] = "minmax(bits=6)"
     made = ShardedOptions(

@@ -129,7 +129,7 @@ LEVELS = "levels(bits=3, bucket=64, learn_at=(0, 3), min_numel=100)"
 def _resumes(rank: int, size: int, folder: str) -> None:
     """With residuals, levels that are learned, and changes, by a distributed checkpoint."""
 
-    def fresh() -> tuple[Any, torch.optim.Optimizer, thinwire.ShardedWire]:
+    def fresh() -> tuple[Any, torch.optim.Optimizer, thinwire.Wire]:
         weights = {"blocks.1*": LEVELS, "*": CHANGES}
         gradients = {"*up*": LEVELS, "*": COARSE}
         optimizer = torch.optim.AdamW((model := kept()).parameters(), lr=1e-2)
@@ -162,7 +162,7 @@ Kept = tuple[dict[str, torch.Tensor], torch.Tensor]
 """What has arrived of weights, and the residual of a layer."""
 
 
-def _kept(wire: thinwire.ShardedWire, rank: int) -> Kept:
+def _kept(wire: thinwire.Wire, rank: int) -> Kept:
     state = wire.state_dict()
     arrived = {key: value for key, value in state.items() if key.startswith("arrived/weights")}
     return arrived, state[f"rank{rank}/residual/gradients/{ONE_LAYER}"]

@@ -65,7 +65,7 @@ def test_levels_are_learned_for_weights_and_gradients_at_their_steps(rank: int, 
 def test_lgreco_chooses_for_weights_and_gradients_together(rank: int, size: int, bits: str) -> None:
     model = build(net=lambda: Net(width=64, depth=3))
     wire = compress(model, bits, bits, adapt="lgreco(every=6, window=3, lag=1)")
-    before = wire.gather_bytes() * 2 + wire.reduce_bytes()
+    before = wire.sent_bytes("weights") * 2 + wire.sent_bytes()
     losses = train(model, 13, optimizer=torch.optim.SGD(model.parameters(), lr=0.002))
     specs = {name: str(c) for name, c in wire.plan.layers.items()}
     assert_alike(specs, whole(model))
@@ -78,7 +78,7 @@ def test_lgreco_chooses_for_weights_and_gradients_together(rank: int, size: int,
         assert 0 < errors <= reference * (1 + 1e-6)
         assert len(set(specs.values()) - {"raw()"}) > 1
         # Of which there are no more: what errs less has smaller buckets, or is not compressed.
-        assert before > wire.gather_bytes() * 2 + wire.reduce_bytes() or "bits=4" in bits
+        assert before > wire.sent_bytes("weights") * 2 + wire.sent_bytes() or "bits=4" in bits
 
 
 def _adapts_and_resumes(rank: int, size: int, folder: str) -> None:

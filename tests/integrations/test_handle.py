@@ -44,7 +44,7 @@ def test_a_wire_is_shown_as_a_table_of_its_layers_with_bytes_by_their_dtypes(ran
     assert shown == {"spectrum": ["32,768", "1.0x"], "up.weight": ["2,304", "7.1x"], "down.weight": ["8,192", "1.0x"]}
     assert head.endswith("1 of 3 layers compressed, 43,264 bytes a step, 1.3 times less than uncompressed")
     assert_alike(text, repr(spectral))
-    assert repr(compress(build(), "minmax(bits=8)", "minmax(bits=4)")).startswith("ShardedWire of 2 ranks: ")
+    assert repr(compress(build(), "minmax(bits=8)", "minmax(bits=4)")).startswith("Wire of 2 ranks: ")
 
 
 @on_ranks(2)

@@ -365,6 +365,6 @@ def test_state_takes_what_was_foreseen_also_when_ddp_rebuilds_its_buckets(rank: 
         for _ in range(4):
             model.zero_grad()
             model(torch.randn(4, 128)).square().mean().backward()
-            assert wire._engine.slots.num_bytes == wire.memory, spec
-            assert wire.stats.buffer_bytes == sum(route.num_bytes for route in wire._engine.present_routes())
+            assert wire.engine.slots.num_bytes == wire.memory, spec
+            assert wire.stats.buffer_bytes == sum(route.num_bytes for route in wire.engine.present_routes())
         dist.barrier()

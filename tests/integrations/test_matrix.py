@@ -67,7 +67,7 @@ def _cell(rank: int, precision: str, feature: str, kind: str) -> None:
             one_step(step)
     stats = wire.stats
     assert stats.steps == stats.compressed_steps == _COUNTED, stats
-    assert stats.payload_sent_bytes == _COUNTED * wire.wire_bytes_per_step() > 0
+    assert stats.payload_sent_bytes == _COUNTED * wire.sent_bytes() > 0
     assert stats.payload_sent_bytes < (0.65 if dtype == torch.float32 else 1.01) * stats.dense_bytes
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
     if feature != "join":

@@ -32,7 +32,7 @@ from nets import Net, assert_replicas_identical, batch, loss_of, train
 from thinwire.collectives import DeviceLoopbackTransport, Layout, LoopbackTransport
 from thinwire.compressors import CodecCall, Coded, Key, Piece, Segments, first_state, parse
 from thinwire.plan import Plan
-from thinwire.runtime import Wire
+from thinwire.runtime import BucketEngine, Wire
 from thinwire.runtime.executor import Job, StreamExecutor
 from thinwire_tools.cli import main
 
@@ -66,7 +66,7 @@ def _trains(rank: int, spec: str) -> None:
     wire = thinwire.compress(model, spec, skip_if_slower=False)
     losses = train(model, rank, 20, lr=0.03)
     assert_replicas_identical(model)
-    assert (wire.stats.steps, str(wire.device)) == (20, f"cuda:{rank}")
+    assert (wire.stats.steps, str(wire.engine.device)) == (20, f"cuda:{rank}")
     assert sum(losses[-5:]) < 0.98 * sum(losses[:5])
     wire.detach()
     wire = thinwire.compress(model, spec, simulate=True)
@@ -150,7 +150,7 @@ def steps_of_wires(spec: str, num_steps: int, poison: int = -1, strict: bool = T
 
     def run(transport) -> tuple[int, list]:
         torch.cuda.set_device(gpu())
-        wire = Wire(Plan.build(shapes, spec), shapes, devices[transport.rank])
+        wire = Wire(BucketEngine(Plan.build(shapes, spec), shapes, devices[transport.rank]))
         found = []
         for step in range(num_steps):
             flats = []
@@ -165,8 +165,8 @@ def steps_of_wires(spec: str, num_steps: int, poison: int = -1, strict: bool = T
             if step >= 2 and strict:
                 torch.cuda.set_sync_debug_mode("error")
             together.wait(300)
-            wire.begin_step()
-            futures = [wire.reduce(flat, layers, loss_scale=2.0) for flat, layers in flats]
+            wire.engine.begin_step()
+            futures = [wire.engine.reduce(flat, layers, loss_scale=2.0) for flat, layers in flats]
             results = [future.wait() for future in futures]
             together.wait(300)
             torch.cuda.set_sync_debug_mode("default")
@@ -242,13 +242,13 @@ def _scales(rank: int) -> None:
     model = DDP(Net().cuda(), device_ids=[rank], bucket_cap_mb=0.05)
     scaler = torch.amp.GradScaler("cuda", init_scale=256.0, growth_interval=2)
     wire = thinwire.compress(model, "ef(minmax(bits=2))", skip_if_slower=False, grad_scaler=scaler)
-    told, reduce = [], wire.reduce
+    told, reduce = [], wire.engine.reduce
 
     def noting(flat, layers, *, loss_scale: float):
         told.append(loss_scale)
         return reduce(flat, layers, loss_scale=loss_scale)
 
-    wire.reduce = noting  # pyright: ignore[reportAttributeAccessIssue]
+    wire.engine.reduce = noting  # pyright: ignore[reportAttributeAccessIssue]
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.03)
     scales = []
     for step in range(4):

@@ -220,7 +220,7 @@ def test_an_exchange_that_breaks_changes_nothing() -> None:
         for key in [key for key in shared if key.startswith(("anchor", "momentum"))] + ["rounds", "exchange"]:
             assert torch.equal(after[key], shared[key]), f"{w.name}: {key} is half applied"
         w.local.members.wire.discard_step()
-        engine = w.local.members.wire._engine
+        engine = w.local.members.wire.engine
         for key, value in own.items():
             if key.startswith("rank") and key.endswith(".weight"):
                 slot, name = key.split("/", 1)[1].split("/", 1)[0], key.rsplit("/", 1)[1]

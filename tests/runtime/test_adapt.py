@@ -20,7 +20,7 @@ from nets import assert_replicas_identical, fingerprint, make, train, trained
 from thinwire.collectives import ScatterReduceAllGather
 from thinwire.plan import Plan
 from thinwire.policies import Evidence, LGreco, Policy, Proposal, Sync
-from thinwire.runtime import DisagreementError, Wire, WireSettings
+from thinwire.runtime import BucketEngine, DisagreementError, Wire, WireSettings
 from thinwire.runtime.adapt import Adapter
 from thinwire.runtime.probe import settle
 from thinwire.runtime.slots import Slots
@@ -55,13 +55,15 @@ def wires(policy: Policy, spec: str, steps: int, *, start: int = 0, num_ranks: i
     seen.clear()
 
     def run(transport):
-        wire = Wire(Plan.build(SHAPES, spec), SHAPES, transport, WireSettings(adapt=policy, start=start))
+        wire = Wire(BucketEngine(Plan.build(SHAPES, spec), SHAPES, transport, WireSettings(adapt=policy, start=start)))
         arrived = []
         for step in range(steps):
-            wire.begin_step()
+            wire.engine.begin_step()
             flat = torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * step + wire.rank)) * loss_scale
-            wire.observe(flat, LAYERS, loss_scale=loss_scale)
-            arrived.append(flat if wire.dense else wire.reduce(flat, LAYERS, loss_scale=loss_scale).wait())
+            wire.engine.observe(flat, LAYERS, loss_scale=loss_scale)
+            arrived.append(
+                flat if wire.engine.dense else wire.engine.reduce(flat, LAYERS, loss_scale=loss_scale).wait()
+            )
         return wire, arrived
 
     return run_threads(run, num_ranks)
@@ -99,15 +101,19 @@ def test_sums_are_the_same_however_buckets_are_formed() -> None:
         seen.clear()
 
         def run(transport, formed=formed):
-            wire = Wire(Plan.build(SHAPES), SHAPES, transport, WireSettings(adapt=Scripted(every=5, window=4, lag=1)))
+            wire = Wire(
+                BucketEngine(
+                    Plan.build(SHAPES), SHAPES, transport, WireSettings(adapt=Scripted(every=5, window=4, lag=1))
+                )
+            )
             for step in range(6):
-                wire.begin_step()
+                wire.engine.begin_step()
                 gradients = {
                     name: torch.randn(shape, generator=torch.Generator().manual_seed(10 * step + at))
                     for at, (name, shape) in enumerate(LAYERS)
                 }
                 for bucket in formed[step] if step < 4 else whole:
-                    wire.observe(torch.cat([gradients[name].view(-1) for name, _ in bucket]), bucket)
+                    wire.engine.observe(torch.cat([gradients[name].view(-1) for name, _ in bucket]), bucket)
                 if step == 2:
                     wire.state_dict()
 
@@ -177,7 +183,7 @@ def test_plans_that_are_all_alike_are_not_tried_for_ever() -> None:
 def test_simulated_communication_takes_no_time_to_measure(transport) -> None:
     settings = WireSettings(adapt=LGreco(objective="time"))
     with pytest.raises(ValueError, match="simulate=True has none: leave out objective=time"):
-        Wire(Plan.build(SHAPES), SHAPES, transport, settings, simulated=True)
+        Wire(BucketEngine(Plan.build(SHAPES), SHAPES, transport, settings, simulated=True))
 
 
 def test_a_policy_that_fails_or_proposes_nothing_costs_nothing_but_its_plan() -> None:
@@ -193,13 +199,15 @@ def test_a_nonfinite_gradient_is_left_out_of_the_sum() -> None:
     seen.clear()
 
     def run(transport):
-        wire = Wire(Plan.build(SHAPES), SHAPES, transport, WireSettings(adapt=Scripted(every=4, window=3, lag=1)))
+        wire = Wire(
+            BucketEngine(Plan.build(SHAPES), SHAPES, transport, WireSettings(adapt=Scripted(every=4, window=3, lag=1)))
+        )
         for step in range(4):
-            wire.begin_step()
+            wire.engine.begin_step()
             flat = torch.full((NUMEL,), 1.0 if step != 1 else float("inf"))
-            wire.observe(flat, LAYERS)
-            wire.reduce(flat, LAYERS).wait()
-        wire.begin_step()
+            wire.engine.observe(flat, LAYERS)
+            wire.engine.reduce(flat, LAYERS).wait()
+        wire.engine.begin_step()
 
     run_threads(run, 2)
     assert float(seen[0].gradients["w"].max()) == 2.0
@@ -227,11 +235,11 @@ def _sums(wire: Wire, shapes: dict[str, tuple[int, ...]], num_steps: int) -> tup
     layers = tuple(shapes.items())
     arrived, sent = torch.zeros(2, sum(math.prod(shape) for shape in shapes.values()), dtype=torch.float64)
     for step in range(num_steps):
-        wire.begin_step()
+        wire.engine.begin_step()
         flat = torch.randn(sent.numel(), generator=torch.Generator().manual_seed(10 * step + wire.rank))
         sent += flat
-        wire.observe(flat, layers)
-        arrived += wire.reduce(flat, layers).wait()
+        wire.engine.observe(flat, layers)
+        arrived += wire.engine.reduce(flat, layers).wait()
     return arrived, sent
 
 
@@ -253,7 +261,7 @@ def test_the_residual_stays(old: str, new: str) -> None:
     shapes = {"w": (64, 48)}
 
     def run(transport):
-        wire = Wire(Plan.build(shapes, old), shapes, transport, WireSettings(adapt=policy))
+        wire = Wire(BucketEngine(Plan.build(shapes, old), shapes, transport, WireSettings(adapt=policy)))
         arrived, sent = _sums(wire, shapes, 7)
         assert wire.plan["w"] == thinwire.parse(new)
         # One more change, back to what every rank has a residual of its own for: it holds what this rank has not sent.
@@ -280,14 +288,14 @@ def test_another_family_is_handed_the_mean_residual_and_not_how_ranks_differ() -
     shared, apart = torch.randn(2, 64 * 48, generator=draw)
 
     def run(transport):
-        wire = Wire(Plan.build(shapes, policy.specs[0]), shapes, transport, WireSettings(adapt=policy))
+        wire = Wire(BucketEngine(Plan.build(shapes, policy.specs[0]), shapes, transport, WireSettings(adapt=policy)))
         unsent = torch.zeros(64 * 48)
         while True:
-            wire.begin_step()
+            wire.engine.begin_step()
             flat = shared + (apart if wire.rank else -apart)
             unsent += shared
-            wire.observe(flat, tuple(shapes.items()))
-            arrived = wire.reduce(flat, tuple(shapes.items())).wait()
+            wire.engine.observe(flat, tuple(shapes.items()))
+            arrived = wire.engine.reduce(flat, tuple(shapes.items())).wait()
             if wire.plan["w"] == thinwire.parse(policy.specs[1]):
                 return float(torch.cosine_similarity(arrived, unsent, dim=0))
             unsent -= arrived
@@ -302,7 +310,7 @@ def test_a_layer_that_turns_raw_sends_its_residual_first() -> None:
     policy = Scripted(every=4, window=1, lag=1, specs=("ef(topk(density=0.1))", "ef(raw)", "raw"))
 
     def run(transport):
-        wire = Wire(Plan.build(shapes, policy.specs[0]), shapes, transport, WireSettings(adapt=policy))
+        wire = Wire(BucketEngine(Plan.build(shapes, policy.specs[0]), shapes, transport, WireSettings(adapt=policy)))
         arrived, sent = _sums(wire, shapes, 10)
         assert wire.plan["w"] == thinwire.compressors.Raw()
         return arrived, sent
@@ -331,18 +339,18 @@ def _arrives_in_all(rank: int, spec: str, loss_scale: float, infinite: tuple[int
         direction = torch.randn(48, 64, generator=torch.Generator().manual_seed(10 * step + rank))
         if step in infinite and rank == 0:
             direction[1, 2] = torch.inf
-        was_dense = wire.dense
+        was_dense = wire.engine.dense
         model.zero_grad()
         scaler.scale((model(torch.eye(64)).T * direction).sum()).backward()
         assert weight.grad is not None
         if step in infinite:
-            assert wire.dense
+            assert wire.engine.dense
             assert was_dense == (step > infinite[0])
             assert not bool(weight.grad.isfinite().all())
             continue
         arrived += weight.grad / loss_scale
         given += direction
-    assert wire.dense
+    assert wire.engine.dense
     dist.all_reduce(given)
     assert torch.allclose(arrived, given / 2, atol=1e-4), spec
 
@@ -366,14 +374,14 @@ def test_a_layer_that_the_rank_does_not_suit_gets_a_lower_one() -> None:
         plan = Plan.build(shapes, "powersgd(rank=16)")
         assert plan["conv"] == thinwire.compressors.Raw()
         policy = thinwire.policies.LGreco(every=4, window=2, lag=1, alpha=2.0)
-        wire = Wire(plan, shapes, transport, WireSettings(adapt=policy))
+        wire = Wire(BucketEngine(plan, shapes, transport, WireSettings(adapt=policy)))
         for step in range(6):
-            wire.begin_step()
+            wire.engine.begin_step()
             draw = torch.Generator().manual_seed(10 * step + wire.rank)
             low_rank = torch.randn(16, 1, generator=draw) @ torch.randn(1, 144, generator=draw)
             flat = torch.cat([torch.randn(256 * 256, generator=draw), low_rank.view(-1)])
-            wire.observe(flat, layers)
-            wire.reduce(flat, layers).wait()
+            wire.engine.observe(flat, layers)
+            wire.engine.reduce(flat, layers).wait()
         state = wire.state_dict()
         wire.load_state_dict(state)
         return str(wire.plan["conv"]), wire.decisions[0].note
@@ -388,15 +396,15 @@ def test_low_rank_factors_keep_their_columns() -> None:
     shapes, changes = {"w": (64, 48)}, []
 
     def run(transport):
-        wire = Wire(Plan.build(shapes, policy.specs[0]), shapes, transport, WireSettings(adapt=policy))
+        wire = Wire(BucketEngine(Plan.build(shapes, policy.specs[0]), shapes, transport, WireSettings(adapt=policy)))
         before = torch.empty(0)
         for step in range(9):
-            wire.begin_step()
+            wire.engine.begin_step()
             if wire.rank == 0 and step in (4, 8):
                 changes.append((before, wire.state_dict()["rank0/q/w"]))
             flat = torch.randn(64 * 48, generator=torch.Generator().manual_seed(step + wire.rank))
-            wire.observe(flat, tuple(shapes.items()))
-            wire.reduce(flat, tuple(shapes.items())).wait()
+            wire.engine.observe(flat, tuple(shapes.items()))
+            wire.engine.reduce(flat, tuple(shapes.items())).wait()
             before = wire.state_dict()[f"rank{wire.rank}/q/w"]
 
     run_threads(run, 2)
@@ -494,7 +502,9 @@ def test_a_run_that_resumes_decides_as_it_would_have(rank: int, at: int, tmp_pat
 
 def test_a_state_without_sums_is_reported(tmp_path: Path) -> None:
     def run(transport):
-        wire = Wire(Plan.build(SHAPES), SHAPES, transport, WireSettings(adapt=Scripted(every=4, window=2, lag=1)))
+        wire = Wire(
+            BucketEngine(Plan.build(SHAPES), SHAPES, transport, WireSettings(adapt=Scripted(every=4, window=2, lag=1)))
+        )
         state = wire.state_dict()
         del state["adapt/sum/w"]
         wire.load_state_dict(state)
@@ -511,7 +521,7 @@ def test_the_present_plan_is_shown_drawn_and_taken_again(rank: int, tmp_path: Pa
     model = make(rank)
     wire = thinwire.compress(model, "topk(density=0.1)", adapt=LGRECO, skip_if_slower=False)
     train(model, rank, 6)
-    found, specs = wire.plan_rows(), wire.plan.to_dict()
+    found, specs = wire.engine.plan_rows(), wire.plan.to_dict()
     rows = {row.name: row for row in found}
     assert {name: str(row.compressor) for name, row in rows.items()} == specs
     # DDP reduces the last layers first.

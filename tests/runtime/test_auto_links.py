@@ -19,7 +19,7 @@ from thinwire.plan import Plan
 from thinwire.plan.forecast.ddp import Bucket, Pace, coded_transfer
 from thinwire.plan.forecast.links import Curve, Legs, Links
 from thinwire.policies import Auto, Evidence, Policy, Proposal, StepTime
-from thinwire.runtime import DisagreementError, Wire, WireSettings
+from thinwire.runtime import BucketEngine, DisagreementError, Wire, WireSettings
 from thinwire.runtime.checkpoint import sealed
 from thinwire.runtime.probe import measure_links
 from thinwire_tools import lab
@@ -135,14 +135,14 @@ def run(
     shapes, settings = {"w": (96, 64)}, WireSettings(adapt=Wandering(every=3, lag=1, algorithms=algorithms))
 
     def rank(transport: Any) -> tuple[Tensor, Tensor, Any]:
-        wire = Wire(Plan.build(shapes, spec), shapes, transport, settings)
+        wire = Wire(BucketEngine(Plan.build(shapes, spec), shapes, transport, settings))
         arrived, sent = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL, dtype=torch.float64)
         for step in range(steps):
-            wire.begin_step()
+            wire.engine.begin_step()
             flat = torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * step + wire.rank))
             sent += flat
-            wire.observe(flat, tuple(shapes.items()))
-            arrived += wire.reduce(flat, tuple(shapes.items())).wait()
+            wire.engine.observe(flat, tuple(shapes.items()))
+            arrived += wire.engine.reduce(flat, tuple(shapes.items())).wait()
         return arrived, sent, then(wire)
 
     return run_threads(rank, num_ranks)
@@ -189,7 +189,7 @@ def test_resumes_with_the_algorithm_that_it_had_or_was_asked_for() -> None:
         state, before = wire.state_dict(), str(wire.algorithm)
         # Another decision, and back.
         for _ in range(3):
-            wire.begin_step()
+            wire.engine.begin_step()
         between = str(wire.algorithm)
         wire.load_state_dict(state)
         assert (before, between, str(wire.algorithm)) == (slow, "sra", slow)
@@ -226,9 +226,9 @@ def test_rank_0_cannot_send_what_this_world_cannot_have(monkeypatch: pytest.Monk
     def rank(transport: Any) -> None:
         shapes = {"w": (96, 64)}
         policy = thinwire.policies.LGreco(every=2, window=1, lag=1)
-        wire = Wire(Plan.build(shapes, "minmax(bits=4)"), shapes, transport, WireSettings(adapt=policy))
+        wire = Wire(BucketEngine(Plan.build(shapes, "minmax(bits=4)"), shapes, transport, WireSettings(adapt=policy)))
         for _ in range(4):
-            wire.begin_step()
+            wire.engine.begin_step()
 
     with pytest.raises(DisagreementError, match="needs to know nodes"):
         run_threads(rank, 2)

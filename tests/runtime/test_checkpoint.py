@@ -8,7 +8,7 @@ from torch import Tensor
 
 from harness import run_threads
 from thinwire import PeerFailedError, Plan, Wire
-from thinwire.runtime import WireSettings
+from thinwire.runtime import BucketEngine, WireSettings
 from thinwire.runtime.checkpoint import check_sealed, sealed
 
 SHAPES = {"a.weight": (40, 100), "a.bias": (40,), "b.weight": (64, 64)}
@@ -17,7 +17,7 @@ RULES = {"b.weight": "ef(powersgd(rank=2))", "*": "ef(minmax(bits=2))"}
 
 
 def make(transport) -> Wire:
-    return Wire(Plan.build(SHAPES, RULES), SHAPES, transport, WireSettings(seed=3))
+    return Wire(BucketEngine(Plan.build(SHAPES, RULES), SHAPES, transport, WireSettings(seed=3)))
 
 
 def trained_state() -> dict[str, Tensor]:
@@ -25,8 +25,8 @@ def trained_state() -> dict[str, Tensor]:
         wire = make(transport)
         generator = torch.Generator().manual_seed(transport.rank)
         for _ in range(3):
-            wire.begin_step()
-            wire.reduce(torch.randn(40 * 100 + 40 + 64 * 64, generator=generator), LAYERS).wait()
+            wire.engine.begin_step()
+            wire.engine.reduce(torch.randn(40 * 100 + 40 + 64 * 64, generator=generator), LAYERS).wait()
         state = wire.gather_state_dict()
         wire.detach()
         return state

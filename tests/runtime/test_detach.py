@@ -15,7 +15,7 @@ from harness import on_ranks, run_threads
 from nets import make
 from thinwire.local import DiLoCo
 from thinwire.plan import Plan
-from thinwire.runtime import ThreadExecutor
+from thinwire.runtime import BucketEngine, ThreadExecutor
 
 SHAPES = {"w": (64, 64)}
 LAYERS = (("w", (64, 64)),)
@@ -50,9 +50,9 @@ STATES = {"state_dict", "gather_state_dict", "load_state_dict"}
 
 
 def _detached_wire(transport: Any) -> None:
-    wire = thinwire.Wire(Plan.build(SHAPES, "ef(minmax(bits=4))"), SHAPES, transport)
-    wire.begin_step()
-    wire.reduce(torch.ones(64 * 64), LAYERS).wait()
+    wire = thinwire.Wire(BucketEngine(Plan.build(SHAPES, "ef(minmax(bits=4))"), SHAPES, transport))
+    wire.engine.begin_step()
+    wire.engine.reduce(torch.ones(64 * 64), LAYERS).wait()
     state = wire.state_dict()
     wire.detach()
     calls: dict[str, Callable[[], Any]] = {
@@ -60,14 +60,14 @@ def _detached_wire(transport: Any) -> None:
         "gather_state_dict": wire.gather_state_dict,
         "load_state_dict": lambda: wire.load_state_dict(state),
         "reset_stats": wire.reset_stats,
-        "resync": lambda: wire.resync({}),
-        "check_parity": lambda: wire.check_parity([], None, now=True),
-        "reduce": lambda: wire.reduce(torch.zeros(64 * 64), LAYERS).wait(),
+        "resync": lambda: wire.engine.resync({}),
+        "check_parity": lambda: wire.engine.check_parity([], None, now=True),
+        "reduce": lambda: wire.engine.reduce(torch.zeros(64 * 64), LAYERS).wait(),
         "state_dict_of": lambda: wire.state_dict_of(3),
         "stats": lambda: wire.stats,
-        "plan_rows": wire.plan_rows,
-        "wire_bytes_per_step": wire.wire_bytes_per_step,
-        "begin_step": wire.begin_step,
+        "plan_rows": wire.engine.plan_rows,
+        "sent_bytes": wire.sent_bytes,
+        "begin_step": wire.engine.begin_step,
         "detach": wire.detach,
     }
     _check(calls, {*STATES, "resync", "check_parity", "reduce"}, "detach")
@@ -91,8 +91,7 @@ def test_every_method_of_a_detached_sharded_wire_answers_or_raises(rank: int) ->
         "reset_stats": wire.reset_stats,
         "state_dict_of": lambda: wire.state_dict_of(3),
         "stats": lambda: wire.stats,
-        "gather_bytes": wire.gather_bytes,
-        "reduce_bytes": wire.reduce_bytes,
+        "sent_bytes": wire.sent_bytes,
         "detach": wire.detach,
     }
     _check(calls, STATES, "detach")

@@ -13,7 +13,7 @@ from torch import Tensor
 from harness import run_threads
 from thinwire import DisagreementError, Plan, Wire, parse
 from thinwire.plan import Filter
-from thinwire.runtime import WireSettings
+from thinwire.runtime import BucketEngine, WireSettings
 
 SHAPES = {"w": (64, 48), "v": (40, 30)}
 LAYERS = tuple(SHAPES.items())
@@ -25,16 +25,16 @@ LEARNED = [spec for spec, slots in SHARED.items() if slots and not re.search("sc
 
 def trained(spec: str, transport, scale: float, *, simulated: bool = False) -> Wire:
     plan = Plan.build(SHAPES, spec, Filter(min_numel=0))
-    wire = Wire(plan, SHAPES, transport, WireSettings(seed=1), simulated=simulated)
+    wire = Wire(BucketEngine(plan, SHAPES, transport, WireSettings(seed=1), simulated=simulated))
     generator = torch.Generator().manual_seed(transport.rank)
     for _ in range(3):
-        wire.begin_step()
+        wire.engine.begin_step()
         flat = torch.randn(NUMEL, generator=generator) ** 3 * scale
         if simulated:
-            wire.simulate(flat, LAYERS)
-            wire.note_result(flat, LAYERS)
+            wire.engine.simulate(flat, LAYERS)
+            wire.engine.note_simulated(flat, LAYERS)
         else:
-            wire.reduce(flat, LAYERS).wait()
+            wire.engine.reduce(flat, LAYERS).wait()
     return wire
 
 

@@ -10,7 +10,7 @@ from harness import on_ranks, run_threads
 from thinwire import Plan, Wire
 from thinwire.collectives import Transport
 from thinwire.plan import Filter
-from thinwire.runtime import WireSettings
+from thinwire.runtime import BucketEngine, WireSettings
 
 SHAPES = {"a.weight": (60, 101), "b.weight": (64, 64)}
 LAYERS = tuple(SHAPES.items())
@@ -20,13 +20,15 @@ PACKED = "ef(topk(density=0.02), bits=8)"
 
 
 def _wire(transport: Transport, rules: object = PACKED) -> Wire:
-    return Wire(Plan.build(SHAPES, rules, Filter(min_numel=0)), SHAPES, transport, WireSettings(seed=3))
+    return Wire(BucketEngine(Plan.build(SHAPES, rules, Filter(min_numel=0)), SHAPES, transport, WireSettings(seed=3)))
 
 
 def _reduce(wire: Wire, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * step + wire.rank)
-    wire.begin_step()
-    return wire.reduce(torch.linspace(-1, 1, NUMEL) ** 5 + 0.1 * torch.randn(NUMEL, generator=generator), LAYERS).wait()
+    wire.engine.begin_step()
+    return wire.engine.reduce(
+        torch.linspace(-1, 1, NUMEL) ** 5 + 0.1 * torch.randn(NUMEL, generator=generator), LAYERS
+    ).wait()
 
 
 def test_what_is_sent_in_the_long_run_is_what_was_given() -> None:

@@ -12,7 +12,7 @@ import sharded
 from harness import on_ranks, run_threads
 from thinwire import Plan, Wire
 from thinwire.plan import Filter
-from thinwire.runtime import WireSettings
+from thinwire.runtime import BucketEngine, WireSettings
 from thinwire.runtime.checkpoint import sealed
 
 SHAPES = {"w": (64, 48)}
@@ -28,11 +28,11 @@ def trained(spec: str, large: float, *, nan_from: int = STEPS, simulated: bool =
 
     def run(transport) -> tuple[list[bool], int]:
         plan = Plan.build(SHAPES, spec, Filter(min_numel=0))
-        wire = Wire(plan, SHAPES, transport, WireSettings(seed=1), simulated=simulated)
+        wire = Wire(BucketEngine(plan, SHAPES, transport, WireSettings(seed=1), simulated=simulated))
         generator = torch.Generator().manual_seed(7 + transport.rank)
         finite: list[bool] = []
         for step in range(STEPS):
-            wire.begin_step()
+            wire.engine.begin_step()
             flat = torch.randn(64 * 48, generator=generator)
             if step == LARGE_AT:
                 flat.fill_(large)
@@ -50,9 +50,9 @@ def trained(spec: str, large: float, *, nan_from: int = STEPS, simulated: bool =
 
 def mean(wire: Wire, flat: Tensor, *, simulated: bool) -> Tensor:
     if not simulated:
-        return wire.reduce(flat, LAYERS).wait()
-    wire.simulate(flat, LAYERS)
-    wire.note_result(flat, LAYERS)
+        return wire.engine.reduce(flat, LAYERS).wait()
+    wire.engine.simulate(flat, LAYERS)
+    wire.engine.note_simulated(flat, LAYERS)
     return flat
 
 

@@ -12,7 +12,7 @@ from harness import on_threads, run_threads
 from states import resealed
 from thinwire import DisagreementError, Plan, TransportError, Wire
 from thinwire.plan import Filter
-from thinwire.runtime import WireSettings
+from thinwire.runtime import BucketEngine, WireSettings
 
 SHAPES = {"a.weight": (40, 100), "a.bias": (40,), "b.weight": (64, 64), "c.weight": (30, 70), "scalar": ()}
 MIXED = {"a.weight": "ef(minmax(bits=2))", "b.weight": "ef(randk(density=0.2))", "c.*": "cast(bf16)", "scalar": "raw"}
@@ -20,7 +20,7 @@ BUCKETS = (("scalar", "c.weight"), ("b.weight", "a.bias", "a.weight"))
 
 
 def make(transport, rules, **settings) -> Wire:
-    return Wire(Plan.build(SHAPES, rules, Filter()), SHAPES, transport, WireSettings(**settings))
+    return Wire(BucketEngine(Plan.build(SHAPES, rules, Filter()), SHAPES, transport, WireSettings(**settings)))
 
 
 def gradients(rank: int, step: int, poison: float | None = None) -> dict[str, torch.Tensor]:
@@ -33,12 +33,12 @@ def gradients(rank: int, step: int, poison: float | None = None) -> dict[str, to
 
 def step_on(wire: Wire, found: dict[str, torch.Tensor], buckets=BUCKETS, loss_scale=1.0) -> dict[str, torch.Tensor]:
     """One backward pass with these buckets; the mean gradients."""
-    wire.begin_step()
+    wire.engine.begin_step()
     means, futures = {}, []
     for names in buckets:
         flat = torch.cat([found[name].reshape(-1) for name in names]) * loss_scale
         layers = tuple((name, SHAPES[name]) for name in names)
-        futures.append((names, wire.reduce(flat, layers, loss_scale=loss_scale)))
+        futures.append((names, wire.engine.reduce(flat, layers, loss_scale=loss_scale)))
     for names, future in futures:
         flat, start = future.wait() / loss_scale, 0
         for name in names:
@@ -165,7 +165,7 @@ def test_a_schedule_of_ranks_is_followed() -> None:
 def test_a_layer_trained_later_gets_its_compressor() -> None:
     def run(transport):
         shapes = {name: shape for name, shape in SHAPES.items() if name != "b.weight"}
-        wire = Wire(Plan.build(shapes, "ef(minmax(bits=2))"), shapes, transport)
+        wire = Wire(BucketEngine(Plan.build(shapes, "ef(minmax(bits=2))"), shapes, transport))
         means = step_on(wire, gradients(transport.rank, 0))
         assert str(wire.plan["b.weight"]) == "ef(minmax(bits=2, bucket=128))"
         assert f"rank{transport.rank}/residual/b.weight" in wire.state_dict()

@@ -120,7 +120,7 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def compress(model: nn.Module, weights: str = "raw", gradients: str = "raw", **options: Any) -> thinwire.ShardedWire:
+def compress(model: nn.Module, weights: str = "raw", gradients: str = "raw", **options: Any) -> thinwire.Wire:
     """With what tests ask for: nothing declined, and small layers compressed."""
     return thinwire.compress(
         model, weights=weights, gradients=gradients, **{"skip_if_slower": False, "min_numel": 64} | options
@@ -128,8 +128,8 @@ def compress(model: nn.Module, weights: str = "raw", gradients: str = "raw", **o
 
 
 def train_and_resume(
-    fresh: Callable[[], tuple[Any, torch.optim.Optimizer, thinwire.ShardedWire]], folder: str
-) -> tuple[list[float], list[float], thinwire.ShardedWire]:
+    fresh: Callable[[], tuple[Any, torch.optim.Optimizer, thinwire.Wire]], folder: str
+) -> tuple[list[float], list[float], thinwire.Wire]:
     """Losses of the steps after a checkpoint, by the run that wrote it and by a new one that loaded it; its Wire."""
     model, optimizer, wire = fresh()
     train(model, 4, optimizer=optimizer)

@@ -199,7 +199,7 @@ class Momentum:
             changes.append((gradient, shortened))
         wire = self._wire()
         if wire is not None and wire.attached and shares:
-            wire.on_partial_use(shares)
+            wire.engine.on_partial_use(shares)
         return changes
 
     def _parts(self, flat: Tensor, layers: BucketLayers) -> list[_Part]:

@@ -9,7 +9,7 @@ It sees flat buffers, not layers, as QNCCL does, which the thesis compares with 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -110,7 +110,10 @@ class ProcessGroup(dist.ProcessGroup):
     @property
     def stats(self) -> GroupStats:
         """A copy of the totals so far."""
-        return self._running().present_stats()
+        channel = self._running()
+        totals = replace(channel.stats)
+        channel.add_to(totals)
+        return totals
 
     def register_layout(self, layers: Sequence[tuple[str, Sequence[int]]], *, rules: Rules | None = None) -> None:
         """Compress buffers of exactly as many elements as ``layers``, whatever they are, layer by layer.

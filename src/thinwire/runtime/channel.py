@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Container, Generator, Hashable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
@@ -132,7 +132,8 @@ class Channel(Generic[_S]):
     def __init__(
         self, transport: Transport, executor: Executor, stats: _S, *, algorithm: Algorithm, world: World, seed: int
     ) -> None:
-        self.transport, self.executor, self.stats = transport, executor, stats
+        self.transport, self.executor = transport, executor
+        self.count_in(stats)
         self.algorithm, self.world, self.seed = algorithm, world, seed
         self._routes: dict[Key, _Routes] = {}
         self._submitted = 0
@@ -235,15 +236,18 @@ class Channel(Generic[_S]):
         routes = [route for routes in list(self._routes.values()) for route, _ in list(routes.by_turn.values())]
         return sum(route.num_bytes for route in routes)
 
-    def present_stats(self) -> _S:
-        """Totals so far, as a copy: what is under way is partly in it."""
-        return replace(
-            self.stats,
-            payload_sent_bytes=self.transport.sent_bytes,
-            payload_shared_bytes=self.transport.shared_bytes,
-            payload_received_bytes=self.transport.received_bytes,
-            buffer_bytes=self.buffer_bytes,
-        )
+    def count_in(self, stats: _S) -> None:
+        """Count in ``stats`` from now on."""
+        self.stats, transport = stats, self.transport
+        self._counted_from = transport.sent_bytes, transport.received_bytes, transport.shared_bytes
+
+    def add_to(self, stats: TrafficStats) -> None:
+        """Add what the transport has moved since `count_in`, and the memory of messages."""
+        sent, received, shared = self._counted_from
+        stats.payload_sent_bytes += self.transport.sent_bytes - sent
+        stats.payload_received_bytes += self.transport.received_bytes - received
+        stats.payload_shared_bytes += self.transport.shared_bytes - shared
+        stats.buffer_bytes += self.buffer_bytes
 
     def close(self) -> None:
         """Take no more exchanges; those handed over are finished, and then connections are closed.

@@ -16,7 +16,7 @@ from thinwire.runtime.exchange import Exchange
 from thinwire.runtime.placement import Placement, ShardedLayer
 from thinwire.runtime.route import Route
 from thinwire.runtime.sharded_slots import ShardedSlots
-from thinwire.runtime.stats import TrafficStats
+from thinwire.runtime.stats import Stats
 
 
 class Replica:
@@ -135,7 +135,7 @@ class Unit:
 
 
 Future = torch.futures.Future
-ShardChannel = Channel[TrafficStats]
+ShardChannel = Channel[Stats]
 
 
 @dataclass(kw_only=True)

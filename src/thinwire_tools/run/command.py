@@ -21,7 +21,7 @@ from thinwire.api import compress as compress_model, compress_fsdp
 from thinwire.collectives import MessageError, PeerFailedError, SharedMemoryError, TransportError
 from thinwire.integrations.ddp import Options, rules_of
 from thinwire.integrations.first_forward import on_first_forward
-from thinwire.runtime import DisagreementError, ParityError, ShardedWire, Wire
+from thinwire.runtime import DisagreementError, ParityError, Wire
 from thinwire_tools.exits import FAILED, USAGE, ends_command
 from thinwire_tools.results import OutputFile, Results
 from thinwire_tools.run.script import run_script
@@ -115,7 +115,7 @@ class Attachment:
     options: dict[str, Any]
     state: Path | None
     save_every: int
-    wire: Wire | ShardedWire | None = None
+    wire: Wire | None = None
     _handles: list[RemovableHandle] = field(default_factory=list)
     _saved: int = 0
 
