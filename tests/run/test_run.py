@@ -19,7 +19,8 @@ from doctor_training import train
 from harness import run_ranks
 from thinwire_tools import cli
 from thinwire_tools.exits import ScriptNotFound
-from thinwire_tools.run.command import Attachment, Misused, run
+from thinwire_tools.run.attachment import Attachment, Misused
+from thinwire_tools.run.command import run
 from thinwire_tools.run.script import run_script
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "doctor_training.py")
