@@ -143,6 +143,9 @@ ELSEWHERE = {
     "make mutants": "Makefile",
     "make bench": "Makefile",
     "make readme": "Makefile",
+    # A placeholder, in whose place the release workflow puts the address.
+    "git clone https://example.org/thinwire && cd thinwire": ".github/workflows/release.yml",
+    "pip install torch --index-url https://download.pytorch.org/whl/cpu": "Makefile",
     "pip install .": ".ci/run",  # make wheel-check builds what pip would, and installs it
     "make cuda": "tests/kernels/test_first_gpu.py",
     "make cuda PYTHON=python3 WHEELS=.whl": "tests/kernels/test_first_gpu.py",
