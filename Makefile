@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := $(wildcard native/*) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: demo test test-slow test-all check format sanitize fuzz fuzz-sanitized chaos soak mutants conformance triton cuda cuda-wheels bench experiments experiments-smoke readme docs wheel wheel-check first-answer clean
+.PHONY: demo test test-slow test-all check format sanitize fuzz fuzz-sanitized chaos soak mutants conformance triton cuda cuda-wheels bench experiments experiments-smoke readme docs wheel wheel-check first-answer address clean
 
 demo: .venv/demo
 	$(BIN)/thinwire demo
@@ -152,6 +152,10 @@ wheel-check: .venv/ready
 # From an empty folder to doctor's answer about a script: under ten minutes, or it is an error.
 first-answer: .venv/ready
 	$(BIN)/python tools/first_answer.py --json build/first-answer.json
+
+# Puts the repository's ADDRESS in place of the placeholder, wherever that is named.
+address:
+	sed -i "s#https://example.org/thinwire#$(ADDRESS)#g" pyproject.toml README.md docs/index.md
 
 clean:
 	rm -rf .venv .venv-cuda build demo dist

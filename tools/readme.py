@@ -17,6 +17,7 @@ from experiments.bench.auto import NetworkSpec
 from experiments.bench.formats import BITS, FORMATS, KINDS, TREATMENTS
 from experiments.framework import power as power_tables, results_page
 from experiments.framework.catalogue import CATALOGUE
+from thinwire_tools.compare.statistics import estimate, relative_differences
 from thinwire_tools.lab.units import format_rate, parse_rate
 
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
@@ -39,48 +40,90 @@ TITLES = {
 
 
 def headline() -> str:
-    faster = [
-        Figures(BENCHMARKS / file).get(name) or 0.0
-        for file, name in (("demo.json", "speedup_over_fp32/thinwire"), ("step-1gbit.json", "speedup_over_fp32"))
-    ]
-    loss = Figures(BENCHMARKS / "local.json").rows["val_loss_above_fp32/thinwire"]
-    within = math.ceil(1e3 * max(abs(loss["lower"]), abs(loss["upper"]))) / 10
+    """Claims one by one, each against its own control."""
+    short, local = Figures(BENCHMARKS / "demo.json"), Figures(BENCHMARKS / "local.json")
+    over_100 = sorted([short.get("speedup_over_fp32/thinwire") or 0.0, _speed(local, "thinwire")])
+    over_1000 = Figures(BENCHMARKS / "step-1gbit.json").get("speedup_over_fp32") or 0.0
     return (
-        "**thinwire compresses what distributed PyTorch training sends: gradients under DDP, weights and gradients "
-        "under FSDP2, activations between pipeline stages. On CPU ranks, gradients in 4 bits make training steps "
-        f"{faster[0]:.1f} times as fast over 100 Mbit/s and {faster[1]:.1f} times over 1 Gbit/s, and the loss ends "
-        f"within {within:g} % of fp32's. For slower links there are [local updates](docs/local.md): workers exchange "
-        f"what they have learned every few steps, in a hundredth of the bytes; {_with_muon('100mbit')}.**"
+        "**thinwire compresses what distributed PyTorch training sends over slow networks**: gradients under DDP, "
+        "weights and gradients under FSDP2, activations between pipeline stages. On CPU ranks and emulated links:\n\n"
+        f"- **Steps.** With gradients in 4 bits they are {over_100[0]:.1f} to {over_100[1]:.1f} times as fast as those "
+        f"of DDP in fp32 over 100 Mbit/s, and {over_1000:.1f} times over 1 Gbit/s.\n"
+        "- **Loss.** With gradients in 4 bits it ends where the same training in fp32 ends: the difference over "
+        f"{local.record['about']['seeds']} seeds is {local.bounded('val_loss_above_fp32/thinwire')}; in brackets, a "
+        "90 % confidence interval.\n"
+        "- **Slower links.** With [local updates](docs/local.md), ranks train alone for some steps and then exchange "
+        f"what they have learned, in {_fewer(local, 'local')} times fewer bytes than DDP in fp32. That costs loss: "
+        f"{local.bounded('val_loss_above_fp32/local')} with AdamW."
     )
 
 
-def _with_muon(rate: str) -> str:
-    """How soon local updates with Muon have fp32's loss over a link of ``rate``, and where they end."""
-    long = Figures(BENCHMARKS / "local.json")
-    muon, fp32 = (long.rows[f"{rate}/seconds_to_same_loss/{name}"]["value"] for name in ("muloco", "fp32"))
-    below = -long.rows["val_loss_above_fp32/muloco"]["value"]
-    return (
-        f"with Muon over {format_rate(parse_rate(rate))} they reach the loss of fp32 DDP with AdamW "
-        f"{fp32 / muon:.0f} times as soon, and end {100 * below:.0f} % below it"
-    )
+def _speed(figures: Figures, name: str) -> float:
+    """Steps of a variant over 100 Mbit/s, in multiples of the speed of DDP's in fp32."""
+    return (figures.get("100mbit/step_s/fp32") or 0.0) / (figures.get(f"100mbit/step_s/{name}") or math.inf)
+
+
+def _fewer(figures: Figures, name: str) -> str:
+    sent = [figures.get(f"100mbit/sent_bytes/{each}") or 1.0 for each in ("fp32", name)]
+    return f"{sent[0] / sent[1]:.0f}"
+
+
+_OVER_100_MBIT = {
+    "thinwire": ("local", "**4 bits**", "fp32"),
+    "in-optimizer": (
+        "in-optimizer",
+        "**2 bits in `CompressedAdamW`**, at twice the learning rate of AdamW, its control",
+        "fp32",
+    ),
+    "powersgd": ("in-optimizer", "PyTorch's PowerSGD, rank 4", "fp32"),
+    "local": ("local", "local updates, every 8 steps in 2 bits", "fp32"),
+    "muloco": ("local", "local updates with Muon, every 8 steps in 2 bits", "muon"),
+    "alone": ("local", "control: training alone, nothing sent", "fp32"),
+}
+"""Variants of ``bench local``: the record that has them, a title, and their own control."""
+
+_OWN_OPTIMIZER = {
+    "AdamW, 4 bits": ("**4 bits**", "AdamW, fp32"),
+    "CompressedAdamW, 2 bits, buckets of 64": ("**2 bits in `CompressedAdamW`**", "CompressedAdamW, fp32"),
+    "Muon, 2 bits": ("**2 bits, Muon**", "Muon, fp32"),
+    "DiLoCo, AdamW, 2 bits, every 25": ("local updates, every 25 steps in 2 bits", "AdamW, fp32"),
+    "DiLoCo, Muon, 2 bits, every 10": ("local updates with Muon, every 10 steps in 2 bits", "Muon, fp32"),
+    "alone": ("control: training alone", "AdamW, fp32"),
+}
+"""Variants of ``bench training``, a title, and the same optimizer in fp32."""
 
 
 def longer() -> str:
-    short, long = (Figures(BENCHMARKS / f"{name}.json") for name in ("demo", "local"))
-    about, nothing = long.record["about"], short.get("val_loss_above_fp32/alone") or 0.0
-    ours, plain, muon, alone = (
-        long.bounded(f"val_loss_above_fp32/{name}") for name in ("thinwire", "local", "muloco", "alone")
-    )
-    seconds = [long.get(f"10mbit/seconds_to_same_loss/{name}") or 0.0 for name in ("muloco", "thinwire")]
+    """Trainings that are long enough to judge the loss, each beside its own control."""
+    local, training = Figures(BENCHMARKS / "local.json"), Figures(BENCHMARKS / "training.json")
+    short = []
+    for name, (record, title, control) in _OVER_100_MBIT.items():
+        figures = Figures(BENCHMARKS / f"{record}.json")
+        sent = f", {_fewer(figures, name)} times fewer bytes" if figures.get(f"100mbit/sent_bytes/{name}") else ""
+        difference = _against(figures, f"val_loss/{name}", f"val_loss/{control}", "by_seed")
+        short.append(f"{title}: {_speed(figures, name):.1f} times the steps{sent}, loss {difference}")
+    long = [
+        f"{title}: {_against(training, f'loss/{name}', f'loss/{control}', 'losses')}"
+        for name, (title, control) in _OWN_OPTIMIZER.items()
+    ]
+    muon, ours = (training.bounded(f"difference/{name}, fp32") for name in ("Muon", "CompressedAdamW"))
+    about, task = local.record["about"], local.record["about"]["task"]
     return (
-        f"This is one seed of {short.record['about']['task']['steps']} steps, too short to judge the loss at the end: "
-        f"even ranks that send nothing end only {100 * nothing:.1f} % above fp32. Over "
-        f"{about['task']['steps']} steps and {about['seeds']} seeds, against fp32, 4 bits end at {ours}, local updates "
-        f"at {plain}, with Muon at {muon}, and training alone at {alone}; in brackets, 90 % confidence "
-        "intervals ([measured](docs/local.md#measured)). Use local updates where the link is too slow for 4 "
-        f"bits per step: over 10 Mbit/s, those with Muon are at fp32's loss in {seconds[0]:.0f} s, and 4 bits in "
-        f"{seconds[1]:.0f} s. Muon in fp32, their control, ends at {long.bounded('val_loss_above_fp32/muon')}."
+        f"Two byte-level GPTs, {about['seeds']} seeds; in brackets, 90 % confidence intervals. Held-out losses are "
+        "against the same optimizer in fp32: AdamW, or Muon (`thinwire.optim.Muon`), which steps along orthogonalized "
+        "momenta, where that is named. Steps and bytes are against DDP in fp32 with AdamW.\n\n"
+        f"Over 100 Mbit/s, {task['steps']} steps ([more](docs/local.md#measured)):\n\n{bullets(short)}\n"
+        f"Over 1000 steps, each method at its best learning rate ([more](docs/compressed-adamw.md#loss-and-bytes)): "
+        f"{'; '.join(long)}.\n\n"
+        "What an optimizer gains by itself is another matter: in fp32, against AdamW in fp32, Muon ends at "
+        f"{muon}, and `CompressedAdamW` at {ours}."
     )
+
+
+def _against(figures: Figures, name: str, control: str, runs: str) -> str:
+    """The difference of a variant's losses to its control's, seed by seed, and its interval."""
+    found = estimate(relative_differences(*(figures.rows[each][runs] for each in (name, control))))
+    return f"{100 * found.mean:+.2f} % ({100 * found.lower:+.2f} to {100 * found.upper:+.2f})"
 
 
 def demo() -> str:
@@ -88,6 +131,7 @@ def demo() -> str:
     task = figures.record["about"]["task"]
     fp32 = figures.get("steps_per_s/fp32") or 1.0
     fp32_loss = figures.get("val_loss/fp32") or 1.0
+    muon = (figures.get("val_loss/muloco") or math.nan) / (figures.get("val_loss/muon") or math.nan) - 1
     rows = []
     for name, title in TITLES.items():
         speed, loss = figures.get(f"steps_per_s/{name}"), figures.get(f"val_loss/{name}")
@@ -111,8 +155,9 @@ def demo() -> str:
         f"{figures.record['about']['parameters'] / 1e6:.1f} million parameters on the Python standard library's "
         "source over an emulated 100 Mbit/s link, from the same weights and with the same batches.\n\n"
         f"{table(head, rows)}\n\n![Held-out loss against time](benchmarks/demo/loss.svg)\n\n"
-        f"The curves are losses on {task['probe_windows']} of the {task['held_out_windows']} held-out windows of the "
-        f"table. {figures.machine}."
+        "Losses are means of −ln of the probability that the model gave each byte (nats per byte). "
+        f"Local updates with Muon end {100 * muon:.1f} % above Muon in fp32, their control. The curves are losses on "
+        f"{task['probe_windows']} of the {task['held_out_windows']} held-out windows of the table. {figures.machine}."
     )
 
 

@@ -21,7 +21,7 @@ from aggregation import wait_until
 from commands import shown_by
 from thinwire_tools import lab
 from thinwire_tools.cli import main
-from thinwire_tools.compare import demo as demo_module, rank_processes
+from thinwire_tools.compare import command, demo as demo_module, paired, rank_processes
 from thinwire_tools.compare.paired import Setup
 from thinwire_tools.compare.rank_processes import RankFailed, RankProcesses
 from thinwire_tools.compare.tasks import describe
@@ -139,8 +139,8 @@ def test_over_loopback_time_is_not_compared_and_the_demo_goes_on_after_crashes(
         return run(ranks, command, *args)
 
     monkeypatch.setattr(rank_processes.RankProcesses, "run", run_and_kill)
-    monkeypatch.setattr(demo_module.lab, "unavailable", lambda: "no [right] to make namespaces")
-    assert demo_module.demo(smoke=True, out=tmp_path, seed=3) == 1
+    monkeypatch.setattr(command.lab, "unavailable", lambda: "no [right] to make namespaces")
+    assert command.demo(smoke=True, out=tmp_path, seed=3) == 1
     record, figures = json.loads((tmp_path / "demo.json").read_text()), _values(tmp_path / "demo.json")
     assert set(record["about"]["failures"]) == {"powersgd", "bf16"}
     assert {"val_loss/fp32", "val_loss/thinwire", "val_loss/control"} <= set(figures)
@@ -157,7 +157,7 @@ def test_without_fp32_there_is_nothing_to_compare_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failed = RankFailed(1, "ended by signal 6", "the last words")
-    monkeypatch.setattr(demo_module, "train_in_turns", lambda *_, **__: ({}, {"fp32": failed}))
+    monkeypatch.setattr(paired, "train_in_turns", lambda *_, **__: ({}, {"fp32": failed}))
     assert main(["demo", "--smoke", "--out", str(tmp_path)]) == 1
     printed = capsys.readouterr()
     assert "rank 1: ended by signal 6\nthe last words" in printed.err
