@@ -20,7 +20,6 @@ _PAPERS = {
 _VALIDATION = {
     "bench algorithms": Command("experiments.bench.algorithms:algorithms", "every collective algorithm, many links"),
     "bench doctor": Command("experiments.bench.doctor:doctor", "predicted steps beside measured steps, eight links"),
-    "bench auto": Command("experiments.bench.auto:auto", "what `auto` decides and gains over seven networks"),
     "bench blob": Command("experiments.bench.blob:blob", "compressing buffers beside compressing layers"),
     "bench local": Command("experiments.bench.local:local", "local updates over slow links, beside a free network"),
     "bench bursts": Command("experiments.bench.bursts:bursts", "the busiest second of a link in local updates"),
@@ -30,17 +29,12 @@ _VALIDATION = {
     "bench stores": Command("experiments.bench.stores:stores", "pipelines that keep messages in memory or on disk"),
     "bench optimizer": Command("experiments.bench.optimizer:optimizer", "what an optimizer's step costs"),
     "bench instrument": Command("experiments.bench.instrument:instrument", "replayed steps beside computed ones"),
-    "bench changes": Command("experiments.bench.changes:changes", "what quantisers lose of changes of activations"),
     "bench keeping": Command("experiments.bench.keeping:keeping", "messages of samples, cluster centres, or nothing"),
     "bench sums": Command("experiments.bench.sums:sums", "tensor parallelism whose sums are compressed"),
-    "bench crops": Command("experiments.bench.crops:crops", "split learning on cropped and flipped images"),
-    "bench first-epoch": Command("experiments.bench.first_epoch:first_epoch", "pipelines that see each sample once"),
     "bench deltas": Command("experiments.bench.deltas:deltas", "sharded weights sent as changes, in few bits"),
-    "bench formats": Command("experiments.bench.formats:formats", "error at equal bytes: rotations, spikes"),
     "bench streams": Command("experiments.bench.streams:streams", "all-reduces over several TCP connections a pair"),
     "bench integers": Command("experiments.bench.integers:integers", "sums of 2, 4 and 8 bits: time, bytes, loss"),
     "bench training": Command("experiments.bench.training:training", "loss and bytes of each way to train"),
-    "bench masks": Command("experiments.bench.masks:masks", "sparse updates by one mask for all workers"),
     "policies record": Command("experiments.policies.record:record", "gradients of trainings, for all policies"),
     "policies replay": Command(
         "experiments.policies.command:replay_command", "bytes against error of every policy, on recorded gradients"

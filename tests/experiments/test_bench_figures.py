@@ -12,18 +12,13 @@ import torch
 from experiments.bench import claims, families
 from experiments.bench.bursts import busiest_second
 from experiments.bench.claims import Point, at_equal_bytes, at_the_settings, fft_points, interpolated, verdicts
-from experiments.bench.first_epoch import TILE, Ranking, entropy, tiled
-from experiments.bench.formats import FORMATS, TREATMENTS, error_of, rotated
 from experiments.bench.gradients import Gradients, Moment, make_task, record
 from experiments.bench.integers import SPECS
-from experiments.bench.masks import METHODS, REFERENCE, Layers, sent_bytes
 from experiments.bench.members import Run, _add, _add_comparisons, _digest, _loss_at, _shares
 from experiments.bench.passes import Pass, Quality, measure_quality
 from thinwire.collectives import Layer, Layout
 from thinwire.compressors import FFT, QSGD, Summed, TernGrad, TopK, for_world, parse, registered
 from thinwire_tools.compare import every
-from thinwire_tools.compare.gpt import GPTConfig
-from thinwire_tools.compare.tasks import GPTTask
 from thinwire_tools.results import Results
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -176,58 +171,6 @@ def test_bits_of_integers_are_those_of_the_page() -> None:
         found.append(8 * max(layout.sent_bytes(rank) for rank in range(4)) / (1.5 * math.prod(shape)))
         assert compressor.wire_bytes(shape) == pytest.approx(found[-1] * math.prod(shape) / 8, rel=0.01)
     assert found == pytest.approx([8, 5, 3, 3], rel=0.02)
-
-
-def test_masks_of_workers_and_of_all_cost_the_same_bytes() -> None:
-    layers = Layers(GPTTask(model=GPTConfig(width=64, layers=2, context=64)).build(0))
-    by_name = {method.name: method for method in METHODS}
-    own = sent_bytes(by_name["updates, each worker's own mask"], layers, 2)
-    compared = [method for method in METHODS if method.masks and method.density < 0.1]
-    assert len(compared) == 6
-    for method in compared:
-        assert sent_bytes(method, layers, 2) == pytest.approx(own, rel=0.02)
-    assert sent_bytes(by_name[REFERENCE], layers, 2) == 4 * layers.numel
-    assert sent_bytes(by_name["alone"], layers, 1) == 0
-
-
-def test_a_rotation_keeps_norms_spreads_an_outlier_and_is_undone() -> None:
-    for block in (32, 128):
-        x = torch.randn(8 * block, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        y = rotated(x, block, seed=0)
-        assert torch.allclose(y.view(-1, block).norm(dim=1), x.view(-1, block).norm(dim=1))
-        assert torch.allclose(rotated(y, block, seed=0, back=True), x)
-        alone = torch.zeros(block, dtype=torch.float64)
-        alone[3] = 1.0
-        assert torch.allclose(rotated(alone, block, seed=0).abs(), torch.full_like(alone, block**-0.5))
-
-
-def test_what_a_rotation_and_spikes_are_for_is_what_they_gain() -> None:
-    """A few elements a hundred times as large as the others are what both were made for."""
-    x = torch.randn(64 * 1120, generator=torch.Generator().manual_seed(0))
-    x[:: 1120 // 2] *= 100.0
-    found = {
-        way: error_of([x], FORMATS["minmax"], 4, block=block, spikes=spikes)
-        for way, (block, spikes) in TREATMENTS.items()
-    }
-    assert found["spikes"] < 0.25 * found["as it is"]
-    assert found["rotate 128"] < 0.7 * found["as it is"]
-    two = torch.tensor([-1.5, 4.0]).repeat(1000)
-    assert error_of([two], FORMATS["minmax"], 2, block=0, spikes=False) < 1e-6
-
-
-@pytest.mark.parametrize("by", ["entropy", "range"])
-def test_half_of_the_tiles_of_each_sample_have_4_bits_and_wide_ones_by_range(by: Ranking) -> None:
-    x = torch.randn(3, 8, 2 * TILE, generator=torch.Generator().manual_seed(0))
-    for sample in tiled(x, by, rotate=False):
-        levels = [len(tile.unique()) for tile in sample.view(-1, TILE)]
-        assert sum(8 < n <= 16 for n in levels) <= 8 <= sum(n <= 8 for n in levels)
-    if by == "entropy":
-        tiles = torch.stack((torch.arange(64.0), torch.tensor([-1.0, 5.0]).repeat(32), torch.full((64,), 3.0)))
-        assert torch.allclose(entropy(tiles), torch.tensor([4.0, 1.0, 0.0]), atol=1e-5)
-    else:
-        x[:, :, :TILE] *= 100.0
-        off = (tiled(x, by, rotate=False) - x).view(-1, TILE).norm(dim=-1) / x.view(-1, TILE).norm(dim=-1)
-        assert float(off[::2].max()) < float(off[1::2].min())
 
 
 # --- members

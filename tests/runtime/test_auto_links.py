@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 import thinwire
-from experiments.__main__ import main as experiments_main
-from experiments.bench.auto import NetworkSpec
 from harness import run_threads
 from thinwire.collectives import Algorithm, Hierarchical, ScatterReduceAllGather, World, parse_algorithm
 from thinwire.plan import Plan
@@ -296,13 +294,6 @@ def test_links_of_a_world_with_nodes_are_measured_leg_by_leg() -> None:
         assert paired.rates == neither.rates == ()
         assert len(alone.rates) == 4
         assert max(alone.rates) == 1.0
-
-
-@pytest.mark.parametrize("text", ["2x1", "2@100mbit", "twox1@1gbit", "@", "2x@1gbit"])
-def test_networks_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match="2x4@1gbit for two nodes"):
-        NetworkSpec.parse(text)
-    assert experiments_main(["bench", "auto", "--links", text]) == 2
 
 
 @pytest.mark.alone
