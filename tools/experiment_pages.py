@@ -13,8 +13,7 @@ from captions import CAPTIONS
 from figures import BENCHMARKS, Figures, bullets, claims, machines, picture, pictures, table
 
 from experiments.framework.claims import estimated
-from experiments.framework.findings import share
-from experiments.framework.verdicts import JUDGED
+from experiments.framework.verdicts import JUDGED, shown_difference
 from thinwire_tools.lab.units import format_rate, parse_rate
 
 Row = dict[str, Any]
@@ -304,12 +303,8 @@ NOTES = {
         "buckets are compressed without regard to layers, as in QNCCL (section 3.7.2). In the tables, ratios are "
         "medians over separate runs, not quotients of the median speeds.",
     ),
-    "intsgd": ("A ratio of times is that of the method named first over the other's.",),
+    "intsgd": ("A ratio says how many times as fast, or as slow, a method is as the claim has it.",),
     "qsdp": ("Bytes of L-GreCo are those of training steps, including the steps before its first plan.",),
-    "lgreco": (
-        "The GPT's rows of table 4.3 print the interval of the held-out loss. Its perplexity is what is judged, and "
-        "the last column is half of that interval.",
-    ),
 }
 """What a reader of a paper's claims has to know of their figures."""
 
@@ -476,7 +471,7 @@ def _lgreco_equal(measured: Measured) -> Iterator[str]:
     for row in measured.under("equal bytes/lost/"):
         name, _, kind = row["name"].removeprefix("equal bytes/lost/").partition("/")
         title = EQUAL_KINDS[kind or name].format(spec=row["spec"].partition(" with ")[0])
-        rows.append([title, f"{row['sent'] / 1e3:,.1f}", share(estimated(row, "lost"))])
+        rows.append([title, f"{row['sent'] / 1e3:,.1f}", shown_difference(estimated(row, "lost"))])
     title = "The GPT at equal bytes, held-out loss beyond fp32's (in brackets, one-sided 95 % bounds)"
     yield from _titled(title, ["", "kB a step, rank 0", "beyond fp32"], rows)
 
@@ -509,7 +504,7 @@ def _lgreco_throughput(measured: Measured) -> Iterator[str]:
         ]
         body.append(["nothing sent", *(f"{row['nothing_sent'][n]:,.0f}" for n in worlds), "0"])
         head = ["tokens/s", *(f"{n} ranks" for n in worlds), f"kB a step, {worlds[-1]} ranks"]
-        link = re.sub(r" of \d+ ranks", "", row["found"].split(":")[0])
+        link = f"tokens/s over {_rate(row['name'].rpartition('/')[2])}"
         yield from _titled(f"{row['figure'].capitalize()}, {link}", head, body)
 
 

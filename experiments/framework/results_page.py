@@ -31,6 +31,9 @@ Each claim is judged *holds*, *does not hold* or *inconclusive*, by one-sided 95
   a clock, by the time of a step; its interval contains the scatter of both.
 - A single training or measurement has no interval, and is inconclusive.
 
+What was found is the difference or the ratio that is judged, with its bounds: of an equality, a positive difference is
+what is lost; otherwise a positive difference, or a ratio above the bound, is what the claim says.
+
 *Interval* in the tables is half the width of the interval of what is judged: smaller differences cannot be seen."""
 _ONCE = ("one training", "one measurement")
 _WIDE = ("a ratio within", "a difference below", "the interval")

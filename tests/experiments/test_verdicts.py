@@ -91,8 +91,8 @@ def test_times_of_one_run_are_judged_with_what_runs_differ_by() -> None:
 def test_a_claim_of_parts_fails_with_any_of_them() -> None:
     yes, no, unknown = Judgement(True, detectable=0.1), Judgement(False), Judgement(None, "why")
     assert all_hold([yes, Judgement(True, detectable=0.2)]) == Judgement(True, detectable=0.2)
-    assert all_hold([yes, unknown]) is unknown
-    assert all_hold([unknown, no]) is no
+    assert all_hold([yes, unknown]) == unknown
+    assert all_hold([unknown, no]) == no
 
 
 def test_a_task_whose_control_does_not_fail_says_nothing() -> None:
