@@ -111,7 +111,6 @@ bench: .venv/ready
 	$(BIN)/python -m experiments bench streams --json benchmarks/streams.json
 	$(BIN)/python -m experiments bench instrument --json benchmarks/instrument.json
 	$(BIN)/python -m experiments bench optimizer --json benchmarks/optimizer.json
-	$(BIN)/python -m experiments bench blob --json benchmarks/blob.json
 	$(BIN)/thinwire bench step --rate 1gbit --json benchmarks/step-1gbit.json
 	$(BIN)/thinwire bench step --rate none --skip-if-slower --target 0 --batches 8 --json benchmarks/step-loopback.json
 	$(BIN)/python -m experiments bench doctor --json benchmarks/doctor.json

@@ -284,7 +284,6 @@ _PLAIN_DIFFERENCES = (
 )
 """Phrases of recorded differences, and a reader's words for them."""
 
-RATIOS = "Ratios are medians over rounds in which the methods take turns. They are not quotients of the median speeds."
 PARTS = {
     "aqsgd": {"links": "bits by link"},
     "cgx": {number: f"table {number}" for number in ("3.4", "3.5", "3.6", "3.7", "3.9")} | {"blob": "QNCCL"},

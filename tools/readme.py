@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from experiment_pages import RATIOS, experiment, sharded
+from experiment_pages import experiment, sharded
 from figures import BENCHMARKS, ROOT, Figures, bullets, table
 
 from experiments.framework import power as power_tables, results_page
@@ -352,68 +352,6 @@ def fft_blocks() -> str:
     head = ["elements of a block", "bits per element", "error", "encode", "decode"]
     about = "`python -m experiments bench compressors`, θ = 0.85: one message of a small GPT's gradient; speeds in "
     return f"{about}multiples of `torch.Tensor.copy_`:\n\n{table(head, body)}\n\n{figures.machine}."
-
-
-BLOB = {
-    "fp32": "stock DDP, fp32",
-    "uniform": "process group, each buffer as one layer",
-    "registered": "process group, layers registered",
-    "layerwise": "`thinwire.compress(model)`",
-}
-"""Methods of ``python -m experiments bench blob``, by what they are called for people."""
-
-
-def blob() -> str:
-    figures, rows = Figures(BENCHMARKS / "blob.json"), []
-    rates = [rate for rate in RATES if figures.get(f"steps_per_s/fp32/{rate}") is not None]
-    for method, title in BLOB.items():
-        speeds = [
-            f"{figures.get(f'steps_per_s/{method}/{rate}'):.2f} ({figures.get(f'over_fp32/{method}/{rate}'):.2f}x)"
-            for rate in rates
-        ]
-        errors = [
-            f"{figures.get(f'{name}/{method}/{rates[0]}'):.1%}"
-            for name in ("relative_error", "relative_error_of_biases_and_norms")
-        ]
-        rows.append([title, *speeds, *errors])
-    head = ["steps/s, 2 ranks", *(RATES[rate] for rate in rates), "error of the mean", "of biases and norms"]
-    return (
-        "`python -m experiments bench blob`: the demo's GPT in 4 bits, its gradients compressed as flat buffers or "
-        "as layers.\n\n"
-        f"{table(head, rows)}\n\n{RATIOS}\n\n{figures.machine}."
-    )
-
-
-def keeping() -> str:
-    figures = Figures(BENCHMARKS / "keeping.json")
-    rows = []
-    for title, kind, name in (key.split("/") for key in figures.rows):
-        if kind != "loss":
-            continue
-        kinds = ("loss", "held_out", "deviation", "fewer", "kept_bytes")
-        loss, out, deviation, fewer, kept = (figures.get(f"{title}/{kind}/{name}") or 0.0 for kind in kinds)
-        share = [f"{loss:+.2%}", f"{out:+.2%} ± {deviation:.2%}", f"{fewer:.1f}x", f"{kept / 1e3:,.0f} kB"]
-        rows.append([title, name, *share])
-    head = ["", "kept", "loss against FP32's", "held out", "fewer bytes forward", "on one side"]
-    return (
-        f"`python -m experiments bench keeping`: {figures.record['about']['seeds']} seeds of a GPT in two stages, "
-        f"changes and activations in `gaussian`'s 2 bits, gradients in 6.\n\n{table(head, rows)}\n\n"
-        f"{figures.machine}."
-    )
-
-
-def sums() -> str:
-    figures = Figures(BENCHMARKS / "sums.json")
-    about, rows = figures.record["about"], []
-    for name in (name.partition("/")[2] for name in figures.rows if name.startswith("loss/")):
-        kinds = ("loss", "deviation", "held_out", "fewer")
-        loss, deviation, out, fewer = (figures.get(f"{kind}/{name}") or 0.0 for kind in kinds)
-        rows.append([f"`{name}`", f"{loss:+.2%} ± {deviation:.2%}", f"{out:+.2%}", f"{fewer:.1f}x"])
-    head = ["sums", "loss against FP32's", "held out", "fewer bytes, first visits included"]
-    return (
-        f"`python -m experiments bench sums`: {about['seeds']} seeds of a GPT, {about['epochs']} epochs over "
-        f"{about['num_ranks']} ranks.\n\n{table(head, rows)}\n\n{figures.machine}."
-    )
 
 
 def integers() -> str:
@@ -786,19 +724,6 @@ def _same_loss(file: str, setting: str) -> str:
     )
 
 
-def bursts() -> str:
-    figures = Figures(BENCHMARKS / "bursts.json")
-    about, modes = figures.record["about"], ("at once", "streaming")
-    rate = format_rate(parse_rate(about["rate"]))
-    whole, streamed = (figures.get(f"busiest_second_bytes/{mode}") or 0.0 for mode in modes)
-    return (
-        f"`python -m experiments bench bursts`: {about['size_mb']:g} MB of fp32 weights, exchanged in 2 bits every "
-        f"{about['every']} steps of {about['step_ms']:g} ms, in which nothing is computed, over {rate}. In its busiest "
-        f"second the link carries {whole / 1e6:.2f} MB of a whole model, and {streamed / 1e6:.2f} MB "
-        f"({streamed / whole:.2f} times) of four fragments sent in turn.\n\n{figures.machine}."
-    )
-
-
 def peers() -> str:
     figures = Figures(BENCHMARKS / "peers.json")
     about, rows = figures.record["about"], []
@@ -982,9 +907,8 @@ PAGES = {
     "docs/paper-fft.md": {"fft-blocks": fft_blocks},
     "docs/compressors.md": {"compressors": compressors, "low-rank": low_rank},
     "docs/speed.md": {"allreduce": allreduce, "allreduce-long": allreduce_long, "step": step, "streams": streams},
-    "docs/process-group.md": {"blob": blob, "conformance": conformance},
-    "docs/pipelines.md": {"keeping": keeping, "stores": stores, "pipelines": pipelines},
-    "docs/tensor-parallel.md": {"sums": sums},
+    "docs/process-group.md": {"conformance": conformance},
+    "docs/pipelines.md": {"stores": stores, "pipelines": pipelines},
     "docs/failures.md": {"chaos": chaos, "soak": soak, "fuzz": fuzz},
     "docs/fsdp.md": {"sharded": sharded, "deltas": deltas, "deltas-nodes": deltas_nodes},
     "docs/integers.md": {"integers": integers},
@@ -995,7 +919,7 @@ PAGES = {
         "training-8": partial(training, "training-8.json"),
     },
     "docs/index.md": {"first-answer": first_answer},
-    "docs/local.md": {"local": local, "peers": peers, "bursts": bursts},
+    "docs/local.md": {"local": local, "peers": peers},
     "docs/members.md": {"members": members},
     "docs/doctor.md": {"doctor": doctor, "doctor-fsdp": doctor_fsdp},
     "docs/kernels.md": {"kernels": kernels},

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from experiments.__main__ import main as experiments_main
-from experiments.bench import deltas, families, keeping, peers, pipelines, stores, sums
-from experiments.bench.bursts import bursts
+from experiments.bench import deltas, families, peers, pipelines, stores
 from experiments.bench.optimizer import optimizer
 from experiments.bench.peers import COMPRESSORS, PEER
 from experiments.bench.streams import streams
@@ -25,13 +24,6 @@ Rows = dict[str, dict[str, Any]]
 
 def second_parts(rows: Rows) -> set[str]:
     return {name.partition("/")[2] for name in rows}
-
-
-def of_bursts(rows: Rows) -> None:
-    # A million weights in 2 bits, with scales and headers.
-    for way in ("at once", "streaming"):
-        assert rows[f"sent_bytes/{way}"]["value"] > 1.05e6 * 2 / 8
-    assert rows["step_s/streaming"]["value"] >= 0.02
 
 
 def of_compressors(rows: Rows) -> None:
@@ -56,19 +48,6 @@ def of_deltas(rows: Rows) -> None:
     assert found["sent_bytes/W4 as changes, G8"] == found["sent_bytes/W4 G8"] < found["sent_bytes/fp32"] / 4
     assert found["sent_bytes/alone"] == 0
     assert found["difference/W2 G8"] > 0.02 > abs(found["difference/W4 as changes, G8"])
-
-
-def of_keeping(rows: Rows) -> None:
-    assert {name.split("/", 2)[2] for name in rows} == set(keeping.METHODS)
-    for title in ("five epochs", "one epoch"):
-        kept, fewer = (
-            {name: rows[f"{title}/{what}/{name}"]["value"] for name in keeping.METHODS}
-            for what in ("kept_bytes", "fewer")
-        )
-        assert rows[f"{title}/loss/{keeping.FP32}"]["value"] == kept[keeping.FP32] == 0
-        assert kept["16 centres, 2 bits"] < kept["256 centres, 2 bits"]
-        assert kept["direct, 2 bits"] == 0 < kept["messages of samples, 2 bits"]
-        assert fewer["direct, 2 bits"] > fewer["16 centres, 2 bits"] > 1
 
 
 def of_optimizer(rows: Rows) -> None:
@@ -109,14 +88,6 @@ def of_streams(rows: Rows) -> None:
         assert three["gain"] == pytest.approx(one["value"] / three["value"])
 
 
-def of_sums(rows: Rows) -> None:
-    assert second_parts(rows) == set(sums.METHODS)
-    assert rows[f"loss/{sums.FP32}"]["value"] == 0 != rows[f"loss/{sums.CONTROL}"]["value"]
-    methods = (sums.CONTROL, "direct(maxabs(bits=4))", "delta(maxabs(bits=4))")
-    control, direct, delta = (rows[f"fewer/{name}"]["value"] for name in methods)
-    assert control > direct > delta
-
-
 class Bench(NamedTuple):
     run: Callable[[Path], int]
     check: Callable[[Rows], None]
@@ -131,12 +102,9 @@ _LINKS = ("50mbit/20ms", "50mbit/20ms/0.1%")
 BENCHES = {
     "compressors": Bench(_command("compressors"), of_compressors),
     "deltas": Bench(_command("deltas", "--seeds", "2"), of_deltas),
-    "keeping": Bench(_command("keeping", "--seeds", "1"), of_keeping),
     "optimizer": Bench(lambda path: optimizer(size_mb=4, turns=1, json=path), of_optimizer),
-    "sums": Bench(_command("sums", "--seeds", "1", "--num-ranks", "2"), of_sums),
 }
 OVER_LINKS = {
-    "bursts": Bench(lambda path: bursts(size_mb=4.2, every=12, step_ms=20, rounds=1, json=path), of_bursts),
     "peers": Bench(lambda p: peers.peers(rates=("1gbit",), steps=30, every=10, seeds=1, json=p), of_peers, PEER),
     "stores": Bench(lambda path: stores.stores(rates=("1gbit",), steps=1, rounds=2, json=path), of_stores),
     "streams": Bench(lambda path: streams(links=_LINKS, size_mb=1, numbers=(1, 3), repeats=2, json=path), of_streams),

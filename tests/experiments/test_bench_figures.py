@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from experiments.bench import claims, families
-from experiments.bench.bursts import busiest_second
 from experiments.bench.claims import Point, at_equal_bytes, at_the_settings, fft_points, interpolated, verdicts
 from experiments.bench.gradients import Gradients, Moment, make_task, record
 from experiments.bench.integers import SPECS
@@ -154,11 +153,6 @@ def test_the_claim_of_the_fft_is_judged_at_equal_bytes_and_at_the_papers_setting
 
 
 # --- others
-
-
-def test_the_busiest_second_is_the_most_between_samples_a_second_apart() -> None:
-    assert busiest_second([(0.0, 0), (0.5, 5), (2.0, 500), (2.5, 600), (3.25, 601)]) == 100
-    assert busiest_second([(0.0, 7)]) == 0
 
 
 def test_bits_of_integers_are_those_of_the_page() -> None:

@@ -106,10 +106,10 @@ def test_a_task_whose_control_does_not_fail_says_nothing() -> None:
 _TWICE = {
     "aqsgd": (
         "table 2/throughput",
-        ("aqsgd-earlier", "aqsgd-earlier-timed", "aqsgd-earlier-links", "repro-aqsgd-wire"),
+        ("timed-again/aqsgd-1", "timed-again/aqsgd-2", "timed-again/aqsgd-3", "repro-aqsgd-wire"),
         (0, -1),
     ),
-    "fullstack": ("figure 5/throughput", ("repro-fullstack", "fullstack-earlier-timed"), (0, -1)),
+    "fullstack": ("figure 5/throughput", ("repro-fullstack", "timed-again/fullstack"), (0, -1)),
     "qsdp": ("figure 5.3/step_s", ("repro-qsdp", "repro-qsdp-links"), (0, 1, 2, 3)),
 }
 """By paper: the row that several files hold, the files, and which of its links."""
@@ -127,7 +127,7 @@ def test_what_runs_differ_by_is_that_of_the_runs_recorded_more_than_once() -> No
                 for method in rounds.keys() - {"fp32"}:
                     pairs = zip(rounds["fp32"], rounds[method], strict=True)
                     found[paper, at, method].append(median(math.log(base / own) for base, own in pairs))
-    rows = json.loads((BENCHMARKS / "cgx-earlier.json").read_text())["results"]
+    rows = json.loads((BENCHMARKS / "timed-again/cgx.json").read_text())["results"]
     timed = {tuple(row["name"].split("/")): row["step_s"] for row in rows if "/items_per_s/" in row["name"]}
     for (figure, kind, model, method), own in timed.items():
         base = timed.get((figure, kind, model, "fp32"))
