@@ -1,9 +1,9 @@
 """Methods of sending activations timed against each other, and the parts of a step by themselves."""
-
 # No `from __future__ import annotations` here: methods and tasks are made of plain values.
 
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 
 from experiments.framework.rank import Call, Rank, Timed
-from experiments.framework.timing import Timing
+from experiments.framework.study import ScaleT, Study
+from experiments.framework.timing import Timing, rate_text, shown_rate
 from experiments.papers.aqsgd.methods import Method
 from experiments.papers.aqsgd.stages import Part, Pipe, build
 from experiments.papers.aqsgd.tasks import FineTuning
 from experiments.papers.aqsgd.trainings import BURST_BYTES
 from experiments.tasks.models import Model
+from thinwire_tools.lab import parse_rate
 
 _REPEATS, _WIRE_REPEATS = 12, 9
 _WARM_UP_STEPS = 2
@@ -160,3 +162,53 @@ class PipelineTiming(Timing):
     def _entering(self, model: Model) -> dict[str, Any]:
         self._entries += 1
         return {"kind": self._pipe, "folder": Path(self._stores) / str(self._entries)}
+
+
+# --- links that stand for the paper's
+
+PAPER_VALUES = 1024 * 1600
+"""Of the activation of a micro-batch of one sample of GPT2-1.5B (appendix C)."""
+PAPER_COMPUTE_S = 0.045 + 0.135
+"""Of a micro-batch, forward and backward (table 3)."""
+
+
+@dataclass
+class OverLinks(Study[ScaleT], ABC):
+    """A study with links of scaled rates."""
+
+    _computed: Computed | None = None
+
+    @property
+    @abstractmethod
+    def timed(self) -> FineTuning:
+        """What is timed, and what rates are scaled by."""
+
+    @abstractmethod
+    def timing(self) -> PipelineTiming:
+        """Ranks that are timed."""
+
+    @property
+    def model(self) -> Model:
+        """What is timed, as timings take it."""
+        return Model("gpt", "GPT", "GPT2-1.5B", self.timed, self.timed.batch, "sequences/s", 0)
+
+    def computed(self) -> Computed:
+        """Seconds of a micro-batch of what is timed, measured once."""
+        if self._computed is None:
+            self._computed = self.timing().compute(self.timed)
+        return self._computed
+
+    @property
+    def slowdown(self) -> float:
+        """What the paper's rates are divided by, so that a value is sent for as many times longer than it computes."""
+        ours = self.timed.message_values / self.computed().seconds
+        return (PAPER_VALUES / PAPER_COMPUTE_S) / ours
+
+    def scaled(self, rate: str) -> str | None:
+        """The rate of the links that stand for the paper's; None for loopback."""
+        return rate_text(parse_rate(rate) / self.slowdown) if self.emulated else None
+
+
+def where(rate: str, link: str | None) -> str:
+    """The paper's rate, and that of the link here, for people."""
+    return f"{shown_rate(rate)} (here {'loopback' if link is None else shown_rate(link)})"

@@ -20,11 +20,10 @@ from experiments.framework.study import Scale
 from experiments.framework.time_to_loss import courses, reached, sooner
 from experiments.framework.timing import Times, shown_rate
 from experiments.papers.aqsgd.judging import course, draw_runs, facts, held_out
-from experiments.papers.aqsgd.links import OverLinks, where
 from experiments.papers.aqsgd.resume import checkpoint_every, killed, kills, steps_of
 from experiments.papers.aqsgd.stages import Pipe
 from experiments.papers.aqsgd.tasks import FineTuning
-from experiments.papers.aqsgd.timing import PipelineTiming
+from experiments.papers.aqsgd.timing import OverLinks, PipelineTiming, where
 from experiments.papers.aqsgd.trainings import Asked, FirstTraining, Trained, Trainings, train
 from experiments.papers.fullstack import clusters, split, tasks, tensors
 from experiments.papers.fullstack.grid import Grid

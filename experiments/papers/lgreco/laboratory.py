@@ -227,11 +227,6 @@ def claims() -> Iterator[Claim]:
     yield from _of_figure_4_5b()
 
 
-_FEWER = "times fewer bytes than uniform of the same error"
-# On its own snapshot L-GreCo has the fewest bytes of all plans within its error by construction.
-_LATER = "on the snapshot after the one that a plan was made on"
-
-
 def _of_chapter_3() -> Iterator[Claim]:
     yield Claim(
         "table 3.8, replayed",
@@ -246,6 +241,7 @@ def _of_chapter_3() -> Iterator[Claim]:
         "k-means has the lowest compression error of the policies of chapter 3 (section 3.7.3)",
         _above_one(row, _beyond_others),
     )
+    # On its own snapshot L-GreCo has the fewest bytes of all plans within its error by construction.
     row = "lgreco_saves_more_later"
     yield Claim(
         "figure 3.8b",
