@@ -111,12 +111,10 @@ bench: .venv/ready
 	$(BIN)/python -m experiments bench streams --json benchmarks/streams.json
 	$(BIN)/python -m experiments bench instrument --json benchmarks/instrument.json
 	$(BIN)/python -m experiments bench optimizer --json benchmarks/optimizer.json
-	$(BIN)/python -m experiments bench blob --json benchmarks/blob.json
 	$(BIN)/thinwire bench step --rate 1gbit --json benchmarks/step-1gbit.json
 	$(BIN)/thinwire bench step --rate none --skip-if-slower --target 0 --batches 8 --json benchmarks/step-loopback.json
 	$(BIN)/python -m experiments bench doctor --json benchmarks/doctor.json
 	$(BIN)/python -m experiments bench doctor --sharded --rounds 4 --json benchmarks/doctor-fsdp.json
-	$(BIN)/python -m experiments bench auto --json benchmarks/auto.json
 	$(BIN)/python -m experiments bench compressors --json benchmarks/compressors.json --plot benchmarks/compressors.svg
 	$(BIN)/python -m experiments policies record --out build/gradients
 	$(BIN)/python -m experiments policies replay build/gradients --json benchmarks/policies.json --plot benchmarks/policies.svg
