@@ -100,8 +100,8 @@ def _gather(rank: int, size: int) -> Calls:
         return calls.during(lambda: model(torch.randn(4, 7)))
 
 
-BUCKET = {"integrations/ddp.py", "runtime/wire.py", "runtime/engine.py"}
-GATHER = {"integrations/fsdp.py", "runtime/sharded_wire.py", "runtime/sharded_engine.py"}
+BUCKET = {"integrations/ddp.py", "runtime/bucket_engine.py"}
+GATHER = {"integrations/fsdp.py", "runtime/sharded_engine.py"}
 BELOW = {
     "threads.py",
     "runtime/executor.py",

@@ -118,7 +118,6 @@ PRIVATE_IN_TESTS = {
     "_set_params_and_buffers_to_ignore_for_model": "of PyTorch, as users of DDP call it",
     "_set_default_backend": "of PyTorch, to build a group as torchft does",
     "_Work": "of PyTorch, as torchft's own is",
-    "_engine": "a Wire that a broken exchange has closed hands out no state",
     "_link": "a worker's connection to the aggregator breaks inside the process, as when that dies",
     "_pending": "a thread must be held at the one place where another may overtake it",
     "_registry": "a test that registers a compressor must take it back",
@@ -157,7 +156,7 @@ def test_import_is_lean() -> None:
     code = (
         f"import sys, torch\nbefore = set(sys.modules)\nimport thinwire\n"
         f"print([m for m in {heavy!r} if m in sys.modules and m not in before])\n"
-        "assert thinwire.local.DiLoCo and thinwire.optim.Muon and thinwire.store.Memory and thinwire.ShardedWire"
+        "assert thinwire.local.DiLoCo and thinwire.optim.Muon and thinwire.store.Memory and thinwire.Wire"
     )
     answer = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"

@@ -520,6 +520,14 @@ WRONG = [
         partial(for_world, parse("delta(maxabs(bits=3))")),
         [([2, 1000], ValueError, r"for the activations of a pipeline \(thinwire\.compress_stage\)")],
     ),
+    *(
+        call
+        for spec in ("intsgd", "heuristic_intsgd")
+        for call in calls(
+            partial(for_world, parse(f"{spec}(bits=8)")),
+            [([128, 1000], ValueError, rf"cannot serve 128 ranks.*Take {spec}\(bits=32\)")],
+        )
+    ),
 ]
 
 

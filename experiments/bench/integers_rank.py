@@ -15,6 +15,7 @@ from torch import Tensor
 from thinwire import Plan, Wire
 from thinwire.collectives import ProcessGroupTransport, ring_bytes
 from thinwire.plan import Filter
+from thinwire.runtime import BucketEngine
 from thinwire_tools.bench.allreduce_rank import same_everywhere, sent_on_interface
 from thinwire_tools.bench.rank import TIMEOUT, serve
 
@@ -40,8 +41,8 @@ def measure(specs: list[str], numel: int, repeats: int) -> dict[str, dict[str, A
 
     def by(wire: Wire) -> Callable[[Tensor], Tensor]:
         def run(x: Tensor) -> Tensor:
-            wire.begin_step()
-            return wire.reduce(x, layers).wait()
+            wire.engine.begin_step()
+            return wire.engine.reduce(x, layers).wait()
 
         return run
 
@@ -81,7 +82,7 @@ def _wire(spec: str, shapes: dict[str, tuple[int, ...]]) -> Wire:
     group, lane = dist.new_group(timeout=TIMEOUT), dist.new_group(timeout=TIMEOUT)
     assert isinstance(group, dist.ProcessGroup)
     assert isinstance(lane, dist.ProcessGroup)
-    return Wire(Plan.build(shapes, spec, Filter()), shapes, ProcessGroupTransport(group, TIMEOUT, lane))
+    return Wire(BucketEngine(Plan.build(shapes, spec, Filter()), shapes, ProcessGroupTransport(group, TIMEOUT, lane)))
 
 
 def main() -> None:

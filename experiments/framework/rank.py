@@ -84,7 +84,7 @@ class TimedModel:
 
     def layers(self) -> list[dict[str, Any]]:
         """What each layer has, which bucket it is in, and what it sends; nothing where there is no Wire."""
-        rows = self.wire.plan_rows() if self.wire else ()
+        rows = self.wire.engine.plan_rows() if self.wire else ()
         return [
             {"name": r.name, "bucket": r.bucket, "spec": str(r.compressor), "sent_bytes": r.sent_bytes} for r in rows
         ]
@@ -94,7 +94,7 @@ class TimedModel:
         assert self.wire is not None, "only a Wire times its buckets"
         self.train(steps)
         # The last step's is noted when the next one begins, the first one's was that of the warm-up.
-        return [(tuple(sync.bucket_bytes), sync.seconds) for sync in list(self.wire.syncs)[1 - steps :]]
+        return [(tuple(sync.bucket_bytes), sync.seconds) for sync in list(self.wire.engine.syncs)[1 - steps :]]
 
     def errors(self, steps: int) -> list[float]:
         """``‖arrived − mean‖ / ‖mean‖`` of ``steps`` gradients at the same weights; ``mean`` is gloo's, in fp32."""
@@ -151,7 +151,7 @@ class Rank:
         for method in parsed:
             self.timed.append(TimedModel(task, method, cycle(batches)))
         return {
-            "payload_bytes": [c.wire.wire_bytes_per_step() if c.wire else None for c in self.timed],
+            "payload_bytes": [c.wire.sent_bytes() if c.wire else None for c in self.timed],
             "layers": [c.layers() for c in self.timed],
         }
 

@@ -16,7 +16,7 @@ from thinwire.collectives import CommunicationError, MessageError, PeerFailedErr
 from thinwire.compressors import parse, register
 from thinwire.integrations.options import Checks, Network
 from thinwire.plan import Plan
-from thinwire.runtime import Decision, DisagreementError, ParityError, ShardedStats, Stats, Wire
+from thinwire.runtime import Decision, DisagreementError, ParityError, Stats, Wire
 from thinwire.runtime.consistency import library_version
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from thinwire.integrations.process_group import ProcessGroup, register_model
     from thinwire.pipeline.stage import CompressedStage, compress_stage
     from thinwire.pipeline.tensor_parallel import CompressedRowwiseParallel
-    from thinwire.runtime import ShardedWire
     from thinwire.trainers import accelerate_handler, lightning_strategy, trainer_callback
 
 __all__ = [
@@ -44,8 +43,6 @@ __all__ = [
     "Plan",
     "ProcessGroup",
     "ProcessGroupOptions",
-    "ShardedStats",
-    "ShardedWire",
     "SharedMemoryError",
     "Stats",
     "TransportError",
@@ -75,7 +72,6 @@ _LATE = {
     "CompressedStage": "thinwire.pipeline.stage",
     "ProcessGroup": "thinwire.integrations.process_group",
     "ProcessGroupOptions": "thinwire.integrations.group_options",
-    "ShardedWire": "thinwire.runtime",
     "accelerate_handler": "thinwire.trainers",
     "compress_stage": "thinwire.pipeline.stage",
     "lightning_strategy": "thinwire.trainers",

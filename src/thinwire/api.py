@@ -26,22 +26,15 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
     from thinwire.pipeline.stage import CompressedStage
-    from thinwire.runtime import ShardedWire
 
 
-@overload  # a DistributedDataParallel model is an nn.Module, too: the first that fits holds
-def compress(  # pyright: ignore[reportOverlappingOverload]
-    model: DistributedDataParallel, compressor: Rules | Auto | None = None, **options: Any
-) -> Wire: ...
 @overload
 def compress(model: PipelineStage, **options: Any) -> CompressedStage: ...
 @overload
-def compress(model: nn.Module, compressor: Rules | Auto, **options: Any) -> Wire: ...
-@overload
-def compress(model: nn.Module, **options: Any) -> ShardedWire: ...
+def compress(model: nn.Module, compressor: Rules | Auto | None = None, **options: Any) -> Wire: ...
 
 
-def compress(model: Any, compressor: Any = None, **options: Any) -> Wire | ShardedWire | CompressedStage:
+def compress(model: Any, compressor: Any = None, **options: Any) -> Wire | CompressedStage:
     """Compress what ``model`` sends while it trains. Call it once, on every rank, after wrapping the model.
 
         model = DistributedDataParallel(model)
@@ -183,7 +176,7 @@ def compress_fsdp(
     grad_scaler: torch.amp.GradScaler | None = None,
     skip_if_slower: bool = True,
     network: Network = Network(),
-) -> ShardedWire:
+) -> Wire:
     """Compress the weights and gradients that a model under FSDP2 sends: QSDP (Markov's thesis of 2024, chapter 5).
 
     Args:
@@ -208,7 +201,7 @@ def compress_fsdp(
         exclude, min_numel, start, seed, adapt, grad_scaler, skip_if_slower, network: as of `compress_ddp`.
 
     Returns:
-        The `ShardedWire`: ``stats``, ``plan``, ``gather_state_dict()``, ``detach()``.
+        The `Wire`: ``stats``, ``plan``, ``gather_state_dict()``, ``detach()``.
 
     Raises:
         As `compress_ddp`.

@@ -8,29 +8,19 @@ import torch
 from thinwire_tools.bench import cuda
 from thinwire_tools.cli import main
 
-Said = pytest.CaptureFixture[str]
 
-
-def test_without_a_gpu_it_says_so_and_fails(
+def test_without_a_gpu_or_triton_it_says_so_and_fails(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["bench", "cuda"]) == 1
-    said = " ".join(capsys.readouterr().err.split())
-    assert "sees no CUDA device" in said
-    assert "make triton" in said
-
-
-def test_without_triton_it_says_so(capsys: Said, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cuda, "find_spec", lambda name: None)
-    assert main(["bench", "cuda"]) == 1
-    assert "pip install triton" in capsys.readouterr().err
+    for found, words in ((False, "sees no CUDA device"), (True, "pip install triton")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda found=found: found)
+        monkeypatch.setattr(cuda, "find_spec", lambda name: None)
+        assert main(["bench", "cuda"]) == 1
+        assert words in " ".join(capsys.readouterr().err.split())
 
 
 def test_every_row_can_be_measured() -> None:
     rows = cuda.compressors(torch.device("cpu"), 40 * 1024, 1)
-    assert [row.name for row in rows][:3] == ["copy_", "minmax(bits=4): encode", "minmax(bits=4): decode"]
     assert len(rows) == 1 + 4 * len(cuda.SPECS)
     assert all(row.seconds > 0 for row in rows)
     assert all(row.sent_bytes > 0 for row in rows[1:])

@@ -16,14 +16,11 @@ def test_figures_add_up(tmp_path: Path) -> None:
     kernels(size_mb=0.25, threads=1, repeats=3, json=tmp_path / "kernels.json")
     assert torch.get_num_threads() == before
     record = json.loads((tmp_path / "kernels.json").read_text())
-    assert record["command"] == "thinwire bench kernels"
-    assert record["about"]["threads"] == 1
     rows = {row["name"]: row for row in record["results"]}
     copy = rows["copy_"]
     even = [row for name, row in rows.items() if name.startswith("break-even")]
     assert len(even) == 8
     assert all(row["unit"] == "Gbit/s" and 0 < row["bits_per_element"] < 9 for row in even)
-    assert copy["x_copy"] == pytest.approx(1)
     for row in rows.values():
         assert row["value"] > 0
         if "numel" in row:

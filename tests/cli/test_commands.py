@@ -21,15 +21,11 @@ COMMANDS = ["demo", "doctor", "run", "lab", "aggregator", "compare", "compare ev
 COMMANDS += ["bench kernels", "bench allreduce", "bench step", "bench cuda"]
 
 
-def test_help_names_every_command(capsys) -> None:
-    assert cli.main(["--help"]) == 0
-    shown = capsys.readouterr().out
-    for command in COMMANDS:
-        assert f"  {command} " in shown
-
-
 def test_every_command_has_help_with_examples(capsys) -> None:
+    assert cli.main(["--help"]) == 0
+    whole = capsys.readouterr().out
     for command in COMMANDS:
+        assert f"  {command} " in whole
         try:
             code = cli.main([*command.split(), "--help"])
         except SystemExit as end:  # how tyro ends
@@ -44,20 +40,14 @@ def test_every_command_has_help_with_examples(capsys) -> None:
         assert all(len(line) <= 80 for line in shown.splitlines() if not line.startswith("usage: ")), command
 
 
-def test_help_of_compare_shows_both_forms_and_an_option_of_the_other_form_says_so(capsys) -> None:
-    assert cli.main(["compare", "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert "thinwire compare [OPTIONS] [SPEC ...] -- SCRIPT ..." in shown
-    assert "usage: thinwire compare [-h] [OPTIONS] SPEC ... -- SCRIPT ..." in shown
-    assert all(f"{option} " in shown for option in ("--size", "--rate", "--plot", "--pattern"))
-    assert "thinwire compare --smoke" in shown
-    assert "--plot curves.svg -- train.py" in shown
-    assert cli.main(["compare", "--plot", "curves.svg"]) == 2
-    assert "--plot is an option for your own script only" in capsys.readouterr().err
-    assert cli.main(["compare", "4bit", "train.py"]) == os.EX_USAGE
-    assert 'a script comes after two dashes: thinwire compare "4bit" -- train.py' in capsys.readouterr().err
-    assert cli.main(["compare", "--smoke", "--", "train.py"]) == 2
-    assert "--smoke is an option for a small GPT of its own only" in capsys.readouterr().err
+def test_compare_has_two_forms_and_an_option_of_the_other_form_says_so(capsys) -> None:
+    for argv, code, words in (
+        (["--plot", "curves.svg"], 2, "--plot is an option for your own script only"),
+        (["4bit", "train.py"], os.EX_USAGE, 'a script comes after two dashes: thinwire compare "4bit" -- train.py'),
+        (["--smoke", "--", "train.py"], 2, "--smoke is an option for a small GPT of its own only"),
+    ):
+        assert cli.main(["compare", *argv]) == code
+        assert words in capsys.readouterr().err
 
 
 def test_help_and_version_do_not_import_torch() -> None:
@@ -76,47 +66,24 @@ for argv in {calls}:
     subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
 
-def test_a_group_by_itself_lists_its_own_commands(capsys) -> None:
+def test_a_group_by_itself_lists_its_own_commands_and_help_fits_80_columns(capsys) -> None:
     assert cli.main(["bench"]) == 0
     shown = capsys.readouterr().out
     assert all(f"bench {name}" in shown for name in ("kernels", "allreduce", "step", "cuda"))
     assert "demo" not in shown
     assert cli.main(["bench", "nosuch"]) == 2
-    shown = " ".join(capsys.readouterr().err.split())
-    assert "no command 'bench nosuch'; it has bench kernels" in shown
-    assert cli.main(["train"]) == 2
-    assert "bench allreduce" in " ".join(capsys.readouterr().err.split())
-
-
-def test_help_fits_80_columns_and_the_version_is_that_of_the_package(capsys) -> None:
+    assert "no command 'bench nosuch'; it has bench kernels" in " ".join(capsys.readouterr().err.split())
     for program in (cli.THINWIRE, EXPERIMENTS):
         assert program.run([]) == 0
         assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"thinwire {thinwire.__version__}\n"
-    assert thinwire.__version__.startswith("0.")
 
 
 def figures(path: Path) -> dict[str, float]:
     record = json.loads(path.read_text())
     assert {"command", "versions", "machine", "results"} <= set(record)
     return {row["name"]: row["value"] for row in record["results"]}
-
-
-def test_bench_kernels_fits_80_columns_without_cutting_a_figure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    path = tmp_path / "kernels.json"
-    assert cli.main(["bench", "kernels", "--size-mb", "1", "--repeats", "2", "--json", str(path)]) == 0
-    found = json.loads(path.read_text())["results"]
-    assert next(row["value"] for row in found if row["name"] == "copy_") > 0
-    shown = capsys.readouterr().out
-    assert "…" not in shown
-    assert max(map(len, shown.splitlines())) <= 80
-    for row in found:
-        if "seconds" in row:
-            assert f" {row['seconds'] * 1e6:.1f}" in shown
 
 
 @pytest.mark.network
@@ -132,9 +99,7 @@ def test_bench_allreduce(tmp_path: Path) -> None:
     assert sent == pytest.approx(2 * found["payload_bytes/gloo"] * 4.5 / 32, rel=0.01)
     assert sent <= found["interface_bytes/sra/group"] < 1.15 * sent + 20_000
     assert 0.05 < found["relative_error/sra/group"] < 0.3
-    seconds, bare = (found[f"seconds/{name}"] for name in ("sra/group", "bare/sra/group"))
-    assert bare > 8 * sent / 2 / 200e6 * 0.8
-    assert found["times_bare/sra/group"] == pytest.approx(seconds / bare)
+    assert found["seconds/bare/sra/group"] > 8 * sent / 2 / 200e6 * 0.8
 
 
 @pytest.mark.network
@@ -151,12 +116,7 @@ def test_bench_algorithms(tmp_path: Path) -> None:
     assert found[nested + across] == pytest.approx(found[f"{nested}crossing_bytes/sra/auto"] / 2, rel=0.1)
     assert found[f"{one}crossing_bytes/sra/shared"] == 0
     timed = [name for name in found if "/seconds/" in name and "/bare/" not in name]
-    assert sum(name.endswith(("/gloo", "/fp32")) for name in timed) == 2 * 3
-    timed = [name for name in timed if not name.endswith(("/gloo", "/fp32"))]
-    assert len(timed) == 5 + 8 + 6
-    for name in timed:
-        bare = found[name.replace("/seconds/", "/seconds/bare/")]
-        assert found[name.replace("/seconds/", "/times_bare/")] == pytest.approx(found[name] / bare)
+    assert sum(not name.endswith(("/gloo", "/fp32")) for name in timed) == 5 + 8 + 6
     assert all(value == 1.0 for name, value in found.items() if "replicas_identical" in name)
 
 
@@ -166,7 +126,6 @@ def test_bench_step_over_loopback(tmp_path: Path) -> None:
     assert cli.main(["bench", "step", *options, "--json", str(path)]) == 0
     found = figures(path)
     assert found["share_of_ceiling/thinwire"] > 0.2
-    assert all(found[f"processor_s/{name}"] > 0 for name in ("fp32", "thinwire", "noop"))
 
 
 def test_bench_blob_over_loopback(tmp_path: Path) -> None:
@@ -181,8 +140,6 @@ def test_bench_blob_over_loopback(tmp_path: Path) -> None:
     assert error["registered"] == pytest.approx(error["layerwise"], rel=0.1)
     assert error["registered"] < error["uniform"]
     assert found["relative_error_of_biases_and_norms/registered/loopback"] < 1e-6
-    assert found["relative_error_of_biases_and_norms/uniform/loopback"] > 0.01
-    assert found["uniform_buffers/registered/loopback"] == 0
 
 
 @pytest.mark.skipif(not (ROOT / "tools" / "readme.py").exists(), reason="not in a source tree")
@@ -191,10 +148,8 @@ def test_the_figures_of_the_readme_are_those_of_the_json_files() -> None:
     assert subprocess.run(command, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode == 0
 
 
-ADAPTED = "topk(density=0.1) with"
 WRONG = [
     ("compare 'minmax(bits=99)'", "bits"),
-    ("compare quantise", "no compressor"),
     ("compare 4bit --within little", "write 1% or 0.01"),
     ("compare 4bit --within 100%", "margin"),
     ("compare 4bit --ranks 1", "at least 2"),
@@ -202,39 +157,27 @@ WRONG = [
     ("compare 4bit --steps 1", "at least 2"),
     ("compare 4bit --rate fast", "rate"),
     ("compare 4bit --control 4bit", "another control"),
-    (f"compare '{ADAPTED} '", "names no policy"),
-    (f"compare '{ADAPTED} greed()'", "no policy"),
-    (f"compare '{ADAPTED} lgreco(evry=3)'", "lgreco has no parameter 'evry'"),
-    (f"compare '{ADAPTED} lgreco(every=1)'", "at least 2"),
-    ("compare 'quantise with lgreco()'", "no compressor"),
+    ("compare 'topk(density=0.1) with '", "names no policy"),
+    ("compare 'topk with lgreco(evry=3)'", "lgreco has no parameter 'evry'"),
     ("compare --", "needs a script"),
     ("compare --ranks 1 -- a.py", "2 ranks"),
     ("compare nosuch -- a.py", "no compressor is called 'nosuch'"),
     ("compare --pattern ( -- a.py", "--pattern"),
-    ("compare --within much -- a.py", "--within"),
     ("demo --smoke --rate fast", "'fast' is not a rate"),
     ("demo --smoke --ranks 1", "at least 2 ranks"),
-    ("demo --smoke --steps 1", "--steps 1: at least 2"),
     ("demo --smoke --seed -1", "--seed -1"),
     ("aggregator --slots 0", "slots must be between 1 and"),
     ("doctor --ranks 1", "at least 2"),
     ("doctor --steps 3", "at least 6"),
     ("doctor --compressors minmaxx", "minmax"),
     ("doctor --price-per-hour 3", "--tokens-per-step"),
-    ("doctor --price-per-hour -3 --samples-per-step 3", "above 0"),
     ("doctor --samples-per-step 3 --tokens-per-step 3", "give one of them"),
     ("doctor --rate fast", "is not a rate"),
     ("doctor --ranks-per-node 2", "is for an emulated network"),
-    ("doctor --ranks-per-node 0 --rate 1gbit", "at least 1"),
     ("bench cuda --size-mb 0", "at least 1"),
-    ("bench cuda --repeats 0", "at least 1"),
-    ("bench cuda --ranks 0", "at least 1"),
     ("bench kernels --size-mb 0", "--size-mb"),
-    ("bench kernels --repeats 0", "--repeats"),
     ("bench step --rate -5mbit", "'-5mbit' is not a rate"),
     ("bench step --rate none --batches 0", "must be above 0"),
-    ("bench step --rate none --compressor shrink", "no compressor is called 'shrink'"),
-    ("bench allreduce --rate fast", "'fast' is not a rate"),
     ("bench allreduce --ranks -3", "num_ranks is -3"),
     ("bench allreduce --size-mb nan", "must be above 0"),
     ("bench allreduce --algorithm mesh", "'mesh' is not a collective algorithm"),

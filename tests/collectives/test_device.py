@@ -2,55 +2,28 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 import torch
-import torch.distributed as dist
 from test_laws import FAMILIES
 
-from device_cases import MIXED, SHAPES, layers_of, same, through_the_device, through_the_host
-from harness import run_ranks, run_threads
+from device_cases import CPU, MIXED, SHAPES, check_the_default_group, check_ways_alike, layers_of, through_the_device
+from harness import on_ranks, run_threads
 from thinwire import TransportError, parse
-from thinwire.collectives import (
-    DeviceBuffers,
-    DeviceGroupTransport,
-    DeviceLoopbackTransport,
-    Layout,
-    LoopbackTransport,
-    ProcessGroupTransport,
-    parse_algorithm,
-)
+from thinwire.collectives import DeviceBuffers, DeviceLoopbackTransport, Layout, LoopbackTransport, parse_algorithm
 from thinwire.compressors import Coded, Summed
 
-CPU = torch.device("cpu")
-TIMEOUT = timedelta(seconds=20)
 FIXED = [spec for spec in FAMILIES if isinstance(parse(spec), Coded | Summed) and not parse(spec).traits.bounded]
-
-
-def on_threads(layout: Layout, num_ranks: int, steps: int, **options) -> list[list[torch.Tensor]]:
-    devices = DeviceLoopbackTransport.world(LoopbackTransport.world(num_ranks), CPU)
-    return run_threads(lambda t: through_the_device(devices[t.rank], layout, steps, **options), num_ranks)
-
-
-def check_alike(layout: Layout, num_ranks: int, steps: int, **options) -> None:
-    got = on_threads(layout, num_ranks, steps, **options)
-    wanted = run_threads(lambda t: through_the_host(t, layout, steps, **options), num_ranks)
-    for mine, theirs in zip(got, wanted, strict=True):
-        for step in range(steps):
-            assert same(mine[step], theirs[step]), f"step {step}"
-            assert same(mine[step], got[0][step])
 
 
 @pytest.mark.parametrize("spec", FIXED)
 def test_the_bytes_of_the_cpu(spec: str) -> None:
-    check_alike(Layout.build(layers_of([spec]), 3, torch.float32), 3, 3)
+    check_ways_alike(Layout.build(layers_of([spec]), 3, torch.float32), 3)
 
 
 @pytest.mark.parametrize(("num_ranks", "dtype"), [(2, torch.bfloat16), (5, torch.float32)])
 def test_all_kinds_in_one_bucket(num_ranks: int, dtype: torch.dtype) -> None:
     layers = layers_of(MIXED, (*SHAPES, *SHAPES, (3000, 10)))
-    check_alike(Layout.build(layers, num_ranks, dtype), num_ranks, 3)
+    check_ways_alike(Layout.build(layers, num_ranks, dtype), 3)
 
 
 @pytest.mark.parametrize("algorithm", ["sra(rates=(1, 3, 2))", "parameter_server(server=1)", "allgather"])
@@ -59,7 +32,7 @@ def test_every_star_and_slices(algorithm: str, monkeypatch: pytest.MonkeyPatch) 
     layers = layers_of(MIXED, ((3000, 10), (70, 50), (5000,), (7,)))
     layout = Layout.build(layers, 3, torch.float32, parse_algorithm(algorithm))
     assert len(layout.chunks) + len(layout.gathered) > 4
-    check_alike(layout, 3, 2)
+    check_ways_alike(layout, 2)
 
 
 def test_other_algorithms_are_refused() -> None:
@@ -75,7 +48,7 @@ def test_means_of_very_different_sizes_are_not_padded() -> None:
     buffers = DeviceBuffers.allocate(layout, 0, CPU)
     assert not buffers.padded
     assert buffers.means.numel() == sum(buffers.sizes)
-    check_alike(layout, 4, 2)
+    check_ways_alike(layout, 2)
     even = DeviceBuffers.allocate(Layout.build(layers_of(["minmax"], ((64, 1024),)), 4, torch.float32), 0, CPU)
     assert even.padded
 
@@ -83,9 +56,9 @@ def test_means_of_very_different_sizes_are_not_padded() -> None:
 def test_not_a_number_reaches_every_rank_and_a_rank_by_itself_ends_with_its_own_codes() -> None:
     layout = Layout.build(layers_of(MIXED), 3, torch.float32)
     for at in (0, 4000, layout.numel - 1):
-        check_alike(layout, 3, 1, poison=at)
+        check_ways_alike(layout, 1, poison=at)
     layout = Layout.build(layers_of(["minmax(bits=3)", "raw", "ef(onebit)"]), 1, torch.float32)
-    check_alike(layout, 1, 2)
+    check_ways_alike(layout, 2)
 
 
 def test_a_rank_that_does_not_come_is_an_error() -> None:
@@ -102,23 +75,11 @@ def test_a_rank_that_does_not_come_is_an_error() -> None:
     assert all("a rank did not come" in text for text in run_threads(run, 3)[:2])
 
 
-def _over_gloo(rank: int) -> str:
-    group = dist.group.WORLD
-    assert group is not None
-    host = ProcessGroupTransport(group, TIMEOUT)
-    transport = DeviceGroupTransport(host, CPU, group, TIMEOUT)
-    for dtype in (torch.float32, torch.float16):
-        layout = Layout.build(layers_of(MIXED, (*SHAPES, *SHAPES)), dist.get_world_size(), dtype)
-        there = through_the_device(transport, layout, 3)
-        assert all(same(a, b) for a, b in zip(there, through_the_host(host, layout, 3), strict=True))
-    room = torch.zeros(8, dtype=torch.uint8)
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks()
+def test_the_bytes_of_the_cpu_over_gloo_and_a_collective_that_cannot_be_started(rank: int, size: int) -> None:
+    transport, room = check_the_default_group(), torch.zeros(8, dtype=torch.uint8)
     with pytest.raises(TypeError, match="all_to_all"):
         transport.send(room, 0, 0)
-    with pytest.raises(TransportError) as raised:
-        transport.all_to_all(room, room, [4] * dist.get_world_size(), [3] * dist.get_world_size())
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_the_bytes_of_the_cpu_over_gloo_and_a_collective_that_cannot_be_started(num_ranks: int) -> None:
-    assert all("the all-to-all failed" in text for text in run_ranks(_over_gloo, num_ranks))
+    with pytest.raises(TransportError, match="the all-to-all failed"):
+        transport.all_to_all(room, room, [4] * size, [3] * size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 import thinwire
 from harness import run_ranks
+from nets import make
 from thinwire import CommunicationError, PeerFailedError, TransportError
 from thinwire.collectives import FailureDetector, announce_error, failures
 from thinwire.collectives.meeting import Record
@@ -198,14 +200,11 @@ BAD += [b'{"host": "x", "failed": [%d, "y"]}' % rank for rank in (9, -1)]
 BAD += [b'{"host": "x", "error": [1, "y"]}']
 
 
-def test_a_record_that_is_damaged_is_none() -> None:
+def test_a_record_that_is_damaged_is_none_and_others_come_back_within_bounds() -> None:
     for data in BAD:
         for read in (lambda data: Record.read(data, 4), failures.Cause.read):
             with pytest.raises(ValueError):
                 read(data)
-
-
-def test_a_record_comes_back_within_bounds() -> None:
     told = Record("node\n1", beat=3, call=("state_dict()", 2), failed=(3, "y" * 3000))
     record = Record.read(str(told).encode(), 4)
     assert record == Record("node 1", beat=3, call=("state_dict()", 2), failed=(3, "y" * 1000))
@@ -233,13 +232,6 @@ def test_an_error_that_another_rank_has_met_comes_with_its_text(detectors: list[
     assert later.rank == 0, "that error was of earlier collectives"
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
-    store = dist.HashStore()
-    with pytest.raises(TransportError, match=r"rank 5, 7 did not come within 0\.2 s") as error:
-        FailureDetector.connect(store, "test", (3, 5, 7), 0, timedelta(seconds=0.2))
-    assert error.value.rank == 5
-
-
 @pytest.mark.parametrize("announced", [True, False], ids=["failed", "did not come"])
 def test_rank_0_stays_until_the_others_know_which_rank_failed(announced: bool) -> None:
     """The store lives there, and whoever finds it gone would blame rank 0."""
@@ -257,50 +249,39 @@ def test_rank_0_stays_until_the_others_know_which_rank_failed(announced: bool) -
         # Rank 2 is late: rank 0 waits for it, for 3 s at most.
         with pytest.raises(FutureTimeoutError):
             first.result(0.9)
-        assert [meet(2).rank, first.result(20).rank] == [1, 1]
+        last = meet(2)
+        assert [last.rank, first.result(20).rank] == [1, 1]
+        assert re.search("TypeError: no model" if announced else r"rank 1 did not come within 0\.2 s", str(last))
 
 
-VICTIMS = {"one": (1,), "two": (0, 1)}
-
-
-def _dies(rank: int, how: str) -> tuple[int | None, str | None]:
+def _dies(rank: int) -> tuple[int | None, str | None]:
     world = dist.group.WORLD
     assert world is not None
     transport = bare_transport(world, timedelta(seconds=20))
     transport.all_reduce(torch.ones(4))
     time.sleep(0.6)
-    if rank in VICTIMS[how]:
+    if rank < 2:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(TransportError) as error:
         transport.all_reduce(torch.ones(4))
     return error.value.rank, error.value.reason
 
 
-@pytest.mark.parametrize("how", VICTIMS)
-def test_killed_ranks_are_named_by_all_others(how: str) -> None:
-    answers = run_ranks(_dies, 4, how, may_die=True)
-    for answer in answers[2:]:
-        assert answer[0] in VICTIMS[how], answers
-        assert "has ended" in answer[1]
+def test_killed_ranks_are_named_by_all_others() -> None:
+    for rank, reason in run_ranks(_dies, 4, may_die=True)[2:]:
+        assert rank in (0, 1)
+        assert "has ended" in reason
 
 
-def _differs(rank: int) -> tuple[tuple[str, int | None], str, int | None]:
-    """Rank 1 compresses another kind of model, and then none."""
-    from nets import make
-
+def _never_calls(rank: int) -> None:
     model = make(rank)
-    with pytest.raises((TypeError, PeerFailedError)) as error:
-        thinwire.compress(model.module if rank else model)
-    first = type(error.value).__name__, getattr(error.value, "rank", None)
     if rank == 1:
         time.sleep(1.5)
-        return first, "", None
+        return
     with pytest.raises(TransportError, match="every rank must make this call") as error:
         thinwire.compress(model, network=thinwire.Network(timeout=timedelta(seconds=0.5)))
-    return first, str(error.value), error.value.rank
+    assert error.value.rank == 1
 
 
-def test_a_rank_that_never_calls_compress_is_named_and_another_kind_of_model_on_one_stops_all() -> None:
-    (first, text, rank), (second, *_) = run_ranks(_differs, 2)
-    assert (first, second) == (("PeerFailedError", 1), ("TypeError", None))
-    assert rank == 1, text
+def test_a_rank_that_never_calls_compress_is_named() -> None:
+    run_ranks(_never_calls, 2)

@@ -11,8 +11,8 @@ import torch
 from harness import run_threads
 from thinwire import MessageError, TransportError, parse
 from thinwire.collectives import CollectiveCall, Layer, Layout, complete, gather_buffers, gather_mean
-from thinwire.collectives.exchange import Exchange
 from thinwire.collectives.message import HEADER_BYTES, PeerFailedError
+from thinwire.collectives.messages import Messages
 from thinwire.compressors import Coded
 
 FIXED = "topk(density=0.1)"
@@ -101,16 +101,16 @@ def test_all_ranks_hear_of_a_failure_and_the_next_step_works(spec: str, failing:
         assert torch.equal(x[5:], answers[0][1][5:])
 
 
-def _lying(monkeypatch: pytest.MonkeyPatch, lie: Callable[[Exchange, int], object], phase: int) -> None:
+def _lying(monkeypatch: pytest.MonkeyPatch, lie: Callable[[Messages, int], object], phase: int) -> None:
     """Rank 1 changes what it sends in one phase."""
-    honest = Exchange.send
+    honest = Messages.send
 
     def send(self, of_phase, *, num_bytes=None):
         if of_phase == phase and self._transport.rank == 1:
             lie(self, of_phase)
         honest(self, of_phase, num_bytes=num_bytes)
 
-    monkeypatch.setattr(Exchange, "send", send)
+    monkeypatch.setattr(Messages, "send", send)
 
 
 def test_a_size_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

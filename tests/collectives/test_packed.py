@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import example, given, settings, strategies as st
 from test_algorithms import SPECS as ALGORITHMS, algorithm_of, world_of
 
 from harness import run_threads
 from thinwire import PeerFailedError
 from thinwire.collectives import CollectiveCall, Layout, complete, packed_sums
 from thinwire.collectives.layout import Sum
-from thinwire.compressors import CodecCall, Packed, Piece, Segments, for_world, parse
+from thinwire.compressors import Packed, for_world, parse
 from thinwire.compressors._core.integers import Integers
 
 NUMEL = 100_003
@@ -35,28 +33,6 @@ def layout_of(limit: int, algorithm: str, num_ranks: int, numel: int = NUMEL) ->
     return replace(whole, sums=(s,)), s
 
 
-@given(limit=st.sampled_from([1, 3, 7, 127]), terms=st.integers(1, 127), numel=st.integers(1, 5000))
-@settings(max_examples=30)
-@example(1, 127, 1022)
-@example(7, 18, 1023)
-@example(127, 1, 1024)
-def test_integers_come_back_from_their_bits(limit: int, terms: int, numel: int) -> None:
-    terms = min(terms, 127 // limit)
-    packed = Packed(limit, terms)
-    sums = integers(limit * terms, 0, max(numel, 100))[:numel]
-    values = torch.full((packed.spread_numel(numel),), math.nan)
-    Packed(limit * terms).spread(sums, values)
-    message = torch.zeros(packed.payload_bytes(values.numel(), torch.float32), dtype=torch.uint8)
-    call = CodecCall(Segments.build([Piece("sum", 0, values.numel(), 0, 0)]))
-    packed.encode(values, message, call)
-    values.fill_(math.nan)
-    packed.decode(message, values, call)
-    back = torch.zeros_like(sums)
-    packed.collect(values, back)
-    assert torch.equal(back, sums)
-    assert 2 ** (packed.bits - 1) <= 2 * limit * terms < 2**packed.bits
-
-
 def test_a_bound_that_8_bits_cannot_hold_is_refused() -> None:
     with pytest.raises(ValueError, match="sums of 19 integers up to 7 do not fit into 8 bits"):
         Packed(7, 19)
@@ -71,7 +47,7 @@ def test_a_bound_that_8_bits_cannot_hold_is_refused() -> None:
 
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, "allgather"])
 def test_sums_are_exact_by_every_algorithm(algorithm: str) -> None:
-    for num_ranks, limit in ((2, 1), (3, 7), (5, 1)):
+    for num_ranks, limit in ((2, 1), (2, 63), (3, 7), (5, 1)):
         _check_sums(algorithm, num_ranks, limit)
 
 

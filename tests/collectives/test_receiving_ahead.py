@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import threading
-import time
 from datetime import timedelta
 from functools import partial
 
@@ -18,21 +15,16 @@ from torch import Tensor
 from harness import run_ranks, run_threads
 from thinwire.collectives import (
     Buffers,
-    Layer,
-    Layout,
     LoopbackTransport,
     PeerFailedError,
     ProcessGroupTransport,
     SharedMemoryTransport,
     Transport,
-    TransportError,
-    gather_buffers,
 )
-from thinwire.collectives.exchange import Exchange
 from thinwire.collectives.message import HEADER_BYTES
+from thinwire.collectives.messages import Messages
 from thinwire.collectives.traffic import Outgoing, Traffic
 from thinwire.collectives.transport import Pending
-from thinwire.compressors import parse
 from thinwire_tools import lab
 from thinwire_tools.bench.ranks import run_ranks as run_bench_ranks
 
@@ -54,7 +46,7 @@ def _contents(rank: int, phase: int, step: int) -> int:
 
 def _swap(transport: Transport, buffers: Buffers, step: int, *, fails: bool = False) -> None:
     """An exchange whose messages are different in every step, and are checked."""
-    with Exchange(transport, buffers, step=step, digest=1) as exchange:
+    with Messages(transport, buffers, step=step, digest=1) as exchange:
         if fails:
             raise ValueError("made up")
         for phase in buffers.outbox:
@@ -139,14 +131,6 @@ def test_not_into_memory_that_neighbours_still_read() -> None:
     assert run_threads(run, 4, node_of=lambda rank: rank // 2) == [[(0, 2)], [], [(0, 0)], []]
 
 
-def test_nothing_that_is_gathered() -> None:
-    """What every rank sends to all others arrives later for it."""
-    layer = Layer("weight", 0, (4096,), parse("topk(density=0.1)"))  # pyright: ignore[reportArgumentType]
-    layout = Layout.build([layer], 2, torch.float32)
-    assert layout.has_gathered
-    assert run_threads(lambda transport: list(gather_buffers(layout, transport).ahead), 2) == [[], []]
-
-
 # ---- Over gloo ------------------------------------------------------------------------------------------------------
 
 
@@ -175,99 +159,6 @@ def _good_and_bad(rank: int) -> None:
 
 def test_no_message_of_a_failed_exchange_is_taken_for_one_of_the_next() -> None:
     run_ranks(_good_and_bad, 3)
-
-
-def _in_two_threads(rank: int) -> None:
-    """Two groups, each with two buffers in turn, at different speeds on every rank."""
-    transports = [_transport() for _ in range(2)]
-    errors: list[BaseException] = []
-
-    def exchange(transport: Transport, pause_s: float) -> None:
-        try:
-            both = [transport.open(_everybody(2, num_bytes=1 << 16)) for _ in range(2)]
-            for step in range(30):
-                _swap(transport, both[step % 2], step)
-                time.sleep(pause_s * ((rank + step) % 2))
-        except BaseException as error:  # noqa: BLE001 - raised below
-            errors.append(error)
-
-    threads = [
-        threading.Thread(target=exchange, args=(transport, 0.002 * number))
-        for number, transport in enumerate(transports)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
-
-
-def test_several_groups_at_once() -> None:
-    run_ranks(_in_two_threads, 2)
-
-
-def _ends(rank: int) -> tuple[int | None, float]:
-    transport = _transport()
-    buffers = transport.open(_everybody(3))
-    for step in range(3):
-        _swap(transport, buffers, step)
-    if rank == 2:
-        os._exit(0)
-    assert len(buffers.posted) == 4
-    started = time.monotonic()
-    with pytest.raises(TransportError) as raised:
-        _swap(transport, buffers, 3)
-    assert transport.broken
-    return raised.value.rank, time.monotonic() - started
-
-
-def test_a_rank_that_has_ended_is_an_error_with_its_name() -> None:
-    """At once, though its receives were posted while it lived."""
-    *survivors, ended = run_ranks(_ends, 3, may_die=True)
-    assert ended is None
-    # One survivor meets the dead rank, the other may meet the first, which has given up.
-    assert any(rank == 2 for rank, _ in survivors)
-    assert all(seconds < TIMEOUT.total_seconds() / 2 for _, seconds in survivors)
-
-
-def _dropped(rank: int) -> tuple[list[int], list[int]]:
-    """Groups whose buffers, transport and process group go in every order, with receives posted."""
-    files, threads = [], []
-    for turn in range(9):
-        transport = _transport()
-        buffers = transport.open(_everybody(2))
-        for step in range(3):
-            _swap(transport, buffers, step)
-        assert buffers.posted
-        dist.barrier()
-        if turn % 3 == 0:
-            del buffers
-            transport.close()
-        elif turn % 3 == 1:
-            transport.close()
-            assert not buffers.posted
-        else:
-            group = transport.group
-            assert isinstance(group, dist.ProcessGroup)
-            dist.destroy_process_group(group)
-            del group, transport, buffers
-        # The rank that comes late finds the other gone.
-        time.sleep(0.01 * ((rank + turn) % 2))
-        dist.barrier()
-        files.append(len(os.listdir("/proc/self/fd")))
-        threads.append(len(os.listdir("/proc/self/task")))
-        # Other threads close them, and one that was joined may still be in the list for a moment.
-        end = time.monotonic() + 20.0
-        while turn >= 3 and time.monotonic() < end and (files[-1] > max(files[:3]) or threads[-1] > max(threads[:3])):
-            time.sleep(0.01)
-            files[-1], threads[-1] = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-    return files, threads
-
-
-def test_what_is_dropped_with_receives_posted_leaves_nothing() -> None:
-    for files, threads in run_ranks(_dropped, 2, timeout_s=60.0):
-        assert max(files[3:]) <= max(files[:3])
-        assert max(threads[3:]) <= max(threads[:3])
 
 
 _PROGRAM = """

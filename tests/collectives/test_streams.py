@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from datetime import timedelta
 from functools import partial
@@ -14,18 +15,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sharded
 import thinwire
-from harness import run_ranks
+from harness import on_ranks, run_ranks
+from ranks import alike
 from thinwire.collectives import (
     CollectiveCall,
     Layer,
     Layout,
     PeerFailedError,
     ProcessGroupTransport,
-    TransportError,
     all_reduce,
     complete,
 )
-from thinwire.compressors import Coded, parse
+from thinwire.compressors import parse
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -59,79 +60,39 @@ class _Group:
 def test_each_group_gets_a_part_of_a_message_that_is_large_enough(way: str) -> None:
     """Sender and receiver divide it alike, and no byte is left out."""
     for num_bytes, parts in ((1, 1), (16384, 1), (32768, 2), (70_001, 3), (10_000_000, 3)):
-        _check_parts(way, num_bytes, parts)
+        groups = [_Group() for _ in range(3)]
+        transport = ProcessGroupTransport(groups[0], TIMEOUT)  # pyright: ignore[reportArgumentType]
+        transport.add_streams(groups[1:])  # pyright: ignore[reportArgumentType]
+        message = torch.arange(num_bytes, dtype=torch.int64).to(torch.uint8)
+        getattr(transport, way)(message, 1, 7).wait()
+        found = [part for group in groups for part in group.messages]
+        assert [len(group.messages) for group in groups] == [1] * parts + [0] * (3 - parts)
+        assert torch.equal(torch.cat(found), message)
+        assert max(map(len, found)) - min(map(len, found)) < parts
+        assert transport.sent_bytes + transport.received_bytes == num_bytes
 
 
-def _check_parts(way: str, num_bytes: int, parts: int) -> None:
-    groups = [_Group() for _ in range(3)]
-    transport = ProcessGroupTransport(groups[0], TIMEOUT)  # pyright: ignore[reportArgumentType]
-    transport.add_streams(groups[1:])  # pyright: ignore[reportArgumentType]
-    message = torch.arange(num_bytes, dtype=torch.int64).to(torch.uint8)
-    getattr(transport, way)(message, 1, 7).wait()
-    found = [part for group in groups for part in group.messages]
-    assert [len(group.messages) for group in groups] == [1] * parts + [0] * (3 - parts)
-    assert torch.equal(torch.cat(found), message)
-    assert max(map(len, found)) - min(map(len, found)) < parts
-    assert transport.sent_bytes + transport.received_bytes == num_bytes
-
-
-def _transport(streams: int) -> ProcessGroupTransport:
-    first, *others = [dist.new_group(timeout=TIMEOUT) for _ in range(streams)]
-    assert isinstance(first, dist.ProcessGroup)
-    transport = ProcessGroupTransport(first, TIMEOUT, owned=True)
-    transport.add_streams([group for group in others if isinstance(group, dist.ProcessGroup)])
-    return transport
-
-
-def _means(rank: int, streams: int) -> tuple[list[Tensor], int]:
-    """Means of several sizes, with exchanges that fail on one rank in between."""
-    transport, means = _transport(streams), []
-    compressor = parse("minmax(bits=4, bucket=128)")
-    assert isinstance(compressor, Coded)
-    for numel in (100, 300_000):
-        layout = Layout.build([Layer("weight", 0, (numel,), compressor)], 3, torch.float32)
-        buffers = transport.open(layout.reduction_traffic())
-        for step in range(6):
-            x = torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + rank))
-            fails = step % 3 == 1
-            given = x.half() if fails and rank == step % 2 else x
-            try:
-                complete(all_reduce(given, layout, transport, buffers, CollectiveCall(seed=0, step=step)))
-            except (TypeError, PeerFailedError):
-                assert fails
-            else:
-                assert not fails
-                means.append(x)
-    sent = transport.sent_bytes
-    transport.close()
-    return means, sent
-
-
-def test_means_and_bytes_are_those_of_one_stream() -> None:
-    for (means, sent), (expected, alone) in zip(run_ranks(_means, 3, 4), run_ranks(_means, 3, 1), strict=True):
-        assert sent == alone
-        assert len(means) == len(expected) == 8
-        assert all(torch.equal(a, b) for a, b in zip(means, expected, strict=True))
-
-
-def _ends(rank: int) -> int | None:
-    transport = _transport(3)
-    compressor = parse("minmax(bits=8, bucket=128)")
-    assert isinstance(compressor, Coded)
-    layout = Layout.build([Layer("weight", 0, (300_000,), compressor)], 2, torch.float32)
-    buffers, x = transport.open(layout.reduction_traffic()), torch.ones(300_000)
-    for step in range(4):
-        if step == 3 and rank == 1:
-            os._exit(0)
-        if step < 3:
-            complete(all_reduce(x, layout, transport, buffers, CollectiveCall(seed=0, step=step)))
-    with pytest.raises(TransportError) as raised:
-        complete(all_reduce(x, layout, transport, buffers, CollectiveCall(seed=0, step=3)))
-    return raised.value.rank
-
-
-def test_a_rank_that_has_ended_is_an_error_with_its_name() -> None:
-    assert run_ranks(_ends, 2, may_die=True) == [1, None]
+@on_ranks(3)
+def test_means_and_bytes_are_those_of_one_stream(rank: int) -> None:
+    """Also after exchanges that fail on one rank."""
+    compressor, found = parse("minmax(bits=4)"), []
+    for streams in (4, 1):
+        first, *others = [dist.new_group(timeout=TIMEOUT) for _ in range(streams)]
+        transport, means = ProcessGroupTransport(first, TIMEOUT, owned=True), []  # pyright: ignore[reportArgumentType]
+        transport.add_streams(others)  # pyright: ignore[reportArgumentType]
+        for numel in (100, 300_000):
+            layout = Layout.build([Layer("w", 0, (numel,), compressor)], 3, torch.float32)  # pyright: ignore[reportArgumentType]
+            buffers = transport.open(layout.reduction_traffic())
+            for step in range(3):
+                x = torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + rank))
+                fails = step == 1
+                given = x.half() if fails and rank == 1 else x
+                with pytest.raises((TypeError, PeerFailedError)) if fails else contextlib.nullcontext():
+                    complete(all_reduce(given, layout, transport, buffers, CollectiveCall(seed=0, step=step)))
+                means += [] if fails else [x]
+        found.append((means, transport.sent_bytes))
+        transport.close()
+    assert alike(*found)
 
 
 def _sockets() -> int:
@@ -139,8 +100,8 @@ def _sockets() -> int:
     return sum(os.path.islink(name) and os.readlink(name).startswith("socket:") for name in names)
 
 
-def _trained(rank: int, sharding: bool) -> tuple[list[list[Tensor]], list[int]]:
-    """Over three streams and over one, the parameters after two steps, and the sockets that compressing has opened."""
+def _trains(rank: int, sharding: bool) -> None:
+    """Two steps over three streams, and over one."""
     net, parameters, opened = partial(sharded.Net, width=300), [], []
     for streams in (3, 1):
         network = thinwire.Network(streams=streams, transport="group")
@@ -153,13 +114,11 @@ def _trained(rank: int, sharding: bool) -> tuple[list[list[Tensor]], list[int]]:
             thinwire.compress(model, "minmax(bits=8)", network=network, skip_if_slower=False)
         opened.append(_sockets() - before)
         sharded.train(model, 2)
-        found = sharded.whole(model).values() if sharding else model.parameters()
-        parameters.append([p.detach() for p in found])
-    return parameters, opened
+        parameters.append([*(sharded.whole(model).values() if sharding else model.parameters())])
+    assert opened[0] >= opened[1] + 2
+    assert all(torch.equal(a, b) for a, b in zip(*parameters, strict=True))
 
 
 @pytest.mark.parametrize("sharding", [False, True])
 def test_training_is_the_same_over_several_streams(sharding: bool) -> None:
-    for (several, one), opened in run_ranks(_trained, 2, sharding):
-        assert opened[0] >= opened[1] + 2
-        assert all(torch.equal(a, b) for a, b in zip(several, one, strict=True))
+    run_ranks(_trains, 2, sharding)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import random
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
-from rich.console import Console
 from scipy import stats
 
 from commands import shown_by
@@ -32,7 +28,6 @@ from thinwire_tools.results import Results
 MINMAX = "minmax(bits=4, bucket=128)"
 SMOKE = tasks.SIZES["smoke"]
 UNAVAILABLE = lab.unavailable()
-small = st.floats(-0.2, 0.2, allow_subnormal=False)
 
 
 def simulated(mean: float, deviation: float, pairs: int, times: int = 2000) -> np.ndarray:
@@ -62,17 +57,6 @@ def test_one_that_is_worse_by_the_margin_is_rarely_called_within_and_a_better_on
     assert all(v is Verdict.WITHIN for v in better)
 
 
-@given(st.lists(small, min_size=2, max_size=8), st.floats(0.001, 0.1), st.floats(0.0, 0.2), st.randoms())
-def test_getting_better_never_makes_a_verdict_worse(
-    differences: list[float], margin: float, gain: float, shuffler: random.Random
-) -> None:
-    order = [Verdict.WITHIN, Verdict.UNDECIDED, Verdict.BEYOND]
-    verdict = judge(estimate(differences), margin)
-    shuffled = shuffler.sample(differences, len(differences))
-    better = judge(estimate([difference - gain - 1e-9 for difference in shuffled]), margin)
-    assert order.index(better) <= order.index(verdict)
-
-
 @given(st.floats(-0.02, 0.05), st.floats(1e-4, 0.02), st.floats(0.005, 0.03))
 def test_the_number_of_seeds_is_the_least_that_is_enough(mean: float, deviation: float, margin: float) -> None:
     found = statistics.Estimate(mean, deviation, -1.0, 1.0, 3)
@@ -97,12 +81,6 @@ def test_one_seed_decides_nothing_none_is_an_error_and_a_run_that_diverged_is_be
     assert judge(estimate(relative_differences([2.0, math.nan], [2.0, 2.0])), 0.01) is Verdict.BEYOND
     with pytest.raises(ValueError, match=r"diverged.*tune"):
         relative_differences([2.0], [math.nan])
-
-
-def test_without_scipy_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(ImportError, match="pip install scipy"):
-        paired.compare_training(SMOKE, [MINMAX], seeds=[0])
 
 
 def side(name: str, probes: Sequence[Sequence[float]], losses: Sequence[float] | None = None) -> Side:
@@ -138,13 +116,8 @@ def test_a_control_within_the_margin_makes_everything_insensitive() -> None:
     assert good.all_within
     assert not blind.sensitive
     assert not blind.all_within
-    assert any("Insensitive" in line for line in blind.remarks())
-    assert not any("Insensitive" in line for line in good.remarks())
-    assert any("No control" in line for line in comparison(same, None, FP32).remarks())
     unsure = side("unsure", [[5, 4, 3, 3, 3]] * 2, [2.0, 2.1])
-    told = comparison(FP32, unsure, FP32)
-    assert told.control_verdict is Verdict.UNDECIDED
-    assert any("undecided (needs about" in line for line in told.remarks())
+    assert comparison(FP32, unsure, FP32).control_verdict is Verdict.UNDECIDED
 
 
 def test_time_to_the_same_loss() -> None:
@@ -158,29 +131,18 @@ def test_time_to_the_same_loss() -> None:
     assert found.to_same_loss(FP32)[0] == pytest.approx(4.0 - 0.02 / (7 / 3 - 2), rel=1e-6)
 
 
-def test_a_variant_that_diverged_is_reported_in_the_table_and_in_json_without_nan() -> None:
+def test_a_variant_that_diverged_is_reported_in_json_without_nan() -> None:
     lost = side("lost", [[5, math.nan, math.nan, math.nan, math.nan]] * 2)
     found = comparison(lost, replace(lost, name="control"), FP32)
     results = Results("thinwire compare")
     found.record(results)
     json.dumps(results.results, allow_nan=False)
     assert results.value("within/lost") == 0.0
-    console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115 - closed with the process
-    console.print(found.table())
-    console.file.close()
-    assert "never" in console.export_text()
 
 
 def test_a_task_reaches_another_process_as_json() -> None:
     for task in tasks.SIZES.values():
         assert tasks.restore(json.loads(json.dumps(tasks.describe(task)))) == task
-
-    @dataclass(frozen=True)
-    class Local(tasks.GPTTask):
-        pass
-
-    with pytest.raises(TypeError, match="top of a module"):
-        tasks.describe(Local())
 
 
 def test_ranks_share_the_held_out_set_and_draw_batches_of_their_own() -> None:
@@ -205,26 +167,7 @@ def test_the_schedule_rises_to_its_highest_and_decays_to_the_end(steps: int) -> 
     assert probe_steps(replace(SMOKE, steps=steps))[-1] == steps
 
 
-def test_the_table_loses_nothing_on_a_narrow_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    fp32, unsure = side("fp32", [[5, 3, 2, 2, 2]] * 3), side(MINMAX, [[5, 3, 2, 2, 2]] * 3, [2, 2.02, 2.02])
-    broken = side(paired.CONTROL, [[5, 3, 2, 2, 2]] * 3, [2.2, 2.25, 2.23])
-    found = comparison(unsure, broken, fp32)
-    Console(width=80).print(found.table())
-    words = " ".join(capsys.readouterr().out.split())
-    needed = found.judge(unsure).seeds_needed
-    for part in (
-        "undecided",
-        "(needs about",
-        f"{needed} seeds)",
-        "-0.31…+1.64",
-        "rounding=nearest)",
-        "(control)",
-        "no",
-    ):
-        assert part in words
-
-
-def test_exit_codes_and_shares(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes_and_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compare.share_of("1%") == compare.share_of("0.01") == 0.01
     assert compare.share_of("0.5 %") == 0.005
     same, broken = side("same", [[5, 3, 2, 2, 2]] * 2), side("broken", [[5, 4, 3, 3, 3]] * 2)
@@ -233,7 +176,6 @@ def test_exit_codes_and_shares(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Ca
         found = comparison(variant, control, FP32)
         monkeypatch.setattr(compare, "compare_training", lambda *_, found=found, **__: found)
         assert command.compare(strict=strict) == code
-    assert "Insensitive" in capfd.readouterr().out
 
 
 def rows(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -243,7 +185,7 @@ def rows(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def test_runs_are_paired_and_a_variant_that_changes_nothing_ends_at_the_same_loss_to_the_bit(tmp_path: Path) -> None:
     """The small version, with a variant that changes nothing: it learns, its control fails, bytes are the formula's."""
     path = tmp_path / "out.json"
-    text = shown_by(["compare", "raw", MINMAX, "--smoke", "--seeds", "2", "--json", str(path)])
+    shown_by(["compare", "raw", MINMAX, "--smoke", "--seeds", "2", "--json", str(path)])
     record = json.loads(path.read_text())
     found = rows(record)
     assert found["difference/mean/raw()"]["by_seed"] == [0.0, 0.0]
@@ -254,20 +196,11 @@ def test_runs_are_paired_and_a_variant_that_changes_nothing_ends_at_the_same_los
     assert found["held_out_loss/fp32"]["value"] < 0.8 * math.log(256)
     assert found[f"difference/mean/control/{paired.CONTROL}"]["verdict"] == "no"
     assert record["about"]["sensitive"] is True
-    assert "fails as it must" in text
     fp32, ours = found["bytes_per_step/fp32"], found[f"bytes_per_step/{MINMAX}"]
     assert fp32["value"] == found["bytes_per_step/raw()"]["value"] == fp32["formula"]
     # The buckets of DDP's first steps have other headers than those of all later ones.
     assert ours["value"] == pytest.approx(ours["formula"], rel=0.01)
     assert ours["value"] < fp32["value"] / 6
-
-
-def test_a_control_that_passes_is_seen() -> None:
-    task = replace(SMOKE, steps=4, probe_every=2, held_out_windows=16, probe_windows=8)
-    found = paired.compare_training(task, [MINMAX], seeds=[0, 1], margin=0.5, control="raw")
-    assert found.control_verdict is Verdict.WITHIN
-    assert not found.sensitive
-    assert found.to_same_loss(found.baseline) != [None, None]
 
 
 @pytest.mark.network
@@ -288,13 +221,10 @@ def test_over_a_slow_link_time_counts_and_bytes_are_seen_on_the_interface(tmp_pa
 
 def test_every_compressor_with_its_error_feedback_and_without(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    text = shown_by(["compare", "every", "--smoke", "--json", str(path)])
+    shown_by(["compare", "every", "--smoke", "--json", str(path)])
     found = rows(json.loads(path.read_text()))
     for name in ("topk(density=0.01)", "topk(density=0.01, feedback=False)", MINMAX, "onebit(bucket=512)"):
         assert found[f"held_out_loss/{name}"]["value"] < 1.1 * math.log(256)
-        series = found[f"alpha/{name}"]["by_seed"][0]
-        assert series["steps"][0] == 0
-        assert len(series["steps"]) == len(series["alpha"]) >= 1
         assert found[f"alpha/{name}"]["value"] > 0
         # What measuring sends does not count.
         size = found[f"bytes_per_step/{name}"]
@@ -303,7 +233,6 @@ def test_every_compressor_with_its_error_feedback_and_without(tmp_path: Path) ->
     assert found["bytes_per_step/alone"]["value"] == 0
     assert found["held_out_loss/alone"]["by_seed"] != found["held_out_loss/fp32"]["by_seed"]
     assert found["alpha/topk(density=0.01, feedback=False)"]["value"] < 1
-    assert "alpha" in text
 
 
 def test_measuring_changes_no_bit_of_the_training() -> None:
@@ -319,8 +248,6 @@ def test_measuring_changes_no_bit_of_the_training() -> None:
         assert plain.alpha is None
     assert with_it.variants[0].alpha is not None
     assert with_it.variants[1].alpha is None
-    with pytest.raises(ValueError, match="measuring every -1 steps"):
-        paired.compare_training(task, [topk], seeds=[0], measure=-1)
 
 
 def test_the_list_has_every_compressor() -> None:

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+import thinwire
 from thinwire_tools.compare import paired, tasks
 from thinwire_tools.compare.compare_rank import plan_bytes
-from thinwire_tools.compare.comparison import Comparison
 from thinwire_tools.compare.variants import Variant
 from thinwire_tools.results import Results
 
@@ -24,9 +24,7 @@ TASK = replace(tasks.SIZES["smoke"], steps=8, probe_every=4, held_out_windows=16
 @pytest.mark.parametrize(
     ("text", "canonical"),
     [
-        ("topk(0.1)", Variant(TOPK)),
         ("topk(0.1) with lgreco( every = 3 )", Variant(TOPK, "lgreco(every=3)")),
-        ("minmax(bits=4, bucket=128) with kmeans", Variant("minmax(bits=4, bucket=128)", "kmeans()")),
         (
             "powersgd(rank=8) with lgreco(reference=accordion(every=20, pair=(2, 8)), bounds=(2, 32))",
             Variant("powersgd(rank=8)", "lgreco(bounds=(2, 32), reference=accordion(every=20, pair=(2, 8)))"),
@@ -48,70 +46,35 @@ class _Counted(paired.Watcher):
         self.made += 1
 
 
-@pytest.fixture(scope="module")
-def found() -> tuple[Comparison, Comparison, list[int]]:
-    """A comparison, the same again by the same processes, and how many runs had been made after each."""
-    watcher, made, comparisons = _Counted(), [], []
+def test_plans_change_while_training_goes_on_and_send_what_they_say() -> None:
+    watcher, options = _Counted(), {"seeds": [0], "margin": 0.5, "control": None}
     with paired.Runs(TASK, 2, None, watcher) as runs:
-        for _ in range(2):
-            comparisons.append(
-                paired.compare_runs(runs, [TOPK, ADAPTED, ACCORDION], seeds=[0], margin=0.5, control=None)
-            )
-            made.append(watcher.made)
-    return comparisons[0], comparisons[1], made
-
-
-def test_processes_that_live_on_train_nothing_twice(found: tuple[Comparison, Comparison, list[int]]) -> None:
-    first, second, made = found
-    assert made == [4, 4]
+        first, second = (paired.compare_runs(runs, [TOPK, ADAPTED, ACCORDION], **options) for _ in range(2))
+    # Processes that live on train nothing twice.
+    assert watcher.made == 4
     assert [side.runs for side in first.sides()] == [side.runs for side in second.sides()]
-
-
-def test_plans_change_while_training_goes_on(found: tuple[Comparison, Comparison, list[int]]) -> None:
-    uniform, adapted, _ = (side.runs[0] for side in found[0].variants)
+    uniform, adapted, critical = (side.runs[0] for side in first.variants)
     assert uniform.plans == []
     assert [plan["step"] for plan in adapted.plans] == [3, 6]
     for plan in adapted.plans:
         assert plan["error"] <= plan["reference_error"] * (1 + 1e-9)
         assert plan["wire_bytes"] < plan["reference_wire_bytes"]
-        assert min(plan["errors_s"], plan["solve_s"]) > 0
-        assert plan["waited_s"] >= 0
-    assert adapted.adapt_s > 0
-    assert uniform.adapt_s == 0
+    assert adapted.adapt_s > 0 == uniform.adapt_s
     # What was sent until the first plan is what uniform compression sends; less from then on.
     assert adapted.payload_bytes[-1] < uniform.payload_bytes[-1]
     assert adapted.replicas_identical
-
-
-def test_the_bytes_of_a_plan_are_those_that_are_sent(found: tuple[Comparison, Comparison, list[int]]) -> None:
-    import thinwire
-
-    uniform, adapted, _ = (side.runs[0] for side in found[0].variants)
     shapes = {name: tuple(p.shape) for name, p in TASK.build(0).named_parameters()}
     reference = plan_bytes(thinwire.Plan.build(shapes, TOPK), shapes, 2)
     assert {plan["reference_wire_bytes"] for plan in adapted.plans} == {reference}
     # Without messages' headers.
     assert uniform.formula_bytes == pytest.approx(reference, rel=0.02)
     assert adapted.formula_bytes == pytest.approx(adapted.plans[-1]["wire_bytes"], rel=0.02)
-
-
-def test_accordion_compresses_less_in_the_first_interval_only(found: tuple[Comparison, Comparison, list[int]]) -> None:
-    run = found[0].variants[2].runs[0]
-    assert [plan["step"] for plan in run.plans] == [3, 6]
-    # The first interval is a critical one. A learning rate that falls step by step is no drop.
-    first, second = run.plans
-    assert first["wire_bytes"] == first["reference_wire_bytes"]
-    assert second["wire_bytes"] < 0.5 * second["reference_wire_bytes"]
-    assert all(plan["error"] is None for plan in run.plans)
-
-
-def test_decisions_are_in_the_figures(found: tuple[Comparison, Comparison, list[int]]) -> None:
+    # The first interval of Accordion is a critical one. A learning rate that falls step by step is no drop.
+    one, other = critical.plans
+    assert one["wire_bytes"] == one["reference_wire_bytes"]
+    assert other["wire_bytes"] < 0.5 * other["reference_wire_bytes"]
     results = Results("thinwire compare")
-    found[0].record(results)
+    first.record(results)
     rows = {row["name"]: row for row in json.loads(json.dumps(results.results, allow_nan=False))}
-    row = rows[f"plan_gain/{ADAPTED}"]
-    assert row["value"] > 1
-    assert [plan["step"] for plan in row["plans"][0]] == [3, 6]
-    assert len(row["adapt_s"]) == 1
+    assert rows[f"plan_gain/{ADAPTED}"]["value"] > 1
     assert f"plan_gain/{TOPK}" not in rows
-    assert f"accuracy/{TOPK}" not in rows

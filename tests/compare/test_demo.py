@@ -11,11 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from aggregation import wait_until
 from commands import shown_by
 from thinwire_tools import lab
 from thinwire_tools.cli import main
@@ -34,40 +36,23 @@ def _values(path: Path) -> dict[str, float]:
     return {row["name"]: row["value"] for row in json.loads(path.read_text())["results"]}
 
 
-@dataclasses.dataclass
-class Smoke:
-    text: str
-    figures: dict[str, float]
-    record: dict[str, Any]
-    out: Path
-
-
-@pytest.fixture(scope="module")
-def on_a_slow_link(tmp_path_factory: pytest.TempPathFactory) -> Smoke:
-    """One small demo at 100 Mbit/s."""
-    if UNAVAILABLE:
-        pytest.skip(UNAVAILABLE)
-    out = tmp_path_factory.mktemp("demo")
-    text = shown_by(["demo", "--smoke", "--out", str(out), "--json", str(out / "f.json")])
-    return Smoke(text, _values(out / "f.json"), json.loads((out / "f.json").read_text()), out)
-
-
 @pytest.mark.network
-def test_all_variants_are_measured_and_bytes_are_those_of_the_formulas(on_a_slow_link: Smoke) -> None:
-    figures = on_a_slow_link.figures
-    assert "failures" not in on_a_slow_link.record["about"]
+@pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
+def test_all_variants_are_measured_and_bytes_are_those_of_the_formulas(tmp_path: Path) -> None:
+    shown_by(["demo", "--smoke", "--out", str(tmp_path), "--json", str(tmp_path / "f.json")])
+    record, figures = json.loads((tmp_path / "f.json").read_text()), _values(tmp_path / "f.json")
+    about = record["about"]
+    assert "failures" not in about
     for name in demo_module.ORDER:
         assert (f"steps_per_s/{name}" in figures) == VARIANTS[name].on_link
         assert 3 < figures[f"val_loss/{name}"] < 5.6
     assert figures["val_loss/control"] > figures["val_loss/fp32"]
-    curves = {row["name"]: row["probes"] for row in on_a_slow_link.record["results"] if "probes" in row}
+    curves = {row["name"]: row["probes"] for row in record["results"] if "probes" in row}
     assert len({curve["losses"][0] for curve in curves.values()}) == 1
     assert all(curve["losses"] == sorted(curve["losses"], reverse=True) for curve in curves.values())
-    assert on_a_slow_link.record["about"]["link"]["rate_bps"] == [100_000_000] * 2
-    about = on_a_slow_link.record["about"]
+    assert about["link"]["rate_bps"] == [100_000_000] * 2
     dense = 4 * about["parameters"] * SMOKE.steps
-    assert figures["payload_bytes/fp32"] == dense
-    assert figures["payload_bytes/bf16"] == dense / 2
+    assert figures["payload_bytes/fp32"] == 2 * figures["payload_bytes/bf16"] == dense
     assert figures["payload_bytes/alone"] == 0
     # Two dense steps come first, then factors of rank 4.
     assert 2 / SMOKE.steps < figures["payload_bytes/powersgd"] / dense < 4 / SMOKE.steps
@@ -76,38 +61,9 @@ def test_all_variants_are_measured_and_bytes_are_those_of_the_formulas(on_a_slow
         assert 1.03 < figures[f"wire_bytes/{name}"] / figures[f"payload_bytes/{name}"] < 1.2
     assert figures["wire_bytes/alone"] < 0.01 * figures["wire_bytes/fp32"]
     assert figures["interface_ratio"] == pytest.approx(figures["formula_ratio"], rel=0.1)
-    checks = {check["text"]: check["outcome"] for check in about["checks"]}
-    assert list(checks.values()) == ["shown", "shown"]
-    assert checks["ranks end with the same parameters, bit for bit"] == "shown"
-
-
-@pytest.mark.network
-def test_results_show_as_they_come_then_in_a_table_and_a_picture(on_a_slow_link: Smoke) -> None:
-    lines = on_a_slow_link.text.splitlines()
-    first = [
-        next(i for i, line in enumerate(lines) if line.startswith(f"{VARIANTS[name].title}: 4 steps"))
-        for name in demo_module.ORDER
-    ]
-    last = [
-        next(i for i, line in enumerate(lines) if line.startswith(f"{VARIANTS[name].title}: 8 steps"))
-        for name in demo_module.ORDER
-    ]
-    assert max(first) < min(last)
-    figures, text = on_a_slow_link.figures, on_a_slow_link.text
-    table = text[text.index("variant  ") : text.index("Held-out loss:")]
-    rows = {name: table.index(f"\n{VARIANTS[name].title} ") for name in demo_module.ORDER}
-    varied = [name for name in demo_module.ORDER if name not in ("fp32", "control")]
-    assert rows["fp32"] < min(rows[name] for name in varied)
-    reached = [name for name in varied if f"seconds_to_same_loss/{name}" in figures]
-    by_time = sorted(reached, key=lambda name: figures[f"seconds_to_same_loss/{name}"])
-    assert by_time == sorted(reached, key=lambda name: rows[name])
-    assert all(len(line) <= 80 for line in table.splitlines())
-    assert "…" not in table
-    pytest.importorskip("matplotlib")
-    picture = (on_a_slow_link.out / "loss.svg").read_text()
-    assert picture.startswith("<?xml")
-    for name in demo_module.ORDER:
-        assert (f"<!-- {VARIANTS[name].title} -->" in picture) == VARIANTS[name].on_link
+    assert [check["outcome"] for check in about["checks"]] == ["shown", "shown"]
+    if find_spec("matplotlib"):
+        assert VARIANTS["thinwire"].title in (tmp_path / "loss.svg").read_text()
 
 
 def _ignore(*_: Any) -> None:
@@ -194,10 +150,7 @@ def test_over_loopback_time_is_not_compared_and_the_demo_goes_on_after_crashes(
     assert not (tmp_path / "loss.svg").exists()
     text = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
     assert "no [right] to make namespaces" in text
-    assert "about bytes and loss only" in text
-    assert "torch PowerSGD: failed: rank 0" in text
     assert "rank 0: ended by signal 9" in text
-    assert "not the result that it should be" in text
 
 
 def test_without_fp32_there_is_nothing_to_compare_to(
@@ -226,15 +179,6 @@ def _ranks_of(folder: Path) -> list[int]:
     return found
 
 
-def _until(condition: Callable[[], bool], timeout_s: float = 40.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -247,5 +191,5 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
         os.killpg(demo.pid, signal.SIGINT)
         demo.stdout.read()
         assert demo.wait(100) == 130
-    assert _until(lambda: not _ranks_of(scratch))
+    wait_until(lambda: not _ranks_of(scratch))
     assert list(scratch.glob("thinwire-*")) == []

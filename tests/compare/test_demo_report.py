@@ -11,8 +11,6 @@ from rich.console import Console
 from thinwire_tools.compare.comparison import Run
 from thinwire_tools.compare.demo import Demonstration, Outcome, conclude
 from thinwire_tools.compare.statistics import median_interval
-from thinwire_tools.compare.variants import VARIANTS
-from thinwire_tools.results import Results
 
 TURNS = 8
 
@@ -83,17 +81,6 @@ def test_a_speedup_is_the_median_of_paired_turns_with_an_interval() -> None:
     assert wide.lower < wide.median < wide.upper
 
 
-def test_a_variant_that_crosses_no_link_has_a_loss_and_no_times() -> None:
-    shown = _shown(_runs())
-    assert shown.excess("muon") == pytest.approx(-0.04)
-    assert shown.speedup("muon") is None
-    results = Results("thinwire demo")
-    shown.record(results)
-    names = {row["name"] for row in results.results}
-    assert {"val_loss/muon", "seconds_to_same_loss/thinwire"} <= names
-    assert not {"steps_per_s/muon", "seconds_to_same_loss/muon"} & names
-
-
 def test_the_interval_of_a_median_is_that_of_the_sign_test() -> None:
     """The depths are those of the usual tables (Conover, Practical Nonparametric Statistics, table of the median)."""
     for count, kth in {1: 1, 5: 1, 6: 1, 8: 1, 9: 2, 12: 3, 20: 6, 100: 40}.items():
@@ -127,7 +114,6 @@ def test_a_wrong_result_fails_the_demo(broken: dict[str, Run], check: str, tmp_p
     code, text = _conclude(_shown(broken), tmp_path)
     assert code == 1
     assert "not the result that it should be" in text
-    assert "What this shows" not in text
 
 
 @pytest.mark.parametrize(
@@ -147,12 +133,6 @@ def test_a_speed_that_is_not_reached_is_no_error(slow: dict[str, Run], check: st
     code, text = _conclude(_shown(slow), tmp_path)
     assert code == 0
     assert "not shown" in text
-    assert "What this shows" in text
-
-
-def test_better_than_fp32_is_not_wrong() -> None:
-    outcomes = {check.outcome for check in _shown(_with("thinwire", val_loss=1.9)).checks()}
-    assert Outcome.WRONG not in outcomes
 
 
 def test_limits_are_not_applied_to_another_task_but_bytes_and_replicas_are() -> None:
@@ -166,7 +146,6 @@ def test_variants_are_in_the_order_of_time_to_the_same_loss_then_of_loss() -> No
     assert names == ["fp32", "local", "muloco", "thinwire", "bf16", "muon", "low-rank", "powersgd", "alone", "control"]
     faster = _shown(_with("powersgd", losses=[3.0] * 5 + [2.01] * 4))
     assert faster.variants[0].name == "powersgd"
-    assert faster.table().columns[0].header == "variant"
 
 
 def _conclude(shown: Demonstration, tmp_path: Path) -> tuple[int, str]:
@@ -174,24 +153,3 @@ def _conclude(shown: Demonstration, tmp_path: Path) -> tuple[int, str]:
     code = conclude(console, shown, tmp_path, tmp_path / "demo.json")
     console.file.close()
     return code, console.export_text()
-
-
-def test_it_says_plainly_where_powersgd_is_faster(tmp_path: Path) -> None:
-    code, text = _conclude(_shown(_runs()), tmp_path)
-    assert code == 0
-    assert "PowerSGD is faster here, 1.75x the steps/s of thinwire" in text
-    assert "+1.50% against fp32's, thinwire's +0.10%" in text
-    assert (
-        "over 100 Mbit/s, thinwire trains 6.4x as fast as DDP with fp32 gradients and ends at the same loss (+0.10%)"
-        in text
-    )
-    assert "Worse than sending nothing" not in text
-    # One seed decides nothing.
-    assert "within" not in text.splitlines()[3]
-    _, slower = _conclude(_shown(_with("powersgd", step_s=[0.14] * 40)), tmp_path)
-    assert "PowerSGD is faster" not in slower
-
-
-def test_a_method_that_ends_above_training_alone_is_named(tmp_path: Path) -> None:
-    _, text = _conclude(_shown(_with("powersgd", val_loss=2.041)), tmp_path)
-    assert f"Worse than sending nothing here: {VARIANTS['powersgd'].title}." in text

@@ -8,13 +8,13 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from aggregation import wait_until
 from thinwire_tools import lab
 from thinwire_tools.compare.forked import ForkedProcess
 from thinwire_tools.lab import Loopback, NodeNamespaces
@@ -48,12 +48,9 @@ def ask(process: ForkedProcess, line: str) -> dict[str, Any]:
     return json.loads(answer)
 
 
-def ended(process: ForkedProcess, timeout_s: float = 60.0) -> int:
-    deadline = time.monotonic() + timeout_s
-    while (code := process.poll()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return code
+def ended(process: ForkedProcess) -> int | None:
+    wait_until(lambda: process.poll() is not None, timeout_s=60.0)
+    return process.poll()
 
 
 PARENT = """
@@ -94,10 +91,8 @@ def test_around_a_server_in_a_process_of_its_own(tmp_path: Path) -> None:
         assert masked & 1 << (signal.SIGINT - 1)
         rank = os.pidfd_open(int(parent.stdout.readline()))
         try:
-            deadline = time.monotonic() + 60.0
-            while not (tmp_path / "log").exists() or "asleep" not in (tmp_path / "log").read_text():
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            log = tmp_path / "log"
+            wait_until(lambda: log.exists() and "asleep" in log.read_text(), timeout_s=60.0)
             assert not select.select([rank], [], [], 0.2)[0]
             assert (tmp_path / "errors").read_text() == ""
             parent.kill()
@@ -105,18 +100,6 @@ def test_around_a_server_in_a_process_of_its_own(tmp_path: Path) -> None:
         finally:
             os.close(rank)
     assert parent.returncode == -signal.SIGKILL
-
-
-def test_lines_go_in_and_out_and_it_ends_with_its_input(tmp_path: Path, fork: Fork) -> None:
-    process = fork(Loopback(4).namespaces(3))
-    found = ask(process, "hello")
-    assert found["line"] == "hello\n"
-    assert found["pid"] == found["session"] == process.pid != os.getpid()
-    assert found["net"] == os.readlink("/proc/self/ns/net")
-    process.stdin.close()
-    assert ended(process) == 0
-    assert (tmp_path / "log0").read_text() == "on standard error\n"
-    process.send_signal(signal.SIGTERM)
 
 
 def test_how_it_ends_is_its_exit_code_and_what_it_raises_is_in_its_log(tmp_path: Path, fork: Fork) -> None:
@@ -137,8 +120,10 @@ def test_how_it_ends_is_its_exit_code_and_what_it_raises_is_in_its_log(tmp_path:
 def test_it_has_the_variables_of_its_namespaces_and_no_others(fork: Fork, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    first = ask(fork(Loopback(4).namespaces(3)), "who?")
-    assert (first["rank"], first["threads"]) == ("3", "5")
+    process = fork(Loopback(4).namespaces(3))
+    first = ask(process, "who?")
+    assert (first["line"], first["rank"], first["threads"]) == ("who?\n", "3", "5")
+    assert first["pid"] == first["session"] == process.pid != os.getpid()
     second = ask(fork(NodeNamespaces((), {"OMP_NUM_THREADS": "2"})), "who?")
     assert (second["rank"], second["threads"]) == (None, "2")
 

@@ -16,15 +16,6 @@ def _normal(numel: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 
 
-def test_the_largest_of_each_chunk_arrive_and_the_last_chunk_sends_its_share() -> None:
-    x = _normal(250)
-    y = ChunkTopK(k=10, chunk=100).roundtrip(x)
-    for chunk, received, k in zip(x.split(100), y.split(100), (10, 10, 5), strict=True):
-        largest = chunk.abs().topk(k).indices.sort().values
-        assert torch.equal(received.nonzero().view(-1), largest)
-        assert torch.equal(received[largest].sign(), chunk[largest].sign())
-
-
 def test_a_value_is_the_mean_of_those_of_its_chunk_on_its_side_of_their_mean() -> None:
     x = torch.zeros(8)
     x[[1, 2, 5, 6]] = torch.tensor([1.0, -3.0, 8.0, -12.0])  # their magnitudes' mean is 6

@@ -10,12 +10,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from harness import run_ranks, run_threads
-from sharded import build, compress, train
+from harness import run_threads
 from thinwire import Plan, Wire, parse
 from thinwire.collectives import LoopbackTransport
-from thinwire.compressors import FFT, CodecCall, Piece, Segments, State, fft as module, first_state
+from thinwire.compressors import FFT, CodecCall, Piece, Segments, fft as module, first_state
 from thinwire.compressors.rangefloat import best_mantissa
+from thinwire.runtime import BucketEngine
 
 SHAPES = {"w": (64, 48)}
 SPEC = "fft(theta=0.8)"
@@ -40,10 +40,10 @@ def _gradient(step: int, rank: int = 0) -> Tensor:
 
 def test_a_wire_searches_for_a_mantissa_once_in_fifty_steps() -> None:
     def run(transport: LoopbackTransport) -> None:
-        wire = Wire(Plan.build(SHAPES, f"ef({SPEC})"), SHAPES, transport)
+        wire = Wire(BucketEngine(Plan.build(SHAPES, f"ef({SPEC})"), SHAPES, transport))
         for step in range(60):
-            wire.begin_step()
-            wire.reduce(_gradient(step, transport.rank), tuple(SHAPES.items())).wait()
+            wire.engine.begin_step()
+            wire.engine.reduce(_gradient(step, transport.rank), tuple(SHAPES.items())).wait()
         wire.detach()
 
     with _counting() as searched:
@@ -51,36 +51,20 @@ def test_a_wire_searches_for_a_mantissa_once_in_fifty_steps() -> None:
     assert len(searched) == 2 * 2
 
 
-def _searches(rank: int) -> list[int]:
-    model = build()
-    with _counting() as searched:
-        compress(model, gradients=f"ef({SPEC})")
-        counts = []
-        for first in range(3):
-            train(model, 1, first=first)
-            counts.append(len(searched))
-    return counts
-
-
-def test_a_sharded_model_searches_for_each_layer_in_the_first_step_only() -> None:
-    for first, *later in run_ranks(_searches, 2):
-        assert first > 0
-        assert later == [first, first]
-
-
-def _coded() -> tuple[FFT, Segments, State]:
-    fft = parse(SPEC)
-    assert isinstance(fft, FFT)
-    segments = Segments.build([Piece("w", 0, 64 * 48, 0, 0)])
-    state = first_state(fft, _gradient(0), segments)
-    assert state is not None
-    return fft, segments, state
-
-
 def test_a_kept_mantissa_errs_as_a_searched_one_and_its_messages_need_no_state() -> None:
-    fft, segments, state = _coded()
-    size = fft.payload_bytes(64 * 48, torch.float32)
+    """One that was chosen from what is not finite is not kept."""
+    fft, segments = parse(SPEC), Segments.build([Piece("w", 0, 64 * 48, 0, 0)])
+    assert isinstance(fft, FFT)
+    state, size = first_state(fft, _gradient(0), segments), fft.payload_bytes(64 * 48, torch.float32)
+    assert state is not None
+    message = torch.zeros(size, dtype=torch.uint8)
+    with _counting() as searched:
+        fft.encode(torch.full((64 * 48,), torch.inf), message, CodecCall(segments, state=state))
+        fft.encode(_gradient(1), message, CodecCall(segments, state=state.swapped()))
+    assert len(searched) == 2
+    state = first_state(fft, _gradient(0), segments)
     for step in range(12):
+        assert state is not None
         x = _gradient(step) * 10.0 ** (-step)
         kept, searched = (torch.zeros(size, dtype=torch.uint8) for _ in range(2))
         fft.encode(x, kept, CodecCall(segments, state=state))
@@ -93,12 +77,3 @@ def test_a_kept_mantissa_errs_as_a_searched_one_and_its_messages_need_no_state()
             errors.append(float((received - x).norm() / x.norm()))
         assert errors[0] <= 1.001 * errors[1]
         state = state.swapped()
-
-
-def test_a_mantissa_that_was_chosen_from_what_is_not_finite_is_not_kept() -> None:
-    fft, segments, state = _coded()
-    message = torch.zeros(fft.payload_bytes(64 * 48, torch.float32), dtype=torch.uint8)
-    with _counting() as searched:
-        fft.encode(torch.full((64 * 48,), torch.inf), message, CodecCall(segments, state=state))
-        fft.encode(_gradient(1), message, CodecCall(segments, state=state.swapped()))
-    assert len(searched) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -90,9 +91,10 @@ def test_the_mean_shift_is_the_mean_of_the_shifts_and_what_arrived(spec: str, nu
 # ---- State ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_first_step_that_is_not_finite_is_made_again() -> None:
+@pytest.mark.parametrize("spec", ["intdiana(bits=2)", "intsgd(bits=8)"])
+def test_a_first_step_that_is_not_finite_is_made_again(spec: str) -> None:
     def run(transport):
-        wire = make(transport, "intdiana(bits=2)")
+        wire = make(transport, spec)
         step_on(wire, gradients(transport.rank, 0, -math.inf if transport.rank == 0 else None))
         return step_on(wire, gradients(transport.rank, 1))
 
@@ -102,10 +104,13 @@ def test_a_first_step_that_is_not_finite_is_made_again() -> None:
             assert torch.allclose(mean, torch.stack([g[name] for g in exact]).mean(0), atol=1e-6)
 
 
+@pytest.mark.parametrize("spec", ["intdiana(bits=2)", "intsgd(bits=8)"])
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1)])
-def test_in_another_world_all_ranks_start_from_the_mean_shift(before: int, after: int) -> None:
+def test_in_another_world_all_ranks_start_from_the_mean_shift_and_the_scales(
+    before: int, after: int, spec: str
+) -> None:
     def first(transport):
-        wire = make(transport, "intdiana(bits=2)")
+        wire = make(transport, spec)
         for step in range(3):
             step_on(wire, gradients(transport.rank, step))
         return wire.state_dict()
@@ -113,14 +118,16 @@ def test_in_another_world_all_ranks_start_from_the_mean_shift(before: int, after
     merged = {key: value for state in run_threads(first, before) for key, value in state.items()}
 
     def second(transport):
-        wire = make(transport, "intdiana(bits=2)")
+        wire = make(transport, spec)
         wire.load_state_dict(merged)
-        return wire.state_dict(), step_on(wire, gradients(transport.rank, 3))
+        return wire.state_dict(), step_on(wire, gradients(transport.rank, 3)), wire.stats.encoded
 
     answers = run_threads(second, after)
-    for rank, (state, means) in enumerate(answers):
+    for rank, (state, means, encoded) in enumerate(answers):
         assert same(means, answers[0][1])
-        for name in SHAPES:
-            mean = merged[f"rank0/mean_shift/{name}"]
-            assert torch.equal(state[f"rank{rank}/mean_shift/{name}"], mean)
-            assert torch.allclose(state[f"rank{rank}/shift/{name}"], mean, atol=1e-5)
+        assert encoded == (NUMEL if after > 1 else 0)
+        for name, slot in product(SHAPES, ("mean_shift", "r")):
+            if f"rank0/{slot}/{name}" in merged:
+                assert torch.equal(state[f"rank{rank}/{slot}/{name}"], merged[f"rank0/{slot}/{name}"])
+        for name in SHAPES if "diana" in spec else ():
+            assert torch.allclose(state[f"rank{rank}/shift/{name}"], merged[f"rank0/mean_shift/{name}"], atol=1e-5)

@@ -16,7 +16,7 @@ from thinwire import Plan, Wire, parse
 from thinwire.collectives import CollectiveCall, Layer, Layout, World, all_reduce, complete, parse_algorithm
 from thinwire.compressors import RESIDUAL, Clipping, Coded, Saturating, State, find_mixin
 from thinwire.plan import Filter
-from thinwire.runtime import WireSettings
+from thinwire.runtime import BucketEngine, WireSettings
 
 LARGE = 1e38
 RANKS, STEPS, LARGE_AT = 4, 9, 2
@@ -36,11 +36,11 @@ def means(spec: str, algorithm: str, largest: list[float]) -> tuple[list[list[Te
 
     def run(transport) -> tuple[list[Tensor], int]:
         plan = Plan.build({"w": SHAPE}, spec, Filter(min_numel=0))
-        wire = Wire(plan, {"w": SHAPE}, transport, WireSettings(algorithm=parse_algorithm(algorithm)))
+        wire = Wire(BucketEngine(plan, {"w": SHAPE}, transport, WireSettings(algorithm=parse_algorithm(algorithm))))
         received = []
         for step, most in enumerate(largest):
-            wire.begin_step()
-            received.append(wire.reduce(gradient(transport.rank, step, most), LAYERS).wait().clone())
+            wire.engine.begin_step()
+            received.append(wire.engine.reduce(gradient(transport.rank, step, most), LAYERS).wait().clone())
         resets = wire.stats.state_resets
         wire.detach()
         return received, resets

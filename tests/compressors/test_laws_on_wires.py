@@ -14,7 +14,7 @@ from torch import Tensor
 from harness import run_threads
 from thinwire import Plan, Wire
 from thinwire.plan import Filter
-from thinwire.runtime import WireSettings
+from thinwire.runtime import BucketEngine, WireSettings
 
 SHAPES = {"first": (40, 100), "late": (64, 64)}
 NUM_RANKS = 2
@@ -27,15 +27,15 @@ def gradient(rank: int, step: int) -> Gradients:
 
 
 def wire_of(spec: str, transport) -> Wire:
-    return Wire(Plan.build(SHAPES, spec, Filter()), SHAPES, transport, WireSettings())
+    return Wire(BucketEngine(Plan.build(SHAPES, spec, Filter()), SHAPES, transport, WireSettings()))
 
 
 def step_on(wire: Wire, found: Gradients, loss_scale: float = 1.0) -> Gradients:
     """What arrives of a rank's gradients."""
     layers = tuple((name, SHAPES[name]) for name in found)
     flat = torch.cat([value.reshape(-1) for value in found.values()]) * loss_scale
-    wire.begin_step()
-    flat = wire.reduce(flat, layers, loss_scale=loss_scale).wait() / loss_scale
+    wire.engine.begin_step()
+    flat = wire.engine.reduce(flat, layers, loss_scale=loss_scale).wait() / loss_scale
     parts = flat.split([math.prod(shape) for _, shape in layers])
     return {name: part.clone() for (name, _), part in zip(layers, parts, strict=True)}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from kernel_levels import LEVELS, at, needs_native
 from thinwire import Plan, Wire, parse
 from thinwire.compressors import Compressor
 from thinwire.plan import Filter
+from thinwire.runtime import BucketEngine
 from thinwire.runtime.consistency import machine_record
 
 BLOCKS = {"0.a": (24, 16), "0.b": (16, 32), "1.a": (24, 16), "1.b": (16, 32), "last": (24, 16), "2.a": (24, 16)}
@@ -43,6 +46,16 @@ def in_fp64(rank: int, q: Tensor) -> list[Tensor]:
     return means
 
 
+def received_of(spec: str, transport, shapes: dict[str, tuple[int, ...]], given: list[Tensor]) -> tuple[list, int]:
+    """The flat means of steps with these gradients, and the bytes that this rank has sent."""
+    wire, means = Wire(BucketEngine(Plan.build(shapes, spec, Filter(min_numel=0)), shapes, transport)), []
+    for flat in given:
+        wire.engine.begin_step()
+        means.append(wire.engine.reduce(flat.view(-1).clone(), tuple(shapes.items())).wait().clone())
+    wire.detach()
+    return means, wire.stats.payload_sent_bytes
+
+
 def first_q(compressor: Compressor) -> Tensor:
     """The factor that all ranks start from, drawn from the layer's name."""
     slot = next(slot for slot in compressor.slots if slot.name == "q")
@@ -54,18 +67,11 @@ def test_ranks_receive_what_the_algorithm_gives(rank: int) -> None:
     spec = f"ef(powersgd(rank={rank}))"
 
     def run(transport) -> list[Tensor]:
-        plan = Plan.build({NAME: SHAPE}, spec, Filter(min_numel=0))
-        wire = Wire(plan, {NAME: SHAPE}, transport)
-        received = []
-        for step in range(STEPS):
-            wire.begin_step()
-            flat = gradient(transport.rank, step).view(-1).clone()
-            received.append(wire.reduce(flat, ((NAME, SHAPE),)).wait().view(SHAPE).clone())
-        sent = wire.stats.payload_sent_bytes
-        wire.detach()
+        given = [gradient(transport.rank, step) for step in range(STEPS)]
+        received, sent = received_of(spec, transport, {NAME: SHAPE}, given)
         # A ring's all-reduce sends 2(n-1)/n of both factors.
         assert sent == pytest.approx(STEPS * 4 * rank * sum(SHAPE) * 2 * (RANKS - 1) / RANKS, rel=0.05)
-        return received
+        return [mean.view(SHAPE) for mean in received]
 
     expected = in_fp64(rank, first_q(parse(spec)))
     for received in run_threads(run, RANKS):
@@ -83,15 +89,17 @@ def test_layers_of_blocks_are_received_as_each_alone(dtype: str) -> None:
     plan = Plan.build(BLOCKS, f"ef(powersgd(rank=2, dtype={dtype}))", Filter(min_numel=0))
 
     def run(transport) -> list[Tensor]:
-        together, apart = Wire(plan, BLOCKS, transport), Wire(plan, BLOCKS, transport)
+        together, apart = Wire(BucketEngine(plan, BLOCKS, transport)), Wire(BucketEngine(plan, BLOCKS, transport))
         received = []
         for step in range(3):
-            together.begin_step()
-            apart.begin_step()
+            together.engine.begin_step()
+            apart.engine.begin_step()
             mine = {name: x * (1 + transport.rank + step) for name, x in values.items()}
             flat = torch.cat([x.view(-1) for x in mine.values()])
-            received.append(together.reduce(flat, tuple(BLOCKS.items())).wait().clone())
-            alone = [apart.reduce(x.view(-1).clone(), ((n, BLOCKS[n]),)).wait().view(-1) for n, x in mine.items()]
+            received.append(together.engine.reduce(flat, tuple(BLOCKS.items())).wait().clone())
+            alone = [
+                apart.engine.reduce(x.view(-1).clone(), ((n, BLOCKS[n]),)).wait().view(-1) for n, x in mine.items()
+            ]
             assert torch.equal(received[-1], torch.cat(alone))
         together.detach()
         apart.detach()
@@ -108,45 +116,27 @@ def test_factors_of_16_bits_take_half_the_bytes_and_what_they_lose_is_sent_later
     assert str(half) == "powersgd(rank=1, dtype=bf16)"
     constant = gradient(0, 0)[:, :1] @ gradient(0, 1)[:1]
 
-    def error(spec: str, steps: int) -> float:
-        def run(transport) -> float:
-            wire = Wire(Plan.build({NAME: SHAPE}, spec, Filter(min_numel=0)), {NAME: SHAPE}, transport)
-            total = torch.zeros(SHAPE, dtype=torch.float64)
-            for _ in range(steps):
-                wire.begin_step()
-                total += wire.reduce(constant.view(-1).clone(), ((NAME, SHAPE),)).wait().view(SHAPE).double()
-            wire.detach()
-            return float((total / steps - constant).norm() / constant.norm())
+    def error(spec: str) -> float:
+        received, _ = run_threads(lambda t: received_of(spec, t, {NAME: SHAPE}, [constant] * 20)[0], 2)
+        return float((torch.stack(received).double().mean(0).view(SHAPE) - constant).norm() / constant.norm())
 
-        return max(run_threads(run, 2))
-
-    kept = error("ef(powersgd(rank=1, dtype=bf16))", 20)
-    lost = error("powersgd(rank=1, dtype=bf16, feedback=False)", 20)
+    kept, lost = error("ef(powersgd(rank=1, dtype=bf16))"), error("powersgd(rank=1, dtype=bf16, feedback=False)")
     assert kept < 3e-4 < 5e-4 < lost
-    assert error("ef(powersgd(rank=1))", 20) < 1e-5
+    assert error("ef(powersgd(rank=1))") < 1e-5
 
 
 @needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ranks_of_different_machines_receive_the_same_bits(dtype: torch.dtype) -> None:
-    plan = Plan.build(BLOCKS, "ef(powersgd(rank=3))", Filter(min_numel=0))
+    numel, found = sum(a * b for a, b in BLOCKS.values()), []
 
-    def run(transport) -> list[Tensor]:
-        wire = Wire(plan, BLOCKS, transport)
-        received = []
-        for step in range(3):
-            wire.begin_step()
-            generator = torch.Generator().manual_seed(10 * step + transport.rank)
-            flat = torch.randn(sum(a * b for a, b in BLOCKS.values()), generator=generator).to(dtype)
-            received.append(wire.reduce(flat, tuple(BLOCKS.items())).wait().clone())
-        wire.detach()
-        return received
+    def run(transport) -> Tensor:
+        drawn = torch.randn(3, numel, generator=torch.Generator().manual_seed(transport.rank)).to(dtype)
+        return torch.stack(received_of("ef(powersgd(rank=3))", transport, BLOCKS, [*drawn])[0])
 
-    found = []
-    for level in LEVELS:
-        for threads in (1, 2):
-            with at(level, threads):
-                found.append(torch.stack(run_threads(run, 2)[0]))
+    for level, threads in product(LEVELS, (1, 2)):
+        with at(level, threads):
+            found.append(run_threads(run, 2)[0])
     assert all(torch.equal(found[0], other) for other in found)
 
 

@@ -21,6 +21,7 @@ import tyro
 from torch import nn
 
 import thinwire
+from experiments.__main__ import EXPERIMENTS
 from harness import run_ranks
 from thinwire.compressors import registered
 from thinwire_tools import cli
@@ -82,8 +83,7 @@ def test_links_lead_somewhere() -> None:
 
 def test_code_fits_a_page_without_scrolling() -> None:
     """Of a window of 1280 pixels the text takes the width of about so many characters."""
-    long = [f"{block.page}: {line}" for block in blocks() for line in block.text.splitlines() if len(line) > 92]
-    assert not long, "\n".join(long)
+    assert [(block.page, line) for block in blocks() for line in block.text.splitlines() if len(line) > 92] == []
 
 
 def test_every_page_is_in_the_navigation_and_every_public_name_in_the_reference() -> None:
@@ -121,35 +121,11 @@ ELSEWHERE = {
         "tests/docs/test_examples.py"
     ),
     "python examples/ray_train.py": "tests/docs/test_examples.py",
-    "make demo": "tests/compare/test_demo.py",
-    "make test": ".ci/run",
-    "make test-all": "Makefile",
-    "make experiments-smoke": "Makefile",
-    "make sanitize": ".ci/run",
-    'make test-all PYTEST_ADDOPTS="--durations=0 --durations-min=0.2" > build/tests.log': "Makefile",
     "python tools/slow_tests.py build/tests.log": "tests/test_structure.py",
-    "make check": ".ci/run",
-    "make format": "Makefile",
-    "make docs": ".ci/run",
-    "make fuzz": "Makefile",
-    "make fuzz-sanitized": "tests/experiments/test_fuzzing.py",
-    "make conformance": "tests/experiments/test_conformance.py",
-    "make chaos": "Makefile",
-    "make soak": "Makefile",
-    "make wheel": ".ci/run",
-    "make wheel-check": ".ci/run",
-    "make triton": ".ci/run",
-    "make first-answer": "Makefile",
-    "make mutants": "Makefile",
-    "make bench": "Makefile",
-    "make readme": "Makefile",
     # A placeholder, in whose place the release workflow puts the address.
     "git clone https://example.org/thinwire && cd thinwire": ".github/workflows/release.yml",
     "pip install torch --index-url https://download.pytorch.org/whl/cpu": "Makefile",
     "pip install .": ".ci/run",  # make wheel-check builds what pip would, and installs it
-    "make cuda": "tests/kernels/test_first_gpu.py",
-    "make cuda PYTHON=python3 WHEELS=.whl": "tests/kernels/test_first_gpu.py",
-    "make cuda-wheels": "Makefile",
 }
 # Which test runs a command of thinwire's from its command line.
 RUN_BY = {
@@ -180,8 +156,8 @@ def commands() -> Iterator[tuple[str, str]]:
 def command_of(line: str) -> tuple[str, list[str]]:
     words = shlex.split(line)[1:]
     for count in (2, 1):
-        if " ".join(words[:count]) in RUN_BY:
-            return " ".join(words[:count]), words[count:]
+        if (name := " ".join(words[:count])) in RUN_BY:
+            return name, words[count:]
     raise AssertionError(f"{line!r} is no command that a test is known to run: add it to RUN_BY")
 
 
@@ -195,9 +171,12 @@ def test_commands_are_taken_as_they_are_written_and_run_by_a_test() -> None:
 
 def check_command(line: str) -> None:
     if line.startswith("python -m experiments ") and line not in ELSEWHERE:
-        assert (ROOT / "tests/experiments" / f"test_repro_{line.split()[3]}.py").exists()
+        assert line.split()[3] in EXPERIMENTS.commands
         return
     line = re.sub(r"^torchrun .*-m thinwire ", "thinwire ", line)
+    if line.startswith("make "):
+        assert re.search(rf"^{line.split()[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        return
     if not line.startswith("thinwire "):
         assert line in ELSEWHERE, "nobody runs it"
         assert (ROOT / ELSEWHERE[line]).exists()

@@ -128,9 +128,6 @@ def test_the_full_stack_goes_on_bit_for_bit_and_replicas_stay_alike(tmp_path: Pa
     assert losses(once)[-1] < losses(once)[0]
 
 
-# --- recipes
-
-
 def tensors(state: object, name: str = "") -> dict[str, torch.Tensor]:
     """Everything in a checkpoint, by its place; numbers as tensors."""
     if isinstance(state, dict | list):
@@ -180,14 +177,12 @@ def test_ray_train_replaces_a_killed_worker_and_goes_on() -> None:
     assert float(told[0]) < 0.7
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="takes bash")
 def test_the_slurm_script_is_bash_and_starts_the_script_with_options_that_it_has() -> None:
     from torch.distributed.run import get_args_parser
 
     script = EXAMPLES / "slurm.sh"
     subprocess.run(["bash", "-n", str(script)], check=True)
     text = script.read_text()
-    assert "examples/elastic.py --checkpoint" in text
     known = get_args_parser().format_help()
     options = re.findall(r"^  (--[\w-]+)", text, re.MULTILINE)
     assert options
@@ -204,8 +199,6 @@ def test_the_tour_runs() -> None:
             if cell["cell_type"] == "code":
                 exec("".join(cell["source"]), names)
     told = printed.getvalue()
-    assert "2.weight  256" in told
-    assert "raw: 1 dimension" in told
     assert re.search(r"thinwire run: 40 steps, .* \((6|7)\.\d+x less\)", told)
     found = [float(loss) for loss in re.findall(r"step 40: loss ([\d.]+)", told)]
     assert len(found) == 2

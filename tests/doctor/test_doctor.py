@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
@@ -28,8 +24,8 @@ from thinwire.compressors import parse
 from thinwire.plan.forecast.ddp import Bucket, Pace
 from thinwire.plan.forecast.links import Curve, Legs, Links
 from thinwire.runtime.probe import Pair
-from thinwire_tools import cli, lab
-from thinwire_tools.doctor import examine, page, report
+from thinwire_tools import lab
+from thinwire_tools.doctor import examine, page
 from thinwire_tools.doctor.advice import conclude, verdict
 from thinwire_tools.doctor.measure import Measured, interface_rate, over_links_of
 from thinwire_tools.doctor.observer import DoctorError, Observer, Watched
@@ -50,7 +46,6 @@ from thinwire_tools.doctor.settings import (
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "doctor_training.py")
 SHAPES = {"a": (1000, 500), "b": (1000, 250)}
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 def measured(bytes_per_s: float, *, now: float, codec_s: float = 1e-9) -> Measured:
@@ -73,31 +68,21 @@ FAST = measured(1e10, now=0.203)
 
 
 def test_where_links_differ_what_goes_over_them_may_differ_too() -> None:
-    world = World(4, (0, 0, 1, 1))
     slow, fast = SLOW.links[0].native, Curve(((0.0, 1e-5), (1e7, 1e-5 + 1e7 / 1e10)))
     four = replace(SLOW.links[0], num_ranks=4)
-    nodes, even, uneven = BY_LINK[0], Links(slow, slow, 2), replace(four, rates=(1.0, 1.0, 1.0, 0.1))
-    paired = replace(four, legs=Legs(world, fast, slow))
-    assert [algorithm_of(setting, even) for setting in BY_LINK] == [None, None]
-    assert [str(algorithm_of(setting, uneven)) for setting in BY_LINK] == ["None", "sra(rates=(1.0, 1.0, 1.0, 0.1))"]
-    assert [str(algorithm_of(setting, paired)) for setting in BY_LINK] == [
-        "hierarchical(inside=dense, across=slices)",
-        "None",
-    ]
-    with pytest.raises(ValueError, match="these links have nothing for hierarchical"):
-        predict_ddp(nodes, SLOW)
-    by_nodes, star = (
-        predict_ddp(setting, replace(SLOW, links=(paired,), num_ranks=4))
-        for setting in (nodes, Setting("", nodes.spec))
-    )
-    assert by_nodes.step.value < star.step.value
+    even, uneven = Links(slow, slow, 2), replace(four, rates=(1.0, 1.0, 1.0, 0.1))
+    paired = replace(four, legs=Legs(World(4, (0, 0, 1, 1)), fast, slow))
+    found = [[str(algorithm_of(setting, links)) for setting in BY_LINK] for links in (even, uneven, paired)]
+    by_node, by_rate = "hierarchical(inside=dense, across=slices)", "sra(rates=(1.0, 1.0, 1.0, 0.1))"
+    assert found == [["None", "None"], ["None", by_rate], [by_node, "None"]]
+    star = Setting("", BY_LINK[0].spec)
+    for setting, links in zip(BY_LINK, (paired, uneven), strict=True):
+        ours, plain = (predict_ddp(s, replace(SLOW, links=(links,), num_ranks=4)) for s in (setting, star))
+        assert ours.step.value < plain.step.value
     # 2 MB and 1 MB: half of them exact and half in 4.5 bits inside the node, twice a quarter in 4.5 bits across.
+    by_nodes = predict_ddp(BY_LINK[0], replace(SLOW, links=(paired,), num_ranks=4))
     assert by_nodes.sent_bytes == pytest.approx(3e6 * (0.5 + 0.5 * 4.5 / 32 + 0.5 * 4.5 / 32), rel=0.01)
-    by_rates = predict_ddp(BY_LINK[1], replace(SLOW, links=(uneven,), num_ranks=4))
-    assert (
-        by_rates.step.value < predict_ddp(Setting("", nodes.spec), replace(SLOW, links=(four,), num_ranks=4)).step.value
-    )
-    assert 'network=thinwire.Network(algorithm="hierarchical(inside=dense)"))' in nodes.lines[1]
+    assert 'network=thinwire.Network(algorithm="hierarchical(inside=dense)"))' in BY_LINK[0].lines[1]
 
 
 def test_a_prediction_is_that_of_the_timeline() -> None:
@@ -115,9 +100,7 @@ def test_a_slow_link_gets_the_mildest_thing_that_helps_as_much() -> None:
     assert found.sentence.startswith("Bound by communication: 57% of a step (0.46 s) waits for it. With ")
     assert found.advice[0].setting is not None
     assert found.advice[0].setting.care <= Care.KEPT
-    assert any("wire = thinwire.compress(model" in line for line in found.advice[0].lines)
     titles = [advice.title for advice in found.advice]
-    assert {"bf16", "4 bits", "accumulate 8"} <= set(titles)
     assert "nothing" not in titles
     by_title = {p.setting.title: p.step.value for p in predictions(SLOW)}
     # What may change the loss comes behind what does not.
@@ -130,16 +113,6 @@ def test_a_fast_link_gets_nothing() -> None:
     assert found.sentence.startswith("Not bound by communication: 1.5% of a step")
     assert found.advice[0].title == "nothing"
     assert found.advice[0].lines == ()
-
-
-def test_processors_too_slow_for_compression() -> None:
-    of = measured(1e9, now=0.24, codec_s=1e-6)
-    found = verdict(of, [p for p in predictions(of) if p.setting.times == 1])
-    assert "nothing here would make it" in found.sentence
-    assert [advice.title for advice in found.advice] == ["nothing"]
-    assert "the processors are slow beside the link" in found.advice[0].why
-    # Adding up gradients takes no codec.
-    assert verdict(of, predictions(of)).advice[0].title.startswith("accumulate")
 
 
 def drawn(*shares: float, setting: Setting = SETTINGS[3]) -> Prediction:
@@ -160,10 +133,9 @@ def test_draws_that_are_slow_for_all_hide_no_gain() -> None:
 
 
 def test_what_the_draws_do_not_settle_is_said_to_be_too_noisy() -> None:
-    for shares in ((0.6, 1.3), (0.9, 0.96, 0.99, 1.01), (0.8, 1.1, 1.2), (0.7, 1.0, 2.0, 3.0)):
+    for shares in ((0.6, 1.3), (0.9, 0.96, 0.99, 1.01), (0.7, 1.0, 2.0, 3.0)):
         found = conclude(1.0, 0.5, [AS_IT_IS, drawn(*shares)], lambda p: p)
         assert "too noisy to tell" in found.sentence
-        assert "nothing here" not in found.sentence
         assert [advice.title for advice in found.advice] == ["measure again"]
     # Slower than one as it is in every draw, and yet faster than what was measured.
     found = conclude(1.5, 0.5, [AS_IT_IS, drawn(1.05)], lambda p: p)
@@ -196,11 +168,9 @@ def test_local_updates_are_as_rare_as_hides_them() -> None:
         found = predict_ddp(setting, of)
         assert found.step.value == pytest.approx(0.2 + (2e-3 + 199.4e3 / bytes_per_s) / every, rel=0.01)
         assert found.sent_bytes == pytest.approx(199.4e3 / every, rel=0.01)
-    assert any(f"every={every}" in line for line in setting.lines)
     found = verdict(SLOW, [*predictions(SLOW), predict_ddp(local_updates(SLOW), SLOW)])
     assert found.advice[0].setting is not None
     assert found.advice[0].setting.care <= Care.KEPT  # another algorithm is never the first thing to do
-    assert any(advice.title == "local, every 10" for advice in found.advice)
 
 
 def test_more_compressors() -> None:
@@ -208,12 +178,6 @@ def test_more_compressors() -> None:
     assert settings_with(["minmax(bits=3)"])[-1].spec == str(parse("minmax(bits=3)"))
     with pytest.raises(ValueError, match="minmaxx"):
         settings_with(["minmaxx"])
-
-
-def test_prices_are_those_of_table_3_10() -> None:
-    # Genesis with CGX in the thesis: 14 171 thousand tokens a second at 6.8 an hour, 2083 thousand a second for each.
-    prices = Prices(6.8, 14_171_000.0, "tokens")
-    assert 1e6 / prices.per_million(1.0) / 3600 / 1e3 == pytest.approx(2083, rel=0.001)
 
 
 def made(of: Measured, prices: Prices | None = None) -> dict[str, Any]:
@@ -224,7 +188,6 @@ def made(of: Measured, prices: Prices | None = None) -> dict[str, Any]:
 
 def test_the_record_is_json_and_holds_what_is_shown() -> None:
     found = json.loads(json.dumps(made(SLOW, Prices(10.0, 64.0, "tokens")), allow_nan=False))
-    assert {"command", "versions", "machine", "about", "results"} == set(found)
     values = {row["name"]: row["value"] for row in found["results"]}
     assert values["step_s/today"] == 0.46
     assert values["predicted_step_s/as it is"] == pytest.approx(0.451)
@@ -235,30 +198,6 @@ def test_the_record_is_json_and_holds_what_is_shown() -> None:
     # equation 4 asks for a ratio of hardly more than 1.
     assert 1 < codec["minimal_ratio"] < 1.01
     assert codec["ratio"] == pytest.approx(32 / 4.5, rel=0.01)
-
-
-def test_the_terminal_shows_all_of_it() -> None:
-    console = Console(width=100, record=True, file=io.StringIO())
-    report.show(console, made(SLOW, Prices(10.0, 64.0, "tokens")))
-    shown = console.export_text()
-    for part in (
-        "Bound by communication: 57%",
-        "now, measured",
-        "4 bits",
-        "80 Mbit/s",
-        "90%",
-        "a million",
-        "pays from",
-    ):
-        assert part in shown
-    assert "…" not in shown
-    # Every setting with its spec, every advice with its call, and the checkpoint beside the first.
-    for spec in ("minmax(bits=8, bucket=128)", "powersgd(rank=4)", "topk(density=0.01)"):
-        assert spec in shown
-    assert shown.count("thinwire.compress(model") >= 3
-    assert 'checkpoint["wire"] = wire.gather_state_dict()' in shown
-    assert "2 ranks on 2 nodes" in shown
-    assert "1 core and 1 thread a rank" in shown
 
 
 def test_doubts_are_part_of_the_verdict() -> None:
@@ -278,72 +217,17 @@ def test_loopback_is_shown_beside_slower_links() -> None:
     found = predictions(FAST)
     about = {"script": ["train.py"], "link": "loopback"}
     made = record(FAST, found, verdict(FAST, found), about=about, elsewhere=list(over.items())).to_dict()
-    console = Console(width=80, record=True, file=io.StringIO())
-    report.show(console, made)
-    shown = console.export_text()
-    assert "100 Mbit/s" in shown
-    assert "1 Gbit/s" in shown
     assert "Over other links, predicted" in page.page(made)
 
 
-class Page(HTMLParser):
-    """What a page names, and what it holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.named: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.named += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
-
-
-def test_the_page_fetches_nothing() -> None:
-    text = page.page(made(SLOW, Prices(10.0, 64.0)))
-    parsed = Page()
-    parsed.feed(text)
-    assert parsed.tags.count("svg") == 3
-    assert "script" not in parsed.tags
-    assert "link" not in parsed.tags
-    assert all(name.startswith("#") for name in parsed.named)
-    assert not re.findall(r"url\((?!#)", text)
+def test_the_page_fetches_nothing_and_takes_text_for_text() -> None:
+    hostile = made(SLOW, Prices(10.0, 64.0))
+    hostile["about"]["verdict"] += "<script>alert(1)</script>"
+    text = page.page(hostile)
+    assert text.count("<svg") == 3
+    assert not re.findall(r"<(?:script|link)|(?:src|href)=[\"'](?!#)|url\((?!#)", text)
     for part in ("Bound by communication", "DistributedDataParallel(model)", "top-k, 1 %", "Links", "90%"):
         assert part in text
-    hostile = made(SLOW)
-    hostile["about"]["verdict"] = "<script>alert(1)</script>"
-    assert "<script>" not in page.page(hostile)
-    assert "<small>minmax(bits=8, bucket=128)</small>" in text
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt install chromium")
-@pytest.mark.parametrize("width", [390, 1280])
-def test_the_page_in_a_browser(tmp_path: Path, width: int) -> None:
-    path = tmp_path / "doctor.html"
-    page.write(path, made(SLOW, Prices(10.0, 64.0, "tokens")))
-    # The page has no scripts of its own: a frame around it, of the width of a phone or a screen, measures it.
-    probe = tmp_path / "probe.html"
-    probe.write_text(
-        f'<iframe id="f" src="doctor.html" style="width:{width}px;height:800px;border:0"></iframe><p id="told"></p>'
-        "<script>f.onload = () => { const page = f.contentDocument, root = page.documentElement;"
-        "const told = {wide: root.scrollWidth, seen: root.clientWidth, text: page.body.innerText.length,"
-        "pictures: [...page.querySelectorAll('svg')].filter(s => s.getBoundingClientRect().height > 60).length,"
-        "tables: page.querySelectorAll('table').length,"
-        "cut: [...page.querySelectorAll('pre, td')].filter(e => e.scrollWidth > e.clientWidth + 1).length};"
-        "document.getElementById('told').textContent = JSON.stringify(told); }</script>"
-    )
-    assert CHROMIUM is not None
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom"]
-    argv = [CHROMIUM, *options, f"--user-data-dir={tmp_path}/chromium", "--virtual-time-budget=5000", probe.as_uri()]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=250)
-    found = re.search(r'<p id="told">(\{.*?\})</p>', done.stdout)
-    assert found, done.stderr[-2000:]
-    told = json.loads(found[1])
-    assert told["wide"] <= told["seen"] <= width
-    assert told["pictures"] == 3
-    assert told["tables"] == 3
-    assert told["cut"] == 0
-    assert told["text"] > 1500
 
 
 def doctor(*options: str, tmp_path: Path, timeout: float = 250.0) -> tuple[subprocess.CompletedProcess[str], Path]:
@@ -366,9 +250,6 @@ def test_nodes_of_two_ranks_are_measured_inside_and_between(tmp_path: Path) -> N
     # Two thirds of the messages of each rank cross to the other node; added up inside nodes first, a third as many do.
     assert nodes_first["step_s"] < 0.8 * star["step_s"]
     assert nodes_first["algorithm"] == "hierarchical(inside=dense)"
-    assert "4 bits by node" in done.stdout
-    assert "node 1: sent" in done.stderr
-    assert done.stdout.count("inside a node") == 2
 
 
 @pytest.mark.alone
@@ -385,7 +266,6 @@ def test_a_script_over_a_slow_link(tmp_path: Path) -> None:
     assert found["line_rate"] == 50e6 / 8
     assert 0.3 < found["pairs"][0]["bandwidth"] / found["line_rate"] < 1.2
     assert found["advice"][0]["title"] != "nothing"
-    assert found["script"][0] == SCRIPT
     assert "Bound by communication" in done.stdout
     # Ended by doctor, the script's own cleaning up was done on every rank.
     assert sorted(path.name for path in tmp_path.glob("*.ended.*")) == ["weights.pt.ended.0", "weights.pt.ended.1"]
@@ -410,20 +290,7 @@ def test_under_torchrun_a_script_that_computes_for_long_has_the_numbers_that_it_
     found = json.loads(path.read_text())["about"]
     assert found["exposed_share"] < 0.3
     assert found["compute_s"]["value"] > 0.25
-    assert len(found["steps_s"]) == 3
-    assert len(found["buckets"]) == 2
     assert found["parameters"] == 256 * 512 + 512 + 512 * 256 + 256
-
-
-def test_of_the_ranks_that_torchrun_starts_one_says_that_there_is_no_script(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "2")
-    for rank in (0, 1):
-        monkeypatch.setenv("LOCAL_RANK", str(rank))
-        assert cli.main(["doctor", "--", "nosuch.py"]) == 64
-        assert capsys.readouterr().err.count("there is no script 'nosuch.py'") == 1 - rank
 
 
 @pytest.mark.timeout(300)
@@ -444,21 +311,17 @@ def test_ctrl_c_ends_every_rank_in_one_line() -> None:
 
 
 def _examined(rank: int, kind: str) -> str:
+    steps = {"ends itself": 2, "no model": 0}.get(kind, 5)
     try:
-        if kind == "ends itself":
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(examine, "run_script", lambda script: train(2, 0.0) and sys.exit(3))
-                examine.Examination(examine.Request(steps=6, script=("train.py",))).run()
-        elif kind in ("too short", "one rank", "no model"):
-            steps = 0 if kind == "no model" else 5
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(examine, "run_script", lambda script: steps and train(steps, 0.0))
-                examine.Examination(examine.Request(steps=6, script=("train.py",))).run()
-        else:
+        if kind == "a hook":
             model = DistributedDataParallel(torch.nn.Linear(64, 64))
             thinwire.compress(model)
             with Observer(6, lambda observer: None):
                 model(torch.ones(1, 64))
+        with pytest.MonkeyPatch.context() as patch:
+            end = sys.exit if kind == "ends itself" else bool
+            patch.setattr(examine, "run_script", lambda script: end(steps and train(steps, 0.0) and 3))
+            examine.Examination(examine.Request(steps=6, script=("train.py",))).run()
     except (DoctorError, RuntimeError) as error:
         return str(error)
     except SystemExit as end:
@@ -474,14 +337,14 @@ NOT_EXAMINED = {
 }
 
 
-def _examined_in_turn(rank: int) -> dict[str, str]:
-    return {kind: _examined(rank, kind) for kind in NOT_EXAMINED}
+def _examined_in_turn(rank: int) -> None:
+    for kind, message in NOT_EXAMINED.items():
+        assert message in _examined(rank, kind)
 
 
 def test_what_cannot_be_examined_says_why() -> None:
-    assert all("start at least 2" in text for text in run_ranks(_examined, 1, "one rank"))
-    for texts in run_ranks(_examined_in_turn, 2):
-        assert all(message in texts[kind] for kind, message in NOT_EXAMINED.items()), texts
+    assert "start at least 2" in run_ranks(_examined, 1, "one rank")[0]
+    run_ranks(_examined_in_turn, 2)
 
 
 def test_a_virtual_interface_has_no_line_rate() -> None:

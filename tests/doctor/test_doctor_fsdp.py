@@ -46,31 +46,14 @@ SCRIPT = str(Path(__file__).parents[1] / "support" / "doctor_fsdp_training.py")
 LAYER = (1000, 500)
 
 
-# --- what is seen
-
-
-def _watch(rank: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-
-    def done(observer: Observer) -> None:
-        watched = observer.result()
-        pace = watched.paces[-1]
-        assert isinstance(pace, ShardedPace)
-        found["watched"], found["layers"], found["sharded"] = watched, observer.layers, observer.sharded
-
-    with Observer(6, done):
-        found["weights"] = train(14)
-    found["alone"] = train(14)
-    return found
-
-
-def test_every_move_of_a_step_is_seen_and_changes_nothing() -> None:
-    first, second = run_ranks(_watch, 2)
-    assert first["sharded"]
-    assert first["watched"] == second["watched"]
-    for found in (first, second):
-        assert all(torch.equal(found["weights"][name], of) for name, of in found["alone"].items())
-    watched = first["watched"]
+def _watch(rank: int) -> None:
+    found: list[Observer] = []
+    with Observer(6, found.append):
+        weights = train(14)
+    assert all(torch.equal(weights[name], of) for name, of in train(14).items())
+    (observer,) = found
+    assert observer.sharded
+    watched = observer.result()
     pace = watched.paces[0]
     # Forward gathers the root and each block; backward the blocks anew, whose gradients are reduced before the root's.
     gathered = [move.module for move in pace.moves if move.kind == "all_gather"]
@@ -79,10 +62,9 @@ def test_every_move_of_a_step_is_seen_and_changes_nothing() -> None:
     assert gathered == [root, *blocks, *blocks[::-1]]
     assert reduced == [*blocks[::-1], root]
     assert all(move.late for move in pace.moves)
-    assert dict(pace.moves[1].layers) == {
-        name: first["layers"][name] for name in ("1.0.weight", "1.0.bias", "1.2.weight", "1.2.bias")
-    }
-    assert first["layers"]["1.0.weight"] == (512, 64)
+    names = ("1.0.weight", "1.0.bias", "1.2.weight", "1.2.bias")
+    assert dict(pace.moves[1].layers) == {name: observer.layers[name] for name in names}
+    assert observer.layers["1.0.weight"] == (512, 64)
     assert sum(event.needed for event in pace.events) == len(gathered)
     assert [event.at_s for event in pace.events] == sorted(event.at_s for event in pace.events)
     # FSDP2 asks for a block's weights while the one behind it goes backward.
@@ -92,14 +74,17 @@ def test_every_move_of_a_step_is_seen_and_changes_nothing() -> None:
     assert order.index((second, False)) < order.index((first_reduction, False)) < order.index((second, True))
     # Every step shows both: all count as they are, and all show what computing takes.
     assert len(watched.paces) == len(watched.step_s) == len(watched.bucket_s) == 6
-    assert all(len(took) == len(pace.moves) for took in watched.bucket_s)
     assert all(of.compute_s >= of.alone_s > 0 for of in watched.paces)
-    assert watched.parameters == sum(torch.Size(shape).numel() for shape in first["layers"].values())
+    assert watched.parameters == sum(torch.Size(shape).numel() for shape in observer.layers.values())
     assert 0 < watched.exposed_share < 1
 
 
-def _two_batches(rank: int) -> tuple[int, ...]:
-    found = []
+def test_every_move_of_a_step_is_seen_and_changes_nothing() -> None:
+    run_ranks(_watch, 2)
+
+
+def _two_batches(rank: int) -> None:
+    found: list[Any] = []
     model = build()
     with Observer(6, lambda observer: found.append(observer.result())):
         for _ in range(11):
@@ -107,14 +92,15 @@ def _two_batches(rank: int) -> tuple[int, ...]:
                 model.set_requires_gradient_sync(last)  # pyright: ignore[reportCallIssue]
                 model(torch.ones(2, 128)).sum().backward()
             model.zero_grad()
-    watched = found[0]
-    kinds = [[move.kind for move in pace.moves] for pace in (watched.paces[0], watched.paces[0].kept())]
-    return watched.batches, *(of.count(kind) for of in kinds for kind in ("reduce_scatter", "all_gather"))
+    pace = found[0].paces[0]
+    kinds = [[move.kind for move in of.moves] for of in (pace, pace.kept())]
+    assert found[0].batches == 2
+    # Of each batch the root gathers once, since it keeps its weights for backward, and each block twice.
+    assert [(of.count("reduce_scatter"), of.count("all_gather")) for of in kinds] == [(4, 14), (4, 8)]
 
 
 def test_batches_between_two_reductions_are_one_step() -> None:
-    # Of each batch the root gathers once, since it keeps its weights for backward, and each block twice.
-    assert run_ranks(_two_batches, 2) == [(2, 4, 14, 4, 8)] * 2
+    run_ranks(_two_batches, 2)
 
 
 class _Around(nn.Module):
@@ -161,21 +147,14 @@ NOT_EXAMINED = {
 }
 
 
-def _refused_in_turn(rank: int) -> dict[str, str]:
-    return {kind: _refused(rank, kind) for kind in NOT_EXAMINED}
+def _refused_in_turn(rank: int) -> None:
+    for kind, message in NOT_EXAMINED.items():
+        assert message in _refused(rank, kind)
 
 
 def test_what_cannot_be_examined_says_why() -> None:
-    for texts in run_ranks(_refused_in_turn, 2):
-        assert all(message in texts[kind] for kind, message in NOT_EXAMINED.items()), texts
-    for num_ranks, kind, message in (
-        (1, "one rank", "start at least 2"),
-        (4, "fewer in backward", "gathers among fewer ranks in backward"),
-    ):
-        assert all(message in text for text in run_ranks(_refused, num_ranks, kind))
-
-
-# --- what is predicted
+    run_ranks(_refused_in_turn, 2)
+    assert "gathers among fewer ranks in backward" in run_ranks(_refused, 4, "fewer in backward")[0]
 
 
 def measured(bytes_per_s: float, *, took_s: float, itemsize: int = 4, kept: bool = False) -> Measured:
@@ -251,12 +230,9 @@ def test_a_slow_link_gets_8_bits_and_a_fast_one_nothing() -> None:
     assert "wire.gather_state_dict()" in checkpoint
     by_title = {advice.title: advice for advice in slow.advice}
     assert 'gradients="minmax(bits=4, bucket=1024)")' in by_title["W8G4"].lines[1]
-    assert "weights=" not in by_title["W8G4"].lines[1]
     assert "reshard_after_forward=False" in by_title["weights kept"].lines[0]
     assert "reduce_dtype=torch.bfloat16" in by_title["gradients in bf16"].lines[0]
     assert "set_requires_gradient_sync(last_of_4)" in by_title["accumulate 4"].lines[0]
-    assert "as it is" not in by_title
-    assert "memory" not in by_title["W8G8"].why
     fast = measured(1e10, took_s=0.002)
     assert verdict(fast, list(predicted(fast).values())).advice[0].title == "nothing"
 
@@ -278,29 +254,15 @@ def test_the_record_the_terminal_and_the_page_say_what_was_seen() -> None:
     found = json.loads(json.dumps(results.to_dict()))
     about = found["about"]
     assert about["sharded"] is True
-    assert about["crossings"] == 0.5
     assert [of["kind"] for of in about["buckets"]] == ["all_gather"] * 3 + ["reduce_scatter"] * 2
-    assert {of["title"] for of in about["codecs"]} == {"W8G8", "W8G4", "W4G4"}
     # fp32 of which half crosses, in 8 bits and scales.
     assert about["codecs"][0]["ratio"] == pytest.approx(4, rel=0.02)
-    console = Console(width=140, file=io.StringIO())
-    report.show(console, found)
-    text = " ".join(console.file.getvalue().split())  # pyright: ignore[reportAttributeAccessIssue]
-    assert "weights and gradients of 2 modules" in text
-    assert "computing and 5 collectives in turns" in text
-    assert "W8G4 is weights in 8 bits and gradients in 4" in text
-    console = Console(width=80, file=io.StringIO())
-    console.print(report.predictions(about))
-    narrow = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
-    assert "…" not in narrow
-    assert "uncompressed," in narrow
-    html = page.page(found)
-    assert "gradients are reduced" in html
-    assert "computes nothing while its own collectives" in html
-    assert "bucket 0" not in html
-
-
-# --- the command
+    wide, narrow = (Console(width=width, record=True, file=io.StringIO()) for width in (140, 80))
+    report.show(wide, found)
+    assert "weights and gradients of 2 modules" in " ".join(wide.export_text().split())
+    narrow.print(report.predictions(about))
+    assert "…" not in narrow.export_text()
+    assert "gradients are reduced" in page.page(found)
 
 
 @pytest.mark.alone
@@ -320,5 +282,4 @@ def test_a_script_over_a_slow_link(tmp_path: Path) -> None:
     assert steps["W8G8"] < 0.8 * found["today_s"]
     assert steps["W8G8"] < steps["uncompressed, overlapped"] < steps["as it is"]
     assert steps["as it is"] == pytest.approx(found["today_s"], rel=0.5)
-    assert "thinwire.prefetch(model)" in done.stdout
     assert html.read_text().count("<svg") == 3

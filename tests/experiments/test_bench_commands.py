@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from experiments.__main__ import main as experiments_main
-from experiments.bench import crops, deltas, families, first_epoch, keeping, peers, pipelines, stores, sums
+from experiments.bench import crops, families, first_epoch, keeping, peers, pipelines, stores, sums
 from experiments.bench.bursts import bursts
 from experiments.bench.formats import BITS, FORMATS, KINDS, TREATMENTS
 from experiments.bench.masks import METHODS, REFERENCE, Method, train
@@ -28,10 +28,6 @@ Rows = dict[str, dict[str, Any]]
 BY_NAME = {method.name: method for method in METHODS}
 
 
-def second_parts(rows: Rows) -> set[str]:
-    return {name.partition("/")[2] for name in rows}
-
-
 def of_bursts(rows: Rows) -> None:
     # A million weights in 2 bits, with scales and headers.
     for way in ("at once", "streaming"):
@@ -43,34 +39,24 @@ def of_compressors(rows: Rows) -> None:
     for spec in families.SMOKE:
         name = str(parse(spec))
         assert 0 < rows[f"relative_error/{name}"]["value"] < 4
-        assert -1 <= rows[f"cosine/{name}"]["value"] <= 1
         assert 0 < rows[f"bytes_per_element/{name}"]["value"] < 4.2
-        assert rows[f"encode_x_copy/{name}"]["value"] > 0
-        assert rows[f"decode_x_copy/{name}"]["seconds"] > 0
-    assert rows["relative_error/powersgd(rank=2)"]["meets"] == "summed"
-    assert rows["relative_error/terngrad()"]["meets"] == "gathered"
     claim = rows["fft_error_over/counted/terngrad()"]
     assert claim["holds"] == (claim["value"] < 1)
 
 
 def of_crops(rows: Rows) -> None:
-    assert second_parts(rows) == set(crops.METHODS)
     fp32, aware, nothing = (rows[f"fewer/{name}"]["value"] for name in (crops.FP32, crops.AWARE, "nothing kept"))
     assert fp32 < 1 < aware < nothing
 
 
 def of_deltas(rows: Rows) -> None:
     found = {name: row["value"] for name, row in rows.items()}
-    assert {name.removeprefix("loss/") for name in found if name.startswith("loss/")} == {
-        method.name for method in deltas.METHODS
-    }
     assert found["sent_bytes/W4 as changes, G8"] == found["sent_bytes/W4 G8"] < found["sent_bytes/fp32"] / 4
     assert found["sent_bytes/alone"] == 0
     assert found["difference/W2 G8"] > 0.02 > abs(found["difference/W4 as changes, G8"])
 
 
 def of_first_epoch(rows: Rows) -> None:
-    assert second_parts(rows) >= {first_epoch.FP32, first_epoch.AQSGD, *first_epoch.SPECS}
     assert rows[f"above_fp32/{first_epoch.FP32}"]["value"] == rows[f"error/{first_epoch.FP32}"]["value"] == 0
     control, gaussian = (rows[f"error/{name}"]["value"] for name in (first_epoch.CONTROL, "gaussian(bits=4)"))
     assert control > 2 * gaussian > 0
@@ -84,24 +70,18 @@ def of_formats(rows: Rows) -> None:
 
 
 def of_keeping(rows: Rows) -> None:
-    assert {name.split("/", 2)[2] for name in rows} == set(keeping.METHODS)
     for title in ("five epochs", "one epoch"):
         kept, fewer = (
             {name: rows[f"{title}/{what}/{name}"]["value"] for name in keeping.METHODS}
             for what in ("kept_bytes", "fewer")
         )
-        assert rows[f"{title}/loss/{keeping.FP32}"]["value"] == kept[keeping.FP32] == 0
         assert kept["16 centres, 2 bits"] < kept["256 centres, 2 bits"]
         assert kept["direct, 2 bits"] == 0 < kept["messages of samples, 2 bits"]
         assert fewer["direct, 2 bits"] > fewer["16 centres, 2 bits"] > 1
 
 
 def of_optimizer(rows: Rows) -> None:
-    assert all(row["value"] > 0 for row in rows.values())
-    assert "cpu_seconds/CompressedAdamW, update" in rows
-    assert rows["cpu_seconds/torch.optim.AdamW(fused=True)"]["over_fused"] == 1.0
     copy, pre = rows["cpu_seconds/copy_"], rows["cpu_seconds/CompressedAdamW, pre"]
-    assert copy["of_copy"] == 1.0
     assert pre["of_copy"] == pytest.approx(9 / 2 * copy["value"] / pre["value"])
 
 
@@ -119,24 +99,17 @@ def of_stores(rows: Rows) -> None:
     for schedule, name in product(stores.SCHEDULES, stores.METHODS):
         # Eight micro-batches of 30 ms, and three more of them before the last rank has the first one.
         assert rows[f"step_s/{name}/{schedule}/1gbit"]["value"] > 8 * 0.03
-        difference = rows.get(f"difference/{name}/{schedule}/1gbit")
-        assert (difference is None) == (name == stores.DIRECT)
-        assert difference is None or difference["lower"] < difference["value"] < difference["upper"]
 
 
 def of_streams(rows: Rows) -> None:
-    assert len(rows) == 2 * 2 * 2
     for link, pause in product(("50mbit/20ms", "50mbit/20ms/0.1%"), ("0 s", "1 s")):
         one, three = (rows[f"{link}/{pause}/{number}"] for number in (1, 3))
         # Two messages, one after the other, of 2.2 Mbit in all.
         assert min(*one["all"], *three["all"]) > 0.02 + 0.8 * 2.2e6 / 2 / 50e6
-        assert one["gain"] == 1
         assert three["gain"] == pytest.approx(one["value"] / three["value"])
 
 
 def of_sums(rows: Rows) -> None:
-    assert second_parts(rows) == set(sums.METHODS)
-    assert rows[f"loss/{sums.FP32}"]["value"] == 0 != rows[f"loss/{sums.CONTROL}"]["value"]
     methods = (sums.CONTROL, "direct(maxabs(bits=4))", "delta(maxabs(bits=4))")
     control, direct, delta = (rows[f"fewer/{name}"]["value"] for name in methods)
     assert control > direct > delta
@@ -191,7 +164,7 @@ def test_the_small_version_over_emulated_links_measures_what_it_should(name: str
 
 
 @pytest.mark.parametrize(("name", "schedule"), [("PyTorch", "1f1b"), ("fw3 bw6", "zero-bubble")])
-def test_steps_of_pipelines_take_what_stages_compute_and_more(name: str, schedule: str) -> None:
+def test_steps_of_pipelines_take_what_stages_compute(name: str, schedule: str) -> None:
     computed = [[[0.002, 0.004, 0.002]]] * pipelines.RANKS
     (taken,) = pipelines.run(pipelines.METHODS[name], schedule, computed, 1, None)
     assert taken >= pipelines.CHUNKS * 0.006

@@ -11,25 +11,15 @@ import torch
 
 from experiments.bench import claims, families
 from experiments.bench.bursts import busiest_second
-from experiments.bench.claims import Point, at_equal_bytes, at_the_settings, fft_points, interpolated, verdicts
-from experiments.bench.first_epoch import TILE, Ranking, entropy, tiled
-from experiments.bench.formats import FORMATS, TREATMENTS, error_of, rotated
+from experiments.bench.claims import Point, at_equal_bytes, at_the_settings, fft_points, verdicts
+from experiments.bench.formats import rotated
 from experiments.bench.gradients import Gradients, Moment, make_task, record
-from experiments.bench.integers import SPECS
-from experiments.bench.masks import METHODS, REFERENCE, Layers, sent_bytes
-from experiments.bench.members import Run, _add, _add_comparisons, _digest, _loss_at, _shares
 from experiments.bench.passes import Pass, Quality, measure_quality
-from thinwire.collectives import Layer, Layout
-from thinwire.compressors import FFT, QSGD, Summed, TernGrad, TopK, for_world, parse, registered
+from thinwire.compressors import FFT, QSGD, TernGrad, TopK, parse, registered
 from thinwire_tools.compare import every
-from thinwire_tools.compare.gpt import GPTConfig
-from thinwire_tools.compare.tasks import GPTTask
-from thinwire_tools.results import Results
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = {"a": (48, 64), "b": (128, 40)}
-
-# --- compressors
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +36,7 @@ def quality(spec: str, gradients: Gradients) -> Quality:
 
 
 @pytest.mark.parametrize(
-    "spec",
-    [
-        *("minmax(bits=4)", "maxabs(scale=row, rounding=nearest)", "raw", "cast(fp16)", "qsgd(bits=8)"),
-        *("topk(density=0.1) | minmax(rounding=nearest)", "fft(theta=0.8)", "randk(density=0.1)"),
-    ],
+    "spec", ["minmax(bits=4)", "maxabs(scale=row, rounding=nearest)", "topk(density=0.1) | minmax(rounding=nearest)"]
 )
 def test_errors_and_bytes_are_those_of_the_compressor_layer_by_layer(spec: str, gradients: Gradients) -> None:
     compressor, x = parse(spec), gradients.moments[0].now
@@ -65,28 +51,21 @@ def test_errors_and_bytes_are_those_of_the_compressor_layer_by_layer(spec: str, 
     assert 0 < found.values_per_element <= found.bytes_per_element
 
 
-def test_bytes_of_values_of_indices_and_of_bounded_messages_and_errors_with_state(gradients: Gradients) -> None:
+def test_bytes_of_values_and_of_indices_and_errors_with_state(gradients: Gradients) -> None:
     topk = quality("topk(density=0.25)", gradients)
     # A bit an element says which; headers and padding are left.
     assert topk.bytes_per_element - topk.values_per_element == pytest.approx(1 / 8, abs=0.02)
     assert topk.values_per_element == pytest.approx(4 * 0.25, abs=0.03)
-    fft = quality("fft(theta=0.5)", gradients)
-    # Half as many components as elements; the second layer fills its last block with zeros.
-    assert 1 / 16 < fft.bytes_per_element - fft.values_per_element < 1 / 9
-    few, many = (quality(f"threshold(lam={lam}, capacity=0.5)", gradients) for lam in (2.5, 1.0))
-    assert few.bytes_per_element < 0.5 * many.bytes_per_element
     # State comes from the step before: a gradient of low rank is found.
     generator = torch.Generator().manual_seed(0)
     low = (torch.randn(48, 2, generator=generator) @ torch.randn(2, 64, generator=generator)).flatten()
     found = quality("powersgd(rank=2)", Gradients({"a": (48, 64)}, (Moment(1, low, low),)))
     assert found.relative_error < 1e-4
-    assert found.cosine == pytest.approx(1)
 
 
 def test_a_recorded_gradient_is_that_of_the_run() -> None:
     task = make_task("gpt", smoke=True)
     found = record(task, [2])
-    assert all(len(shape) >= 2 and math.prod(shape) >= 1024 for shape in found.layers.values())
     model, first = task.build(0), next(task.batches(0, 0, 1))
     task.loss(model, first).backward()
     expected = torch.cat(
@@ -94,9 +73,6 @@ def test_a_recorded_gradient_is_that_of_the_run() -> None:
     )
     assert torch.equal(record(task, [1]).moments[0].before, expected)
     assert not torch.equal(found.moments[0].before, found.moments[0].now)
-    for steps in ([], [0], [3, 2], [task.steps]):
-        with pytest.raises(ValueError, match="ascending"):
-            record(task, steps)
 
 
 def test_every_compressor_is_compared_and_the_readme_names_what_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,19 +81,10 @@ def test_every_compressor_is_compared_and_the_readme_names_what_is(monkeypatch: 
     # those before; delta and direct are for activations: none says anything here.
     without = ("raw", "dgc", "intdiana", "delta", "direct")
     assert not [n for n in registered() if n not in specs and n not in without]
-    assert not [s for s in families.default_specs() if families.family(parse(s)) == "other"]
-    assert families.source(parse("ef(topk | qsgd)")).startswith("Aji and Heafield 2017")
     monkeypatch.syspath_prepend(ROOT / "tools")
     named = set(importlib.import_module("readme").COMPRESSORS.values())
     for measured in (families.default_specs(), every.EVERY):
         assert named <= {str(parse(spec)) for spec in measured}
-
-
-def test_error_at_equal_bytes_is_on_a_straight_line_of_logarithms() -> None:
-    curve = [(4.0, 0.01), (1.0, 1.0), (2.0, 0.1)]
-    assert interpolated(curve, 2.0) == 0.1
-    assert interpolated(curve, 2**0.25) == pytest.approx(0.1**0.25)
-    assert interpolated(curve, 0.99) is interpolated(curve, 4.01) is interpolated([], 1.0) is None
 
 
 def synthetic(topk_error: float) -> list[Point]:
@@ -147,8 +114,6 @@ def test_the_claim_of_the_fft_is_judged_at_equal_bytes_and_at_the_papers_setting
     assert found["TernGrad", True] == "holds: FFT has 0.25 times its error"
     better = {(a, c): s for a, c, s in verdicts(at_equal_bytes(synthetic(topk_error=0.6)))}
     assert better["top-k", False].startswith("holds: FFT has 0.83 times")
-    mixed = {(a, c): s for a, c, s in verdicts(at_equal_bytes([*points, Point(TopK(0.2), 0.9, 0.25, 0.19)]))}
-    assert "holds at 1 of 2 sizes, not beside topk(density=0.15): FFT has 0.56 to 1.25" in mixed["top-k", True]
     alone = [Point(QSGD(3), 1.0, 0.4, 0.4)]
     assert next(said for _, _, said in verdicts(at_equal_bytes(alone))).startswith("not comparable")
     settings = {finding.against: finding for finding in at_the_settings(points)}
@@ -158,36 +123,9 @@ def test_the_claim_of_the_fft_is_judged_at_equal_bytes_and_at_the_papers_setting
     assert at_the_settings(alone) == []
 
 
-# --- others
-
-
 def test_the_busiest_second_is_the_most_between_samples_a_second_apart() -> None:
     assert busiest_second([(0.0, 0), (0.5, 5), (2.0, 500), (2.5, 600), (3.25, 601)]) == 100
     assert busiest_second([(0.0, 7)]) == 0
-
-
-def test_bits_of_integers_are_those_of_the_page() -> None:
-    """Of 4 ranks, as a ring's mean: docs/integers.md."""
-    shape, found = (1000, 1000), []
-    for spec in SPECS:
-        compressor = for_world(parse(spec), 4, math.prod(shape))
-        assert isinstance(compressor, Summed)
-        layout = Layout.build([Layer("w", 0, shape, compressor)], 4, torch.float32)
-        found.append(8 * max(layout.sent_bytes(rank) for rank in range(4)) / (1.5 * math.prod(shape)))
-        assert compressor.wire_bytes(shape) == pytest.approx(found[-1] * math.prod(shape) / 8, rel=0.01)
-    assert found == pytest.approx([8, 5, 3, 3], rel=0.02)
-
-
-def test_masks_of_workers_and_of_all_cost_the_same_bytes() -> None:
-    layers = Layers(GPTTask(model=GPTConfig(width=64, layers=2, context=64)).build(0))
-    by_name = {method.name: method for method in METHODS}
-    own = sent_bytes(by_name["updates, each worker's own mask"], layers, 2)
-    compared = [method for method in METHODS if method.masks and method.density < 0.1]
-    assert len(compared) == 6
-    for method in compared:
-        assert sent_bytes(method, layers, 2) == pytest.approx(own, rel=0.02)
-    assert sent_bytes(by_name[REFERENCE], layers, 2) == 4 * layers.numel
-    assert sent_bytes(by_name["alone"], layers, 1) == 0
 
 
 def test_a_rotation_keeps_norms_spreads_an_outlier_and_is_undone() -> None:
@@ -199,68 +137,3 @@ def test_a_rotation_keeps_norms_spreads_an_outlier_and_is_undone() -> None:
         alone = torch.zeros(block, dtype=torch.float64)
         alone[3] = 1.0
         assert torch.allclose(rotated(alone, block, seed=0).abs(), torch.full_like(alone, block**-0.5))
-
-
-def test_what_a_rotation_and_spikes_are_for_is_what_they_gain() -> None:
-    """A few elements a hundred times as large as the others are what both were made for."""
-    x = torch.randn(64 * 1120, generator=torch.Generator().manual_seed(0))
-    x[:: 1120 // 2] *= 100.0
-    found = {
-        way: error_of([x], FORMATS["minmax"], 4, block=block, spikes=spikes)
-        for way, (block, spikes) in TREATMENTS.items()
-    }
-    assert found["spikes"] < 0.25 * found["as it is"]
-    assert found["rotate 128"] < 0.7 * found["as it is"]
-    two = torch.tensor([-1.5, 4.0]).repeat(1000)
-    assert error_of([two], FORMATS["minmax"], 2, block=0, spikes=False) < 1e-6
-
-
-@pytest.mark.parametrize("by", ["entropy", "range"])
-def test_half_of_the_tiles_of_each_sample_have_4_bits_and_wide_ones_by_range(by: Ranking) -> None:
-    x = torch.randn(3, 8, 2 * TILE, generator=torch.Generator().manual_seed(0))
-    for sample in tiled(x, by, rotate=False):
-        levels = [len(tile.unique()) for tile in sample.view(-1, TILE)]
-        assert sum(8 < n <= 16 for n in levels) <= 8 <= sum(n <= 8 for n in levels)
-    if by == "entropy":
-        tiles = torch.stack((torch.arange(64.0), torch.tensor([-1.0, 5.0]).repeat(32), torch.full((64,), 3.0)))
-        assert torch.allclose(entropy(tiles), torch.tensor([4.0, 1.0, 0.0]), atol=1e-5)
-    else:
-        x[:, :, :TILE] *= 100.0
-        off = (tiled(x, by, rotate=False) - x).view(-1, TILE).norm(dim=-1) / x.view(-1, TILE).norm(dim=-1)
-        assert float(off[::2].max()) < float(off[1::2].min())
-
-
-# --- members
-
-
-def test_tokens_and_seconds_add_up_over_workers_and_weights_are_compared() -> None:
-    notes = [
-        {"step": 25, "kept": 100, "weights": "a", "loss": 3.0},
-        {"step": 25, "kept": 100, "weights": "a"},
-        {"step": 50, "kept": 100, "weights": "b", "loss": 2.0},
-        {"step": 50, "kept": 0, "weights": "left out"},
-        {"step": 75, "kept": 200, "weights": "c"},
-        {"step": 75, "kept": 100, "weights": "other", "loss": 1.5},
-    ]
-    assert _digest(notes) == ([(200, 3.0), (300, 2.0), (600, 1.5)], 2, 1)
-    notes = [{"seconds": {"starting": 4.0, "exchanging": 1.0}}, {"seconds": {"starting": 0.0, "exchanging": 2.0}}]
-    shares = _shares(notes, kept_s=10.0, present_s=20.0)
-    assert shares == pytest.approx({"kept_steps": 0.5, "starting": 0.2, "exchanging": 0.15, "lost": 0.15})
-
-
-def test_losses_are_compared_at_equal_tokens() -> None:
-    curve = [(100.0, 3.0), (300.0, 2.0)]
-    assert _loss_at(curve, 200.0) == pytest.approx(2.5)
-    assert _loss_at(curve, 301.0) is None
-    results = Results("test")
-    goodput = {"of_all_workers": 0.9, "of_present_workers": 0.9}
-    whole = Run(goodput, {"kept_steps": 0.9}, 400.0, curve, 9, 0, 0, 1e6, "")
-    half = Run(goodput, {"kept_steps": 0.5}, 200.0, [(50.0, 4.0), (200.0, 2.6)], 5, 0, 6, 1e6, "")
-    _add(results, "undisturbed", 0, whole, 0)
-    _add(results, "members", 0, half, 2)
-    _add(results, "members", 1, half, 2)  # has no undisturbed run to compare it with
-    for _ in range(2):  # anew after each way, without leaving the former ones
-        _add_comparisons(results)
-    assert results.value("members/0/loss_excess") == pytest.approx(2.6 / 2.5 - 1)
-    assert results.value("members/0/kept_of_undisturbed") == 0.5
-    assert sum(row["name"].endswith("/loss_excess") for row in results.results) == 1

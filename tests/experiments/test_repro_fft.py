@@ -8,8 +8,8 @@ import torch
 
 import thinwire
 from experiments.framework.training import Gradients
-from experiments.papers.fft import methods, payoff, reconstruct
-from thinwire.compressors import FFT, MinMax, at_step
+from experiments.papers.fft import methods, reconstruct
+from thinwire.compressors import MinMax, at_step
 
 
 def _gradients(ranks: int = 2) -> Gradients:
@@ -39,12 +39,7 @@ def test_histograms_and_shares() -> None:
     assert reconstruct.distance(other, edges) == 1
     errors = {"a": torch.zeros(10), "b": torch.ones(10), "c": torch.full((10,), 2.0)}
     found = {name: reconstruct.quantiles(values) for name, values in errors.items()}
-    assert reconstruct.share_with_least_error(found, "a") == 1
-    assert reconstruct.share_with_least_error(found, "b") == 0
-    assert reconstruct.share_with_least_error(found, "b", ["c"]) == 1
-
-
-# --- the methods
+    assert [reconstruct.share_with_least_error(found, name) for name in "ab"] == [1, 0]
 
 
 def test_messages_are_as_long_as_the_paper_counts() -> None:
@@ -69,19 +64,3 @@ def test_theta_follows_the_learning_rate_or_drops_to_0_at_its_step() -> None:
     # Nothing is dropped; what is left is the rounding of ten bits.
     assert float((after.roundtrip(x) - x).norm() / x.norm()) < 0.02
     assert before.wire_bytes((numel,)) < after.wire_bytes((numel,)) < 0.4 * 4 * numel
-
-
-# --- messages
-
-
-def test_the_bitmap_costs_what_it_has_bits_and_throughputs_add_up() -> None:
-    # 25 million values: 5 MB of values at a ratio of 20, and 3.125 MB of bitmap.
-    assert payoff.message_bytes(100e6, 20, bitmap=False) == pytest.approx(5e6)
-    assert payoff.message_bytes(100e6, 20, bitmap=True) == pytest.approx(8.125e6)
-    assert payoff.ratio_with_bitmap(20) == pytest.approx(100 / 8.125)
-    # 2/100 + 1/50 + 1/25 + 1/20 = 0.13 seconds a gigabyte.
-    speeds = payoff.Throughputs(convert=100e9, transform=50e9, pack=25e9, select=20e9)
-    assert speeds.seconds_per_byte == pytest.approx(0.13e-9)
-    fft = thinwire.parse("fft(theta=0.85, bits=10)")
-    assert isinstance(fft, FFT)
-    assert all(1e6 < value < 1e13 for value in vars(payoff.measure(10_000, fft, 1)).values())

@@ -1,35 +1,16 @@
-"""``python -m experiments fullstack``: what is trained, every judgement, boundaries within one process."""
+"""``python -m experiments fullstack``: what is trained, and boundaries within one process."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
 
-from experiments.framework.timing import Times
-from experiments.papers.aqsgd.resume import checkpoint_every, kills
-from experiments.papers.fullstack import measurements
-from experiments.papers.fullstack.measurements import NUM_RANKS
-from experiments.papers.fullstack.methods import (
-    ACTIVATIONS,
-    ADAM,
-    AQSGD,
-    DIRECT,
-    GRADIENTS,
-    ONLY_GRADIENTS,
-    QUANTIZED,
-    WARMING,
-)
 from experiments.papers.fullstack.simulated import Boundary, cross
 from experiments.papers.fullstack.split import Splitting, Training, Views
-from experiments.papers.fullstack.tasks import SMALL, TIMED, Stacked
+from experiments.papers.fullstack.tasks import SMALL
 from experiments.papers.fullstack.tensors import RowParallel, Sum
-from made_up import run
 
 BITS_3 = "maxabs(bits=3)"
-
-# --- what is trained
 
 
 def test_replicas_visit_their_own_samples_once_an_epoch() -> None:
@@ -41,52 +22,9 @@ def test_replicas_visit_their_own_samples_once_an_epoch() -> None:
         assert len(SMALL.share(1, 0, replica)) == SMALL.steps_per_epoch
     assert sorted(torch.cat([share[0] for share in shares]).tolist()) == list(range(SMALL.samples))
 
-    with pytest.raises(ValueError, match="in each of 2 pipelines"):
-        Stacked(samples=24, batch=8, held_out_windows=8, num_micro=4)
-
-
-def test_methods_compress_what_they_say_and_kills_come_when_momenta_are_sent() -> None:
-    assert AQSGD.forward == "delta(maxabs(bits=3, midrise=True, rounding=nearest))"
-    assert AQSGD.gradients == DIRECT.gradients == GRADIENTS
-    assert DIRECT.forward == "direct(maxabs(bits=3, midrise=True, rounding=nearest))"
-    assert ACTIVATIONS.gradients == ""
-    assert ONLY_GRADIENTS.forward == "raw"
-    # A stage's gradient has about as many values as its activations.
-    stage = sum(p.numel() for p in TIMED.build(0).parameters()) / 2
-    assert 0.4 < TIMED.batch * TIMED.model.context * TIMED.model.width / stage < 2.5
-    every = checkpoint_every(SMALL)
-    for kill in kills(SMALL, 4, NUM_RANKS, SMALL.exact_steps):
-        assert kill.step // every * every >= SMALL.exact_steps
-        assert kill.step % every
-
-
-# --- judgements
-
-
-def test_exact_steps_take_their_own_time() -> None:
-    times = Times({ADAM.name: (4.0,), QUANTIZED.name: (1.0,), WARMING.name: (5.0,)}, {})
-    assert measurements.at_steps(run([3.0, 2.0, 1.0]), QUANTIZED, times, 1).step_s == (5.0, 1.0, 1.0)
-    assert measurements.at_steps(run([3.0, 2.0, 1.0]), ADAM, times, 1).step_s == (4.0, 4.0, 4.0)
-
-
-def test_times_are_compared_at_the_same_loss() -> None:
-    ours, other = run([3.0, 2.0, 1.0]), run([3.0, 2.0, 1.0], step_s=(4.0, 4.0, 4.0))
-    assert measurements.relative_times([ours], [other], [2.0]) == [pytest.approx(-0.75)]
-    assert measurements.relative_times([ours], [other], [0.5]) == [math.inf]
-    assert measurements.steps_within(other, 10.0) == pytest.approx(2.5)
-
 
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-# --- a boundary
-
-
-def test_raw_messages_arrive_as_they_are_and_are_counted() -> None:
-    boundary, a = Boundary("raw", "b", (5, 4), 0), values(3, 5, 4)
-    assert torch.equal(boundary.send(a, [0, 1, 2]), a)
-    assert boundary.dense_bytes == 4 * a.numel() <= boundary.sent_bytes
 
 
 def test_a_first_visit_is_exact_and_changes_get_small() -> None:
@@ -130,9 +68,6 @@ def test_gradients_go_back_compressed() -> None:
     assert back.sent_bytes < 0.3 * back.dense_bytes
 
 
-# --- split learning
-
-
 def test_a_view_lies_where_its_window_says() -> None:
     pixels = torch.arange(2 * 64.0).view(2, 1, 8, 8)
     views = Views(torch.tensor([False, True]), torch.tensor([0, 2]), torch.tensor([2, 1]))
@@ -160,9 +95,6 @@ def test_split_training_without_compression_is_plain_training() -> None:
     assert loss == pytest.approx(expected.item(), rel=1e-5)
     for ours, theirs in zip(raw.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
-
-
-# --- sums
 
 
 def test_a_row_parallel_layer_is_the_layer_itself_without_compression() -> None:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import pytest
 from captions import CAPTIONS
 
-from experiments.framework.methods import NOTHING
 from experiments.framework.paper import Paper
 from experiments.framework.study import ImageStudy, Study
 from experiments.papers.cgx.measurements import CGXStudy
@@ -23,7 +22,7 @@ from experiments.papers.fullstack.paper import PAPER as FULLSTACK
 from experiments.papers.intsgd.paper import PAPER as INTSGD, IntSGDStudy
 from experiments.papers.lgreco.paper import PAPER as LGRECO
 from experiments.papers.lgreco.study import LGrecoStudy
-from experiments.papers.qsdp.measurements import MORE_RANKS, QSDPStudy
+from experiments.papers.qsdp.measurements import QSDPStudy
 from experiments.papers.qsdp.paper import PAPER as QSDP
 from experiments.papers.qsdp.sizes import SIZES_SMOKE
 from small_versions import Small, small_version
@@ -43,20 +42,13 @@ def cgx(small: Small) -> None:
         assert sent("3.4", "allgather") == pytest.approx(2 * sent("3.4", "sra"), rel=0.15)
     mean = small.rows["3.4/error/gpt"]["mean"]
     assert 0 < mean["sra"] < mean["ring"] < 1
-    links = small.record["about"]["links"]
-    if lab.unavailable() is None:
-        assert len(links) == 4
-        assert all(link["rate"] == "100mbit" and 0 < link["fp32_share"][0] < 1.5 for link in links.values())
-        assert [link["ranks_per_node"] for name, link in links.items() if "each node" in name] == [2, 2]
 
 
 def fft(small: Small) -> None:
     # Of so small a network much is raw.
     assert small.rows["14/speedup/fft"]["ratio"] > 3
     for theta in fft_measurements.ALPHA_THETAS:
-        assert [step for step, _ in small.rows[f"12/alpha/{theta}"]["samples"]] == [0, 3, 6, 9]
         assert 0 < small.rows[f"12/alpha/{theta}"]["value"] < 1
-    assert list(small.rows["16/scaling/fft"]["by_world_size"]) == ["1", "2"]
 
 
 def fullstack(small: Small) -> None:
@@ -65,8 +57,7 @@ def fullstack(small: Small) -> None:
     for figure in ("figure 10", "appendix G"):
         assert all(small.rows[f"{figure}/table"]["alike"])
     row = small.rows["resume/bit_identical"]
-    assert row["value"] == len(row["kills"]), row
-    assert len(row["starts"]) == smoke.kills
+    assert row["value"] == len(row["kills"]) == len(row["starts"]) == smoke.kills, row
     assert all(start > smoke.small.exact_steps - 1 for start in row["starts"])
     # A header a message, activations in 32 bits, and the first stage's gradient once around two ranks.
     sent, config = small.rows["figure 5/throughput"]["step_bytes"], smoke.timed.model
@@ -83,15 +74,11 @@ def qsdp(small: Small) -> None:
         # Of so small a network some is raw.
         assert 3.2 < sent["raw"] / sent["W8G8"] < 4
         assert 5 < sent["raw"] / sent["W4G4"] < 8
-        step_s = small.rows["section 5.6.1/hierarchical_over_flat"]["step_s"]
-        assert set(step_s) == {"fp32", "flat", "hierarchical", NOTHING.name}
     for size in SIZES_SMOKE:
         row = small.rows[f"table 5.1/lost/{size.name}/2 ranks"]
         # Of 8 bits so little is lost that no training can miss it by far.
         assert row["perplexities"] == pytest.approx(row["baseline_perplexities"], rel=0.05)
         assert row["of_weights_as_kept"][0] == pytest.approx(row["perplexities"][0], rel=0.01)
-    assert f"table 5.1/lost/small/{MORE_RANKS} ranks" in small.rows
-    assert small.rows["section C.3/learning_cost"]["learn_at"] == list(SIZES_SMOKE[0].learn_at)
     row = small.rows["L-GreCo/lost/reference"]
     (plan,), (ours,), (reference,) = row["plans"], row["step_bytes"], row["reference_bytes"]
     # Evaluations gather weights, too, which the policy counts: of so short a training that is a large part.

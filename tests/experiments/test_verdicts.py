@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
 from pathlib import Path
-from statistics import median, variance
 
 import pytest
 
-from experiments.framework.findings import plain
-from experiments.framework.power import TASKS, Task, by_name, differences, measured, power, powers
-from experiments.framework.time_to_loss import Course, courses, reached, sooner
+from experiments.framework.power import TASKS, Task, measured, power, powers
+from experiments.framework.time_to_loss import Course, reached, sooner
 from experiments.framework.verdicts import (
     RUN_SCATTER,
     Judgement,
@@ -36,9 +33,6 @@ TASK = Task("task", "loss", "file", "loss/*", "loss/control*")
         ([0.001, 0.0, -0.001], 0.005, True),
         ([0.05, 0.051, 0.049], 0.005, False),
         ([0.05, -0.05, 0.0], 0.005, None),
-        # Wider than the margin, whatever the upper bound.
-        ([-0.05, -0.03, -0.04], 0.005, None),
-        ([0.004, 0.005, 0.006], 0.005, None),
         # Better by more than the margin: the baseline is not what it should be.
         ([-0.05, -0.051, -0.049], 0.005, None),
         ([0.0], 0.005, None),
@@ -76,7 +70,6 @@ def test_times_of_one_run_are_judged_with_what_runs_differ_by() -> None:
     close = faster([1.1] * 8)
     assert close.holds is None
     assert close.detectable == pytest.approx(math.expm1(1.67 * RUN_SCATTER), abs=0.001)
-    assert "15 %" in close.why
     assert faster([3.0, 0.5] * 4).holds is None
     assert faster([3.0]).holds is None
     # No clock took part: what differs between runs has no say.
@@ -84,7 +77,6 @@ def test_times_of_one_run_are_judged_with_what_runs_differ_by() -> None:
     # Separate runs show themselves what they differ by.
     assert faster_in_runs([1.02, 1.03, 1.025]).holds is True
     assert faster_in_runs([1.02, 1.03, 1.025], 1.1).holds is False
-    assert "cannot be told" in faster_in_runs([1.02, 0.97, 1.025]).why
     assert faster_in_runs([1.02, 0.97, 1.025]).holds is faster_in_runs([3.0]).holds is None
 
 
@@ -100,47 +92,6 @@ def test_a_task_whose_control_does_not_fail_says_nothing() -> None:
     assert if_seen(False, Judgement(True)).holds is None
     assert "control" in if_seen(False, Judgement(False)).why
 
-
-# --- what runs differ by
-
-_TWICE = {
-    "aqsgd": (
-        "table 2/throughput",
-        ("aqsgd-earlier", "aqsgd-earlier-timed", "aqsgd-earlier-links", "repro-aqsgd-wire"),
-        (0, -1),
-    ),
-    "fullstack": ("figure 5/throughput", ("repro-fullstack", "fullstack-earlier-timed"), (0, -1)),
-    "qsdp": ("figure 5.3/step_s", ("repro-qsdp", "repro-qsdp-links"), (0, 1, 2, 3)),
-}
-"""By paper: the row that several files hold, the files, and which of its links."""
-
-
-def test_what_runs_differ_by_is_that_of_the_runs_recorded_more_than_once() -> None:
-    """Medians over rounds of fp32's time over a method's, run by run."""
-    found = defaultdict(list)
-    for paper, (name, files, links) in _TWICE.items():
-        for file in files:
-            record = json.loads((BENCHMARKS / f"{file}.json").read_text())
-            by_round = next(row["by_round"] for row in record["results"] if row["name"] == name)
-            for at in links:
-                rounds = list(by_round.values())[at]
-                for method in rounds.keys() - {"fp32"}:
-                    pairs = zip(rounds["fp32"], rounds[method], strict=True)
-                    found[paper, at, method].append(median(math.log(base / own) for base, own in pairs))
-    rows = json.loads((BENCHMARKS / "cgx-earlier.json").read_text())["results"]
-    timed = {tuple(row["name"].split("/")): row["step_s"] for row in rows if "/items_per_s/" in row["name"]}
-    for (figure, kind, model, method), own in timed.items():
-        base = timed.get((figure, kind, model, "fp32"))
-        if base and method != "fp32" and figure in ("3.1", "3.6", "3.7", "blob"):
-            found[model, method].append(median(math.log(b / o) for b, o in zip(base, own, strict=True)))
-    several = [values for values in found.values() if len(values) > 1]
-    freedom = sum(len(values) - 1 for values in several)
-    pooled = math.sqrt(sum(variance(values) * (len(values) - 1) for values in several) / freedom)
-    assert pooled == pytest.approx(RUN_SCATTER, abs=0.001)
-    assert freedom == 72
-
-
-# --- time to a loss
 
 _BASE = Course([2, 4, 6], [[4.0, 3.0, 2.0], [4.0, 3.0, 2.2]], [(6, "slow")])
 _OURS = Course([2, 4, 6], [[4.0, 3.0, 2.5], [4.0, 3.0, 2.2]], [(2, "slow"), (4, "fast")])
@@ -161,9 +112,7 @@ def test_methods_are_compared_at_the_worse_end_seed_by_seed() -> None:
     found = sooner(_OURS, _BASE, _ROUNDS)
     assert found.ratios == ((pytest.approx(50 / 24),) * 6, (60 / 24,) * 6)
     assert found.loss == pytest.approx((2.5 + 2.2) / 2)
-    assert found.steps == (6.0, 5.5)
     assert found.times == pytest.approx(math.sqrt(50 / 24 * 60 / 24))
-    assert found.text.endswith("after 6.0 steps against 5.5, of 1000 ms against 10000")
     diverged = Course([2, 4, 6], [[4.0, math.inf, math.inf]] * 2, _OURS.pace)
     with pytest.raises(ValueError, match="diverged"):
         sooner(diverged, _BASE, _ROUNDS)
@@ -178,18 +127,6 @@ def test_the_interval_contains_what_seeds_differ_by_and_what_rounds_do() -> None
     rounds = sooner(_OURS, _BASE, {**_ROUNDS, "slow": (1.0, 10.0) * 3})
     for uncertain in (seeds, rounds):
         assert (uncertain.above(1.0).detectable or 0.0) > 2 * (alike.above(1.0).detectable or 0.0)
-    one = sooner(Course([2], [[1.0]], [(2, "fast")]), Course([2], [[1.0]], [(2, "slow")]), _ROUNDS)
-    assert one.above(1.0).why.startswith("one training")
-
-
-def test_a_row_keeps_courses() -> None:
-    row = json.loads(json.dumps(plain(courses(ours=_OURS))))
-    assert sooner(Course.of({"courses": row}, "ours"), _BASE, _ROUNDS) == sooner(_OURS, _BASE, _ROUNDS)
-    kept = json.loads(json.dumps(plain(courses(ours=Course([1], [[math.inf]], [(1, "slow")])))))
-    assert Course.of({"courses": kept}, "ours").ends == [math.inf]
-
-
-# --- the difference that a task shows
 
 
 def _row(values: list[float], baseline: list[float]) -> dict[str, list[float]]:
@@ -217,24 +154,9 @@ def test_the_control_and_the_least_that_is_told_apart() -> None:
     assert math.isinf(blind.least)
 
 
-def test_accuracies_are_points_lost_and_a_row_of_several_methods_is_a_row_of_each() -> None:
-    accuracy = Task("task", "accuracy", "file", "*")
-    assert differences(accuracy, {"own": [0.9, 0.8], "fp32": [0.95, 0.9]}, {}) == pytest.approx([0.05, 0.1])
-    assert measured(TASK, {"loss/a": _row([1.0], [2.0])}) is None
-    assert measured(TASK, {}) is None
-    table = {"name": "table", "loss": {"fp32": [1.0, 2.0], "a": [1.1, 2.4]}, "counts": {"clients": 16}}
-    rows = by_name([table])
-    assert set(rows) == {"table", "table/loss/fp32", "table/loss/a"}
-    task = Task("task", "loss", "file", "table/loss/*", baseline="table/loss/fp32")
-    assert differences(task, rows["table/loss/a"], rows) == pytest.approx([0.1, 0.2])
-
-
-def test_every_task_and_control_is_in_the_recorded_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_task_and_control_is_in_the_recorded_runs(tmp_path: Path) -> None:
     found = powers(BENCHMARKS)
     assert [one.task for one in found] == list(TASKS)
     assert all((one.control is not None) == bool(one.task.control) for one in found)
     assert power(json=tmp_path / "power.json") == 0
-    assert "recorded" in capsys.readouterr().out
     assert len(json.loads((tmp_path / "power.json").read_text())["results"]) == len(TASKS)
-    assert power(from_=tmp_path / "none") == 2
-    assert "no recorded runs" in capsys.readouterr().err

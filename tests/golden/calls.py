@@ -57,7 +57,7 @@ from thinwire.plan import Filter, Speeds
 from thinwire.plan.forecast.ddp import Bucket, Pace
 from thinwire.plan.forecast.links import Curve, Links
 from thinwire.policies import Evidence, StepTime, Sync, choose_by_link, family, parse_policy
-from thinwire.runtime import WireSettings
+from thinwire.runtime import BucketEngine, WireSettings
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPE = (48, 70)
@@ -360,20 +360,20 @@ def trained(spec: str, algorithm: str, num_ranks: int) -> dict[str, Any]:
 
     def run(transport: LoopbackTransport) -> tuple[list[Tensor], int, dict[str, Tensor]]:
         plan = Plan.build(SHAPES, spec, Filter())
-        wire = Wire(plan, SHAPES, transport, WireSettings(seed=5, algorithm=parse_algorithm(algorithm)))
+        wire = Wire(BucketEngine(plan, SHAPES, transport, WireSettings(seed=5, algorithm=parse_algorithm(algorithm))))
         means: list[Tensor] = []
         for step in range(_STEPS + 1):
-            wire.begin_step()
+            wire.engine.begin_step()
             futures = []
             for number, names in enumerate(_BUCKETS):
                 sizes = [math.prod(SHAPES[name]) for name in names]
                 flat = values(sum(sizes), 100 * step + 10 * number + transport.rank).clone()
                 if step == 1:
                     flat[-1] = math.nan
-                futures.append(wire.reduce(flat, tuple((name, SHAPES[name]) for name in names)))
+                futures.append(wire.engine.reduce(flat, tuple((name, SHAPES[name]) for name in names)))
             found = [future.wait() for future in futures]
             means += found if step != 1 else []
-        sent, state = wire.wire_bytes_per_step(), wire.state_dict()
+        sent, state = wire.sent_bytes(), wire.state_dict()
         wire.detach()
         return means, sent, state
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import time
 from dataclasses import fields
 from datetime import timedelta
@@ -19,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sharded
 import thinwire
-from harness import run_ranks
+from harness import on_ranks
 from nets import Net, make
+from ranks import assert_alike
 from thinwire.local import DiLoCo
 from thinwire.pipeline.stage import compress_stage
 
@@ -86,70 +88,46 @@ def test_the_cases_are_all_arguments() -> None:
     assert set(CHECKS) == {field.name for field in fields(thinwire.Checks)}
 
 
-def error_of(call: Any) -> str:
-    with pytest.raises(thinwire.DisagreementError) as error:
+def assert_named(name: str, call: Any) -> None:
+    """The error names the argument, and is the same on all ranks."""
+    with pytest.raises(thinwire.DisagreementError, match=f"'{re.escape(name)}") as error:
         call()
-    return str(error.value)
+    assert_alike(str(error.value))
 
 
-def ddp_differs(rank: int) -> dict[str, str]:
-    model, errors = make(rank), {}
+@on_ranks(2, timeout_s=110.0)
+def test_every_argument_of_compress_ddp(rank: int) -> None:
+    model = make(rank)
     for name, given in differing({**COMMON, **DDP, "auto": None}, checks=True).items():
         if name == "optimizer":
             given = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
         elif name == "auto":
-            given = {"compressor": "auto"}
-        errors[name] = error_of(lambda given=given: thinwire.compress(model, **(given if rank else {})))
-    wire = thinwire.compress(
-        model,
-        "minmax(bits=4)" if rank else thinwire.compressors.MinMax(bits=4),
-        exclude=[("bias")],
-        network=thinwire.Network("sra" if rank else None),
-    )
-    wire.detach()
-    return errors
+            name, given = "compressor", {"compressor": "auto"}
+        assert_named(f"{name}: ", partial(thinwire.compress, model, **(given if rank else {})))
+    compressor = "minmax(bits=4)" if rank else thinwire.compressors.MinMax(bits=4)
+    thinwire.compress(model, compressor, exclude=[("bias")], network=thinwire.Network("sra" if rank else None)).detach()
 
 
-def test_every_argument_of_compress_ddp() -> None:
-    first, second = run_ranks(ddp_differs, 2, timeout_s=110.0)
-    assert first == second
-    for name, error in first.items():
-        assert f"'{'compressor' if name == 'auto' else name}: " in error, (name, error)
-
-
-def fsdp_differs(rank: int) -> dict[str, str]:
-    model, errors = sharded.build(), {}
+@on_ranks(2, timeout_s=110.0)
+def test_every_argument_of_compress_fsdp(rank: int) -> None:
+    model = sharded.build()
     for name, given in differing({**COMMON, **FSDP}, checks=False).items():
         if name == "replicas":
             given = {"replicas": dist.group.WORLD}
-        errors[name] = error_of(lambda given=given: thinwire.compress(model, **(given if rank else {})))
+        assert_named(f"{name}: ", partial(thinwire.compress, model, **(given if rank else {})))
     thinwire.compress(model).detach()
-    return errors
 
 
-def test_every_argument_of_compress_fsdp() -> None:
-    first, second = run_ranks(fsdp_differs, 2, timeout_s=110.0)
-    assert first == second
-    for name, error in first.items():
-        assert f"'{name}: " in error, (name, error)
-
-
-def stage_differs(rank: int) -> dict[str, str]:
-    errors = {}
+@on_ranks(2)
+def test_every_argument_of_compress_stage(rank: int) -> None:
+    x = torch.randn(4, 4)
     for name, value in STAGE.items():
         stage = PipelineStage(nn.Linear(4, 4), rank, 2, torch.device("cpu"))
         compressed = thinwire.compress(stage, **({name: value} if rank else {}))
         schedule = ScheduleGPipe(compressed, 2, loss_fn=nn.functional.mse_loss)
         if rank == 0:
             compressed.set_sample_ids(range(4))
-        x = torch.randn(4, 4)
-        errors[name] = error_of(partial(schedule.step, target=x) if rank else partial(schedule.step, x))
-    return errors
-
-
-def test_every_argument_of_compress_stage() -> None:
-    for errors in run_ranks(stage_differs, 2):
-        assert all(f"'{name}" in error for name, error in errors.items()), errors
+        assert_named(name, partial(schedule.step, target=x) if rank else partial(schedule.step, x))
 
 
 def _local(group: Any = None, **options: Any) -> DiLoCo:
@@ -157,39 +135,30 @@ def _local(group: Any = None, **options: Any) -> DiLoCo:
     return DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), total_steps=100, group=group, **options)
 
 
-def one_is_refused(rank: int) -> list[tuple[str, int | None, bool]]:
-    """What each function raises if rank 1 alone gives it a wrong argument, by which rank, and whether at once."""
+@on_ranks(3, group_timeout_s=30.0, timeout_s=100.0)
+def test_an_argument_that_is_wrong_on_one_rank_stops_the_others_in_every_function(rank: int) -> None:
+    """Each function, which rank 1 alone gives a wrong argument, raises at once."""
     part = dist.new_group([1, 2])
     over_a_part = DistributedDataParallel(Net(), process_group=part) if rank else None
     mesh = DeviceMesh("cpu", [1, 2])  # a collective call of all ranks
     sharded_over_a_part = sharded.build(mesh) if rank else None
-    calls: dict[str, tuple[Any, dict[str, Any]]] = {
-        "compress": (partial(thinwire.compress, make(rank)), {"network": 5}),
-        "compress_ddp": (partial(thinwire.compress_ddp, make(rank)), {"network": 5}),
-        "compress_ddp of a part": (partial(thinwire.compress_ddp, over_a_part), {"network": 5}),
-        "compress_fsdp": (partial(thinwire.compress_fsdp, sharded.build()), {"network": 5}),
-        "compress_fsdp of a part": (partial(thinwire.compress_fsdp, sharded_over_a_part), {"network": 5}),
-        "compress of a part": (partial(thinwire.compress, sharded_over_a_part), {"network": 5}),
-        "DiLoCo": (_local, {"every": 0}),
-        "DiLoCo of a part": (partial(_local, part), {"every": 0}),
-    }
-    found = []
-    for name, (call, wrong) in calls.items():
-        if name.endswith("of a part") and rank == 0:
-            continue
-        started = time.monotonic()
-        with pytest.raises((TypeError, ValueError, thinwire.PeerFailedError)) as error:
-            call(**wrong if rank == 1 else {})
-        soon = time.monotonic() - started < 15.0
-        found.append((type(error.value).__name__, getattr(error.value, "rank", None), soon))
+    calls: list[tuple[bool, Any, dict[str, Any]]] = [
+        (True, partial(thinwire.compress, make(rank)), {"network": 5}),
+        (True, partial(thinwire.compress_ddp, make(rank)), {"network": 5}),
+        (False, partial(thinwire.compress_ddp, over_a_part), {"network": 5}),
+        (True, partial(thinwire.compress_fsdp, sharded.build()), {"network": 5}),
+        (False, partial(thinwire.compress_fsdp, sharded_over_a_part), {"network": 5}),
+        (False, partial(thinwire.compress, sharded_over_a_part), {"network": 5}),
+        (True, _local, {"every": 0}),
+        (False, partial(_local, part), {"every": 0}),
+    ]
+    for of_all, call, wrong in calls:
+        if of_all or rank:
+            started = time.monotonic()
+            with pytest.raises((TypeError, ValueError) if rank == 1 else thinwire.PeerFailedError) as error:
+                call(**wrong if rank == 1 else {})
+            assert time.monotonic() - started < 15.0
+            assert rank == 1 or error.value.rank == 1
     # Ranks have counted alike, and meet.
     thinwire.compress(make(rank))
     _local()
-    return found
-
-
-def test_an_argument_that_is_wrong_on_one_rank_stops_the_others_in_every_function() -> None:
-    others, own, third = run_ranks(one_is_refused, 3, group_timeout_s=30.0, timeout_s=100.0)
-    assert own == [(kind, None, True) for kind in ("TypeError",) * 6 + ("ValueError",) * 2]
-    assert others == [("PeerFailedError", 1, True)] * 4
-    assert third == [("PeerFailedError", 1, True)] * 8

@@ -34,7 +34,7 @@ def test_the_handle_is_there_and_nothing_is_sent_or_changed() -> None:
     assert gradient is not None
     assert torch.equal(gradient, again.weight.grad if again.weight.grad is not None else torch.zeros(0))
     assert (wire.rank, wire.world_size, wire.step, wire.attached) == (0, 1, -1, True)
-    assert wire.stats.payload_sent_bytes == wire.wire_bytes_per_step() == 0
+    assert wire.stats.payload_sent_bytes == wire.sent_bytes() == 0
     assert (wire.declined, wire.unsuited, wire.decisions) == ({}, {}, ())
     assert repr(wire).startswith("Wire of one rank, which sends nothing: 1 of 2 layers")
     wire.load_state_dict(wire.gather_state_dict())

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import thinwire
-from harness import run_ranks
+from harness import on_ranks, run_ranks
 from nets import assert_replicas_identical, batch, loss_of, make, train
 from thinwire.integrations import transports
 from thinwire_tools.lab import free_port
@@ -25,34 +25,31 @@ _VICTIM = 1
 _TIMEOUT_S = 2.0
 
 
-def _loses_a_rank(rank: int, spec: str, options: dict) -> tuple[str, int | None, str, bool]:
+def _loses_a_rank(rank: int, spec: str, options: dict) -> bool:
     model = make(rank)
     wire = thinwire.compress(model, spec, skip_if_slower=False, **options)
     train(model, rank, 3)
     if rank == _VICTIM:
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
-    try:
+    with pytest.raises(thinwire.TransportError) as error:
         train(model, rank, 3, first=3)
-    except thinwire.TransportError as error:
-        saved = wire.state_dict()
-        assert int(saved["step"]) >= 3
-        return type(error).__name__, error.rank, str(error), time.monotonic() - started < 10.0
-    return "nothing", None, "", False
+    assert time.monotonic() - started < 10.0
+    assert error.value.rank == _VICTIM, str(error.value)
+    assert int(wire.state_dict()["step"]) >= 3
+    return True
 
 
-def _handles_another_error(rank: int) -> bool:
+@on_ranks(2)
+def test_an_error_that_the_caller_handles_while_the_model_runs_is_left_alone(rank: int) -> None:
     model = make(rank)
     thinwire.compress(model, skip_if_slower=False)
     try:
         raise RuntimeError("gloo: of another group")
     except RuntimeError as error:
         train(model, rank, 1)
-        return hasattr(error, "rank")
-
-
-def test_an_error_that_the_caller_handles_while_the_model_runs_is_left_alone() -> None:
-    assert run_ranks(_handles_another_error, 2) == [False, False]
+        touched = hasattr(error, "rank")
+    assert not touched
 
 
 @pytest.mark.parametrize(
@@ -68,14 +65,10 @@ def test_an_error_that_the_caller_handles_while_the_model_runs_is_left_alone() -
 def test_a_killed_rank_is_a_transport_error(spec: str, transport: str, num_ranks: int, start: int) -> None:
     options = {"network": thinwire.Network(transport=transport), "start": start}
     answers = run_ranks(_loses_a_rank, num_ranks, spec, options, timeout_s=100.0, may_die=True)
-    assert answers.pop(_VICTIM) is None
-    for kind, blamed, text, soon in answers:
-        assert kind == "TransportError"
-        assert soon
-        assert blamed == _VICTIM, text
+    assert answers == [None if rank == _VICTIM else True for rank in range(num_ranks)]
 
 
-def _stuck_after_meeting(rank: int, port: int) -> tuple[int | None, str]:
+def _stuck_after_meeting(rank: int, port: int) -> bool:
     dist.barrier()  # or another rank may still be connecting to what is destroyed here
     dist.destroy_process_group()
     # As torchrun does it: the store of a file words its errors differently.
@@ -87,14 +80,12 @@ def _stuck_after_meeting(rank: int, port: int) -> tuple[int | None, str]:
         transports.gloo_group = lambda *args: stuck.wait(3 * _TIMEOUT_S) or os._exit(1)
     with pytest.raises(thinwire.TransportError) as error:
         thinwire.compress(model, "minmax(bits=4)", skip_if_slower=False)
-    return error.value.rank, str(error.value)
+    assert error.value.rank == _VICTIM, str(error.value)
+    return True
 
 
 def test_a_rank_that_is_stuck_before_groups_are_made_is_named() -> None:
-    answers = run_ranks(_stuck_after_meeting, 3, free_port(), timeout_s=100.0, may_die=True)
-    assert answers.pop(_VICTIM) is None
-    for blamed, text in answers:
-        assert blamed == _VICTIM, text
+    assert run_ranks(_stuck_after_meeting, 3, free_port(), timeout_s=100.0, may_die=True) == [True, None, True]
 
 
 def _calls_alone(rank: int, call: str) -> tuple[int | None, str | None]:
@@ -119,8 +110,6 @@ def test_a_call_that_one_rank_makes_alone_is_an_error_that_names_it_and_the_call
 
 
 class Fails(thinwire.compressors.MinMax):
-    """Encodes until it is told not to."""
-
     broken = False
 
     def encode(self, *args, **kwargs) -> None:
@@ -129,19 +118,21 @@ class Fails(thinwire.compressors.MinMax):
         super().encode(*args, **kwargs)
 
 
-def _one_rank_fails(rank: int) -> tuple[str, int | None, list[float]]:
+@on_ranks(3)
+def test_a_rank_that_fails_is_named_and_training_can_go_on(rank: int) -> None:
     model = make(rank)
     wire = thinwire.compress(model, Fails(), skip_if_slower=False)
     train(model, rank, 3)
     Fails.broken = rank == _VICTIM
-    kind, blamed = _error_of(lambda: loss_of(model, batch(rank, 3)).backward())
+    with pytest.raises((ArithmeticError, thinwire.PeerFailedError)) as error:
+        loss_of(model, batch(rank, 3)).backward()
+    assert isinstance(error.value, ArithmeticError) if rank == _VICTIM else error.value.rank == _VICTIM
     Fails.broken = False
     # The reducer of DDP is of use after it.
     model.zero_grad()
-    losses = train(model, rank, 2, first=4)
+    assert len(train(model, rank, 2, first=4)) == 2
     assert_replicas_identical(model)
     assert wire.step == 5
-    return kind, blamed, losses
 
 
 def _error_of(call: Callable[[], object]) -> tuple[str, int | None]:
@@ -152,13 +143,6 @@ def _error_of(call: Callable[[], object]) -> tuple[str, int | None]:
     except ArithmeticError as error:
         return str(error), None
     return "nothing", None
-
-
-def test_a_rank_that_fails_is_named_and_training_can_go_on() -> None:
-    answers = run_ranks(_one_rank_fails, 3)
-    assert [answer[0] for answer in answers] == ["peer", "this compressor is broken", "peer"]
-    assert answers[0][1] == answers[2][1] == _VICTIM
-    assert all(len(losses) == 2 for _, _, losses in answers)
 
 
 # What the others meet where a rank fails before it has sent anything. Native all-reduces add zeros for it.
@@ -174,33 +158,24 @@ def _broken_policy(*args, **kwargs) -> None:
     raise ArithmeticError("this policy is broken")
 
 
-def _one_rank_fails_before_it_sends(rank: int) -> list[tuple[str, int | None]]:
-    found = []
-    for spec, options, _ in OTHERS:
+@on_ranks(3)
+def test_nor_do_others_wait_for_a_rank_that_fails_before_it_sends(rank: int) -> None:
+    for spec, options, kind in OTHERS:
         model = make(rank)
         wire = thinwire.compress(model, spec, skip_if_slower=False, **options)
         train(model, rank, 3)
-        observe = wire.observe
-
-        wire.observe = _broken_policy if rank == _VICTIM else observe
-        loss = loss_of(model, batch(rank, 3))
-        found.append(_error_of(loss.backward))
-        wire.observe = observe
+        observe = wire.engine.observe
+        wire.engine.observe = _broken_policy if rank == _VICTIM else observe
+        found = _error_of(loss_of(model, batch(rank, 3)).backward)
+        theirs = kind, _VICTIM if kind == "peer" else None
+        assert found == (("this policy is broken", None) if rank == _VICTIM else theirs)
+        wire.engine.observe = observe
         model.zero_grad()
         train(model, rank, 2, first=4)
         wire.detach()
-    return found
-
-
-def test_nor_do_others_wait_for_a_rank_that_fails_before_it_sends() -> None:
-    first, victim, third = run_ranks(_one_rank_fails_before_it_sends, 3)
-    assert victim == [("this policy is broken", None)] * len(OTHERS)
-    assert first == third == [(kind, _VICTIM if kind == "peer" else None) for _, _, kind in OTHERS]
 
 
 class Sparse(nn.Module):
-    """A model whose gradients cannot be compressed."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(64, 32, sparse=True)
@@ -210,21 +185,17 @@ class Sparse(nn.Module):
         return self.out(self.embed(tokens)).sum()
 
 
-def _own_errors(rank: int) -> tuple[str, str]:
+@on_ranks(2)
+def test_what_the_hook_raises_keeps_its_type_also_in_the_first_pass_of_a_static_graph(rank: int) -> None:
     """What is raised inside the hook, and in the first pass of a static graph."""
     model = nn.parallel.DistributedDataParallel(Sparse())
     model.module.embed.sparse = False
     thinwire.compress(model, "minmax(bits=4)", skip_if_slower=False)
     model.module.embed.sparse = True  # as DDP was told it is
-    with pytest.raises(TypeError) as refused:
+    with pytest.raises(TypeError, match="make the embedding dense"):
         model(torch.arange(8)).backward()
     model = make(rank, static_graph=True)
     thinwire.compress(model, Fails(), skip_if_slower=False)
     Fails.broken = True
-    return str(refused.value), _error_of(loss_of(model, batch(rank, 0)).backward)[0]
-
-
-def test_what_the_hook_raises_keeps_its_type_also_in_the_first_pass_of_a_static_graph() -> None:
-    for refused, broken in run_ranks(_own_errors, 2):
-        assert "make the embedding dense" in refused
-        assert broken == "this compressor is broken"
+    with pytest.raises(ArithmeticError, match="this compressor is broken"):
+        loss_of(model, batch(rank, 0)).backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -13,31 +14,27 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import thinwire
-from harness import run_ranks
-from sharded import Net, batch, build, compress, same, train, whole
-from thinwire.integrations.fsdp import QuantisedAllGather
+from gathers import gathered
+from harness import on_ranks
+from ranks import alike, assert_alike
+from sharded import Net, Shared, batch, build, compress, train, whole
 from thinwire_tools import lab
 from thinwire_tools.bench.ranks import run_ranks as run_module
 
 W8G8 = "minmax(bits=8, bucket=1024)"
+COARSE = "ef(minmax(bits=2, bucket=128))"
 
 
-def _raw_is_stock(rank: int, size: int) -> list[dict[str, Any]]:
-    found = []
+@pytest.mark.parametrize("size", [1, 3])
+@on_ranks()
+def test_raw_messages_train_as_stock_fsdp_does(rank: int, size: int) -> None:
     for keep in (False, True):
         stock, ours = build(reshard_after_forward=not keep), build(reshard_after_forward=not keep)
         compress(ours)
         thinwire.prefetch(ours)
         before, after = train(stock, 4), train(ours, 4)
-        found.append({"before": before, "after": after, "stock": whole(stock), "ours": whole(ours)})
-    return found
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_raw_messages_train_as_stock_fsdp_does(num_ranks: int) -> None:
-    for answer in (found for answers in run_ranks(_raw_is_stock, num_ranks, num_ranks) for found in answers):
-        torch.testing.assert_close(answer["after"], answer["before"], rtol=1e-6, atol=1e-7)
-        torch.testing.assert_close(answer["ours"], answer["stock"], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(whole(ours), whole(stock), rtol=1e-5, atol=1e-6)
 
 
 POLICIES = [
@@ -49,33 +46,41 @@ POLICIES = [
 ]
 
 
-def _policies(rank: int, size: int) -> list[dict[str, Any]]:
-    found = []
+@on_ranks(2)
+def test_mixed_precision_policies(rank: int, size: int) -> None:
     for policy in POLICIES:
         stock, raw, coded = (build(mp_policy=policy) for _ in range(3))
         compress(raw)
         wire = compress(coded, W8G8, W8G8)
-        losses = [train(model, 6) for model in (stock, raw, coded)]
-        overlapped, ratio = wire.stats.overlapped, wire.stats.ratio
-        found.append({"losses": losses, "whole": whole(coded), "overlapped": overlapped, "ratio": ratio})
-    return found
+        exact, of_raw, of_coded = (train(model, 6)[-1] for model in (stock, raw, coded))
+        assert of_raw == pytest.approx(exact, rel=0.01), policy
+        assert of_coded == pytest.approx(exact, rel=0.05), policy
+        assert wire.stats.ratio > 1.2
+        # A gradient that is cast, or divided later, is read at once.
+        assert (wire.stats.overlapped > 0) == (policy.reduce_dtype in (None, torch.float32)), policy
+        assert_alike(whole(coded))
 
 
-def test_mixed_precision_policies() -> None:
-    for policy, *answers in zip(POLICIES, *run_ranks(_policies, 2, 2), strict=True):
-        for answer in answers:
-            stock, raw, coded = answer["losses"]
-            assert raw[-1] == pytest.approx(stock[-1], rel=0.01), policy
-            assert coded[-1] == pytest.approx(stock[-1], rel=0.05), policy
-            assert answer["ratio"] > 1.2
-            # A gradient that is cast, or divided later, is read at once.
-            assert (answer["overlapped"] > 0) == (policy.reduce_dtype in (None, torch.float32)), policy
-        assert same([answer["whole"] for answer in answers])
-
-
-def _same_weights(rank: int, size: int) -> list[list[dict[str, Any]]]:
-    """What every rank computes with, in forward and in backward, by case and step."""
-    return [_seen(weights, options) for weights, options in WEIGHTS]
+@on_ranks(3)
+def test_all_ranks_compute_with_the_same_weights_in_forward_and_backward(rank: int, size: int) -> None:
+    """What every rank computes with, in all uses, forward and in backward."""
+    for net, (weights, options) in itertools.product((Net, Shared), WEIGHTS):
+        model, before = build(net=net), {}
+        wire = compress(model, weights, COARSE if net is Shared else W8G8, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
+        with gathered() as seen:
+            for step in range(3):
+                train(model, 1, first=step, optimizer=optimizer)
+                assert_alike(seen)
+                for name in ("blocks.0", "blocks.1"):
+                    first, *more = seen[name]
+                    assert more
+                    assert all(torch.equal(first, other) for other in more), f"backward differs: {weights}"
+                assert not step or not torch.equal(seen["blocks.0"][0], before["blocks.0"][0])
+                before = dict(seen)
+                seen.clear()
+        assert wire.step == 2
+        wire.detach()
 
 
 WEIGHTS: list[tuple[str, dict[str, Any]]] = [
@@ -86,58 +91,19 @@ WEIGHTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def _seen(weights: str, options: dict[str, Any]) -> list[dict[str, Any]]:
-    model = build()
-    compress(model, weights, W8G8, **options)
-    seen: list[dict[str, Any]] = []
-    now: dict[str, Any] = {}
-    original = QuantisedAllGather.__call__
-
-    def gather(self: Any, output_tensor: torch.Tensor, **rest: Any) -> Any:
-        work = original(self, output_tensor, **rest)
-        work.wait()
-        layer = self.attached.unit.name
-        now[f"{layer} {sum(key.startswith(layer + ' ') for key in now)}"] = output_tensor.clone()
-        return work
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(QuantisedAllGather, "__call__", gather)
-        for step in range(3):
-            train(model, 1, first=step)
-            seen.append(dict(now))
-            now.clear()
-    return seen
-
-
-def test_all_ranks_compute_with_the_same_weights_in_forward_and_backward() -> None:
-    for case, answers in zip(WEIGHTS, zip(*run_ranks(_same_weights, 3, 3), strict=True), strict=True):
-        for step in range(3):
-            assert same([answer[step] for answer in answers]), f"ranks differ: {case}"
-            of = answers[0][step]
-            for name in ("blocks.0", "blocks.1"):
-                assert torch.equal(of[f"{name} 0"], of[f"{name} 1"]), f"backward differs from forward: {case}"
-            if step:
-                assert not torch.equal(of["blocks.0 0"], answers[0][step - 1]["blocks.0 0"])
-
-
-def _keeps_quantised(rank: int, size: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_without_masters_the_weights_are_what_was_sent(rank: int, size: int) -> None:
     model = build(reshard_after_forward=True)
     compress(model, "minmax(bits=3, bucket=64)", "raw", master=False)
     x, y = batch(0, rank)
     (model(x) - y).square().mean().backward()
     name, parameter = "blocks.0.up.weight", model.blocks[0].up.weight
     local = parameter.to_local().detach().reshape(-1)
-    levels = [len(part.unique()) for part in local.split(64)]
+    assert all(len(part.unique()) <= 8 for part in local.split(64))
     before = whole(model)[name]
     train(model, 5, first=1)
-    return {"levels": max(levels), "changed": float((whole(model)[name] - before).abs().max()), "whole": whole(model)}
-
-
-def test_without_masters_the_weights_are_what_was_sent() -> None:
-    answers = run_ranks(_keeps_quantised, 2, 2)
-    assert all(answer["levels"] <= 8 for answer in answers)
-    assert all(answer["changed"] > 1e-3 for answer in answers)
-    assert same([answer["whole"] for answer in answers])
+    assert float((whole(model)[name] - before).abs().max()) > 1e-3
+    assert_alike(whole(model))
 
 
 # --- as under FSDP2 alone -------------------------------------------------------------------------------------------
@@ -273,96 +239,71 @@ LIKE_STOCK = [_accumulates, _accumulates_shards, _divided_by_factors, _summed, _
 LIKE_STOCK += [_sharded_together, _read_at_once]
 
 
-def _like_stock(rank: int, size: int) -> dict[str, Pair]:
-    return {run.__name__: run(rank, size) for run in LIKE_STOCK}
-
-
-def test_raw_messages_change_nothing_in_settings_of_fsdp() -> None:
-    for found in run_ranks(_like_stock, 2, 2):
-        for name, (before, after) in found.items():
-            torch.testing.assert_close(
-                after, before, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
-            )
+@on_ranks(2)
+def test_raw_messages_change_nothing_in_settings_of_fsdp(rank: int, size: int) -> None:
+    for run in LIKE_STOCK:
+        before, after = run(rank, size)
+        name = run.__name__
+        torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
 
 
 # --- secondary shards, replicas and algorithms ----------------------------------------------------------------------
 
 
-def _secondary(rank: int, size: int) -> list[dict[str, Any]]:
-    found = []
+@on_ranks(4)
+def test_a_secondary_shard_inside_the_node_keeps_backward_local(rank: int, size: int) -> None:
     for spec in ("raw", W8G8):
         models = [build(), build(reshard_after_forward=2)]
         wires = [compress(model, spec, spec) for model in models]
-        losses = [train(model, 4) for model in models]
-        counts = [(wire.stats.gathers, wire.stats.local_gathers) for wire in wires]
-        found.append({"losses": losses, "whole": [whole(model) for model in models], "counts": counts})
-    return found
-
-
-def test_a_secondary_shard_inside_the_node_keeps_backward_local() -> None:
-    for answer in (found for answers in run_ranks(_secondary, 4, 4) for found in answers):
+        first, second = (train(model, 4) for model in models)
         # Bit for bit what backward would have gathered from all ranks.
-        assert answer["losses"][0] == answer["losses"][1]
-        assert same(answer["whole"])
+        assert first == second
+        assert alike(*map(whole, models))
         # Four steps and three units, the root among them: forward from all ranks, backward from two.
-        assert answer["counts"] == [(4 * (2 + 2 + 1), 0), (12, 12)]
+        counts = [(wire.stats.gathers, wire.stats.local_gathers) for wire in wires]
+        assert counts == [(4 * (2 + 2 + 1), 0), (12, 12)]
 
 
 HSDP = {"native": (W8G8, W8G8), "inside": ("raw", "raw"), "both": (W8G8, W8G8)}
 
 
-def _hsdp(rank: int, size: int) -> dict[str, dict[str, Any]]:
+@on_ranks(4)
+def test_hsdp(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    stock, found = train(build(mesh), 6), {}
+    stock = train(build(mesh), 6)[-1]
     for kind, specs in HSDP.items():
         model = build(mesh if kind == "native" else mesh["shard"])
         across = {"replicas": mesh["replicate"].get_group(), "across": "minmax(bits=8, bucket=128)"}
         wire = compress(model, *specs, **({} if kind == "native" else across))
-        losses, stats = train(model, 6), wire.stats
-        found[kind] = {"losses": (stock, losses), "whole": whole(model), "stats": stats, "plan": list(wire.plan)}
-    return found
-
-
-def test_hsdp() -> None:
-    answers = run_ranks(_hsdp, 4, 4)
-    for kind in HSDP:
-        assert same([answer[kind]["whole"] for answer in answers]), f"replicas differ: {kind}"
-        for found in (answer[kind] for answer in answers):
-            stock, ours = found["losses"]
-            assert ours[-1] == pytest.approx(stock[-1], rel=0.05), kind
-            assert found["stats"].overlapped == 0
-            assert ("across/stem.weight" in found["plan"]) == (kind != "native")
+        assert train(model, 6)[-1] == pytest.approx(stock, rel=0.05), kind
+        assert_alike(whole(model))
+        assert wire.stats.overlapped == 0
+        assert ("across/stem.weight" in wire.plan.layers) == (kind != "native")
 
 
 ALGORITHMS = ["sra", "hierarchical(inside=dense)", "hierarchical(inside=same)", "ring", "tree"]
 
 
-def _across_nodes(rank: int, size: int) -> list[dict[str, Any]]:
+@on_ranks(4)
+def test_algorithms(rank: int, size: int) -> None:
     os.environ["THINWIRE_NODE"] = f"node {rank // 2}"
-    found = []
+    flat = None
     for algorithm in ALGORITHMS:
         model = build()
         wire = compress(model, W8G8, W8G8, network=thinwire.Network(algorithm=algorithm, transport="group"))
-        found.append({"loss": train(model, 5)[-1], "whole": whole(model)})
+        loss = train(model, 5)[-1]
+        flat = flat or loss
+        assert loss == pytest.approx(flat, rel=0.1), algorithm
+        assert_alike(whole(model))
         wire.detach()
-    return found
-
-
-def test_algorithms() -> None:
-    flat, *others = zip(*run_ranks(_across_nodes, 4, 4), strict=True)
-    for algorithm, answers in zip(ALGORITHMS[1:], others, strict=True):
-        assert same([answer["whole"] for answer in answers]), algorithm
-        for answer, reference in zip(answers, flat, strict=True):
-            assert answer["loss"] == pytest.approx(reference["loss"], rel=0.1), algorithm
 
 
 @pytest.mark.alone
 @pytest.mark.network
 @pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
-@pytest.mark.parametrize(("weights", "gradients"), [(W8G8, "minmax(bits=4, bucket=128)"), ("raw", "raw")])
-def test_bytes_on_the_interface_are_those_of_the_formula(weights: str, gradients: str) -> None:
+def test_bytes_on_the_interface_are_those_of_the_formula() -> None:
     """By the kernel's counters of each node's interface, of which nothing that is sent can escape."""
-    config = {"weights": weights, "gradients": gradients}
+    config = {"weights": W8G8, "gradients": "minmax(bits=4, bucket=128)"}
     counted = [0]
     with lab.Network(2) as network:
         for steps in (2, 12):
@@ -373,15 +314,11 @@ def test_bytes_on_the_interface_are_those_of_the_formula(weights: str, gradients
     assert (second - first) * 1448 / 1514 == pytest.approx(10 * by_formula, rel=0.03)
 
 
-def _compiled(rank: int, size: int) -> dict[str, Any]:
+@on_ranks(2, timeout_s=120.0)
+def test_torch_compile(rank: int, size: int) -> None:
     models = [build(), build()]
     for model in models:
         compress(model, W8G8, W8G8)
     eager = train(models[0], 3)
     compiled = train(torch.compile(models[1], backend="aot_eager"), 3)  # pyright: ignore[reportArgumentType]
-    return {"eager": eager, "compiled": compiled}
-
-
-def test_torch_compile() -> None:
-    for answer in run_ranks(_compiled, 2, 2, timeout_s=120.0):
-        torch.testing.assert_close(answer["compiled"], answer["eager"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
-from harness import run_ranks
+from harness import on_ranks
+from ranks import alike, assert_alike
 from sharded import Block, Net, batch, build, compress
 
 
@@ -94,35 +95,27 @@ def _local(model: nn.Module) -> list[Tensor]:
     return [p.to_local().detach().clone() for p in model.parameters()]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _beside_stock(rank: int, size: int) -> dict[str, Any]:
-    found = {}
+@on_ranks(2)
+def test_raw_messages_leave_no_gradient_where_stock_fsdp_leaves_none(rank: int, size: int) -> None:
     for name, case in CASES.items():
         (stock, of_stock, _), (ours, of_ours, _) = _made(case, None), _made(case, "raw")
-        without = [
-            (_step(stock, of_stock, rank, step, case), _step(ours, of_ours, rank, step, case)) for step in range(6)
-        ]
-        alike = [torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(_local(stock), _local(ours), strict=True)]
-        found[name] = without, all(alike)
-    return found
+        without = []
+        for step in range(6):
+            without += (expected := _step(stock, of_stock, rank, step, case))
+            assert _step(ours, of_ours, rank, step, case) == expected, name
+        torch.testing.assert_close(_local(ours), _local(stock), rtol=1e-5, atol=1e-6)
+        assert without or name != "heads in turn"
 
 
-def test_raw_messages_leave_no_gradient_where_stock_fsdp_leaves_none() -> None:
-    for found in run_ranks(_beside_stock, 2, 2):
-        for name, (without, alike) in found.items():
-            assert [ours for _, ours in without] == [stock for stock, _ in without], name
-            assert alike, name
-        assert any(stock for stock, _ in found["heads in turn"][0])
+@on_ranks(2)
+def test_a_resumed_run_is_the_run_bit_for_bit(rank: int, size: int) -> None:
+    coarse = [(name, COARSE) for name in ("skipped in turn", "heads in turn", "used twice", "frozen")]
+    for name, spec in [("frozen", "raw"), *coarse]:
+        for at in (1, 3):
+            _resumed_at(at, rank, CASES[name], spec)
 
 
-def _resumed(rank: int, size: int) -> dict[tuple[str, str], list[bool]]:
-    cases = [
-        ("frozen", "raw"),
-        *((name, COARSE) for name in ("skipped in turn", "heads in turn", "used twice", "frozen")),
-    ]
-    return {(name, spec): [_resumed_at(at, rank, CASES[name], spec) for at in (1, 3)] for name, spec in cases}
-
-
-def _resumed_at(at: int, rank: int, case: dict[str, Any], spec: str) -> bool:
+def _resumed_at(at: int, rank: int, case: dict[str, Any], spec: str) -> None:
     model, optimizer, wire = _made(case, spec)
     for step in range(at):
         _step(model, optimizer, rank, step, case)
@@ -142,72 +135,48 @@ def _resumed_at(at: int, rank: int, case: dict[str, Any], spec: str) -> bool:
         _step(again, other, rank, step, case)
     wire.detach()
     resumed.detach()
-    return all(torch.equal(a, b) for a, b in zip(_local(model), _local(again), strict=True))
+    assert alike(_local(model), _local(again)), (case, spec)
 
 
-def test_a_resumed_run_is_the_run_bit_for_bit() -> None:
-    for found in run_ranks(_resumed, 2, 2):
-        for case, alike in found.items():
-            assert alike == [True, True], case
-
-
-def _residuals(rank: int, size: int) -> tuple[Tensor, Tensor]:
+@on_ranks(2)
+def test_a_residual_waits_for_the_next_gradient(rank: int, size: int) -> None:
     model, optimizer, wire = _made({}, "ef(minmax(bits=2, bucket=128))")
     key = f"rank{rank}/residual/gradients/heads.0.weight"
     _step(model, optimizer, rank, 0, {})
     before = wire.state_dict()[key].clone()
     _step(model, optimizer, rank, 1, {"task": [1] * 6})
-    return before, wire.state_dict()[key]
+    assert before.any()
+    assert torch.equal(wire.state_dict()[key], before)
 
 
-def test_a_residual_waits_for_the_next_gradient() -> None:
-    for before, after in run_ranks(_residuals, 2, 2):
-        assert float(before.abs().max()) > 0
-        assert torch.equal(after, before)
-
-
-def _on_one_rank(rank: int, size: int, replicas: bool) -> list[tuple[bool, Tensor | None]]:
+@pytest.mark.parametrize(("size", "replicas"), [(2, False), (4, True)])
+@on_ranks()
+def test_a_gradient_that_any_rank_has_stays_on_all(rank: int, size: int, replicas: bool) -> None:
     """One rank uses a head that the others do not; PyTorch's own replicas, too."""
     mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")) if replicas else None
     model = build(mesh, net=InTurn)
     wire = compress(model)
-    found = []
-    for task in (int(rank == size - 1), 0):
-        model.task = task
-        x, y = batch(0, rank)
+    x, y = batch(0, rank)
+    for used in (True, False):
+        model.task = int(used and rank == size - 1)
         (model(x) - y).square().mean().backward()
         grad = model.heads[1].weight.grad
-        found.append((grad is None, None if grad is None else grad.full_tensor()))
+        assert (grad is not None) == used
+        if grad is not None:
+            assert grad.full_tensor().any()
+            assert_alike(grad.full_tensor())
         model.zero_grad()
     wire.detach()
-    model.task = 0
-    model(batch(0, rank)[0]).sum().backward()
-    found.append((model.heads[1].weight.grad is None, None))
-    return found
+    model(x).sum().backward()
+    assert model.heads[1].weight.grad is None
 
 
-@pytest.mark.parametrize(("num_ranks", "replicas"), [(2, False), (4, True)])
-def test_a_gradient_that_any_rank_has_stays_on_all(num_ranks: int, replicas: bool) -> None:
-    answers = run_ranks(_on_one_rank, num_ranks, num_ranks, replicas)
-    for (none, grad), (later, _), (detached, _) in answers:
-        assert not none
-        assert grad is not None
-        assert float(grad.abs().max()) > 0
-        assert torch.equal(grad, answers[0][0][1])
-        assert later
-        assert detached
-
-
-def _asked_for_zeros(rank: int, size: int) -> bool:
+@on_ranks(2)
+def test_who_asked_for_zeros_has_them(rank: int, size: int) -> None:
     model = build(net=InTurn)
     model.set_reduce_scatter_unused_params(True)
     wire = compress(model)
     for _ in range(2):
         model(batch(0, rank)[0]).sum().backward()
     wire.detach()
-    assert isinstance(model, FSDPModule)
-    return model.heads[1].weight.grad is None  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def test_who_asked_for_zeros_has_them() -> None:
-    assert run_ranks(_asked_for_zeros, 2, 2) == [False, False]
+    assert model.heads[1].weight.grad is not None

@@ -9,25 +9,24 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import sharded
 import thinwire
-from harness import run_ranks
+from harness import on_ranks
+from ranks import alike
 
 
-def linear(group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
+def linear() -> DistributedDataParallel:
     torch.manual_seed(0)
-    return DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), process_group=group)
+    return DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
 
 
 def backward(model: nn.Module, rank: int, step: int = 0) -> list[torch.Tensor]:
@@ -45,31 +44,21 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _copies(rank: int) -> dict[str, tuple[bool, bool, bool]]:
+@on_ranks(2)
+def test_a_copy_of_a_compressed_model_is_a_stock_model_that_may_be_compressed(rank: int) -> None:
     stock, model = linear(), linear()
     wire = thinwire.compress(model, "minmax(bits=4)", skip_if_slower=False)
     exact, sent = backward(stock, rank), backward(model, rank)
-    found = {}
     for name, copied in COPIES.items():
         other = copied(model)
-        uncompressed = backward(other, rank)
+        assert alike(backward(other, rank), exact), name
         second = thinwire.compress(other, "minmax(bits=4)", skip_if_slower=False)
-        compressed = backward(other, rank)
-        found[name] = (
-            all(torch.equal(a, b) for a, b in zip(uncompressed, exact, strict=True)),
-            all(torch.equal(a, b) for a, b in zip(compressed, sent, strict=True)),
-            second.stats.compressed_steps == 1,
-        )
+        assert alike(backward(other, rank), sent), name
+        assert second.stats.compressed_steps == 1
         second.detach()
     # The copied model goes on as before.
     backward(model, rank, 1)
     assert wire.stats.compressed_steps == 2
-    return found
-
-
-def test_a_copy_of_a_compressed_model_is_a_stock_model_that_may_be_compressed() -> None:
-    for answers in run_ranks(_copies, 2):
-        assert answers == dict.fromkeys(COPIES, (True, True, True))
 
 
 class Odd(nn.Module):
@@ -86,7 +75,8 @@ class Odd(nn.Module):
         return (self.exact(self.a(self.embed(samples)).double()).float() * self.turn).abs().square().mean()
 
 
-def _odd_parameters(rank: int) -> None:
+@on_ranks(2)
+def test_complex_sparse_and_double_parameters_are_those_of_stock_ddp(rank: int) -> None:
     for exclude in ([], ["embed*", "turn", "exact.weight"]):
         _odd(rank, exclude)
 
@@ -124,10 +114,6 @@ def _odd(rank: int, exclude: list[str]) -> None:
             thinwire.compress(model(), {name: "minmax", "*": "raw"}, **options)
 
 
-def test_complex_sparse_and_double_parameters_are_those_of_stock_ddp() -> None:
-    run_ranks(_odd_parameters, 2)
-
-
 Counts = tuple[int, int, int]
 
 
@@ -156,20 +142,20 @@ def _memory() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _dropped_ddp(rank: int, cycle: int) -> None:
+def _dropped_ddp(rank: int) -> None:
     model = linear()
     thinwire.compress(model, "ef(minmax(bits=4))", skip_if_slower=False)
     backward(model, rank)
 
 
-def _dropped_fsdp(rank: int, cycle: int) -> None:
+def _dropped_fsdp(rank: int) -> None:
     model = sharded.build()
     wire = sharded.compress(model, "raw", "ef(minmax(bits=4))")
     sharded.train(model, 1)
     wire.gather_state_dict()
 
 
-def _refused(rank: int, cycle: int) -> None:
+def _refused(rank: int) -> None:
     """Because of an argument, and because ranks disagree."""
     model = sharded.build()
     with pytest.raises(ValueError, match="weights must arrive in every step"):
@@ -178,42 +164,28 @@ def _refused(rank: int, cycle: int) -> None:
         sharded.compress(model, f"minmax(bits={4 + rank}, bucket=64)", "raw")
 
 
-def _detached(rank: int, cycle: int, group: dist.ProcessGroup | None = None) -> None:
-    model = linear(group)
-    wire = thinwire.compress(
-        model, "ef(minmax(bits=4))", skip_if_slower=False, network=thinwire.Network(streams=1 + cycle % 2)
-    )
-    backward(model, rank, cycle)
-    assert wire.stats.compressed_steps == 1
-    wire.detach()
-
-
-def _cycles(rank: int, cycle_of: Callable[[int, int], None], cycles: int) -> tuple[Counts, Counts, int]:
-    """The counts after the first cycles and after all, and by how much memory has grown."""
-    for cycle in range(6):
-        cycle_of(rank, cycle)
-    early, before = _settled(), _memory()
-    for cycle in range(6, cycles):
-        cycle_of(rank, cycle)
-    return early, _settled(early), _memory() - before
+def _detached(rank: int) -> None:
+    for streams in (1, 2):
+        model, network = linear(), thinwire.Network(streams=streams)
+        wire = thinwire.compress(model, "ef(minmax(bits=4))", skip_if_slower=False, network=network)
+        backward(model, rank)
+        assert wire.stats.compressed_steps == 1
+        wire.detach()
 
 
 @pytest.mark.parametrize(
-    ("cycle_of", "cycles"), [(_dropped_ddp, 16), (_dropped_fsdp, 16), (_refused, 12), (_detached, 36)]
+    ("cycle_of", "cycles"), [(_dropped_ddp, 16), (_dropped_fsdp, 16), (_refused, 12), (_detached, 18)]
 )
+@on_ranks(2)
 def test_what_is_dropped_refused_or_detached_leaves_no_threads_connections_or_memory(
-    cycle_of: Callable[[int, int], None], cycles: int
+    rank: int, cycle_of: Callable[[int], None], cycles: int
 ) -> None:
-    for early, late, grown in run_ranks(_cycles, 2, cycle_of, cycles):
-        assert _no_more(late, early), (early, late)
-        assert grown < 6 << 20
-
-
-def _over_a_part(rank: int) -> tuple[Counts, Counts, int]:
-    group = dist.new_group([0, 1])
-    return _cycles(rank, partial(_detached, group=group), 12) if rank < 2 else (*[_counts()] * 2, 0)
-
-
-def test_models_over_a_part_of_the_world_that_are_detached_leave_nothing() -> None:
-    for early, late, _ in run_ranks(_over_a_part, 3):
-        assert _no_more(late, early), (early, late)
+    """No more of anything after all cycles than after the first ones."""
+    for _ in range(6):
+        cycle_of(rank)
+    early, before = _settled(), _memory()
+    for _ in range(6, cycles):
+        cycle_of(rank)
+    late = _settled(early)
+    assert _no_more(late, early), (early, late)
+    assert _memory() - before < 6 << 20

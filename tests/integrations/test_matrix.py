@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import thinwire
-from harness import run_ranks
+from harness import on_ranks
 from nets import assert_replicas_identical, batch, loss_of, make, trained
 
 PRECISIONS = ("fp32", "bf16", "autocast", "GradScaler")
@@ -67,7 +67,7 @@ def _cell(rank: int, precision: str, feature: str, kind: str) -> None:
             one_step(step)
     stats = wire.stats
     assert stats.steps == stats.compressed_steps == _COUNTED, stats
-    assert stats.payload_sent_bytes == _COUNTED * wire.wire_bytes_per_step() > 0
+    assert stats.payload_sent_bytes == _COUNTED * wire.sent_bytes() > 0
     assert stats.payload_sent_bytes < (0.65 if dtype == torch.float32 else 1.01) * stats.dense_bytes
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
     if feature != "join":
@@ -75,7 +75,10 @@ def _cell(rank: int, precision: str, feature: str, kind: str) -> None:
         assert_replicas_identical(model)
 
 
-def _cells(rank: int, precision: str) -> None:
+@pytest.mark.parametrize("precision", PRECISIONS)
+@on_ranks(2, timeout_s=250.0, group_timeout_s=60.0)
+def test_precision(rank: int, precision: str) -> None:
+    """With each feature, with which each kind of compressor goes in some precision."""
     kinds = list(KINDS)
     for i, feature in enumerate(FEATURES):
         kind = kinds[(i + PRECISIONS.index(precision)) % len(kinds)]
@@ -83,9 +86,3 @@ def _cells(rank: int, precision: str) -> None:
             _cell(rank, precision, feature, kind)
         except AssertionError as error:
             raise AssertionError(f"{precision}, {feature}, {kind}") from error
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_precision(precision: str) -> None:
-    """With each feature, with which each kind of compressor goes in some precision."""
-    run_ranks(_cells, 2, precision, timeout_s=250.0, group_timeout_s=60.0)

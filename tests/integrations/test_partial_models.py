@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
-from harness import run_ranks
+from harness import on_ranks
+from ranks import alike, assert_alike, of_ranks
 from thinwire.integrations.devices import trained
 
 _WIDTH = 32
@@ -41,9 +40,8 @@ def _batch(rank: int, step: int) -> Tensor:
     return torch.randn(8, _WIDTH, generator=torch.Generator().manual_seed(2 * step + rank))
 
 
-def _unused_every_second_step(rank: int, bucket_view: bool, before: str) -> float:
-    """The part of the expert's gradients that neither arrived nor stayed in a residual. ``before``: what gradients are
-    as a pass begins."""
+def _unused_every_second_step(rank: int, bucket_view: bool, before: str) -> None:
+    """The expert's gradients arrive or stay in a residual. ``before``: what gradients are as a pass begins."""
     torch.manual_seed(0)
     model = DDP(Experts(), find_unused_parameters=True, gradient_as_bucket_view=bucket_view)
     wire = thinwire.compress(model, "ef(topk(density=0.02))", skip_if_slower=False, min_numel=0)
@@ -55,21 +53,16 @@ def _unused_every_second_step(rank: int, bucket_view: bool, before: str) -> floa
             given += sum(_gradient(r, step) for r in range(2)) / 2
         if (got := model.module.expert.weight.grad) is not None:
             arrived += got
-    state = wire.state_dict()
-    residuals = [value for key, value in state.items() if "residual" in key and "expert" in key]
-    unsent = torch.stack(residuals).sum(0).view(_WIDTH, _WIDTH)
-    dist.all_reduce(unsent.div_(2))
-    return float((given - arrived - unsent).norm() / given.norm())
+    (key,) = (key for key in wire.state_dict() if "residual" in key and "expert" in key)
+    unsent = sum(of_ranks(wire.state_dict()[key])) / 2
+    assert float((given - arrived - unsent.view(given.shape)).norm() / given.norm()) < 1e-5
 
 
-def _lost(rank: int) -> list[float]:
-    cases = [(view, before) for view in (False, True) for before in ("none", "zeros")]
-    return [_unused_every_second_step(rank, *case) for case in cases]
-
-
-def test_what_a_residual_sends_of_a_layer_that_no_rank_used_is_kept() -> None:
-    for lost in run_ranks(_lost, 2):
-        assert max(lost) < 1e-5
+@on_ranks(2)
+def test_what_a_residual_sends_of_a_layer_that_no_rank_used_is_kept(rank: int) -> None:
+    for bucket_view in (False, True):
+        for before in ("none", "zeros"):
+            _unused_every_second_step(rank, bucket_view, before)
 
 
 class Turned(Experts):
@@ -83,25 +76,19 @@ class Turned(Experts):
         return (super().forward(x, whole) * self.turn).abs()
 
 
-def _complex_and_unused(rank: int) -> bool:
+@on_ranks(2)
+def test_complex_layers_go_with_layers_that_no_rank_used(rank: int) -> None:
     torch.manual_seed(0)
     model = DDP(Turned(), find_unused_parameters=True)
     thinwire.compress(model, "ef(topk(density=0.02))", skip_if_slower=False, min_numel=0)
     for step in range(4):
         model.zero_grad(set_to_none=False)
         model(_batch(rank, step), step % 2 == 0).mean().backward()
-    own = torch.view_as_real(model.module.turn.grad)
-    mean = own.clone()
-    dist.all_reduce(mean.div_(2))
-    return torch.allclose(own, mean)
+    assert_alike(model.module.turn.grad)
 
 
-def test_complex_layers_go_with_layers_that_no_rank_used() -> None:
-    assert run_ranks(_complex_and_unused, 2) == [True, True]
-
-
-def _momenta_of_an_unused_layer(rank: int) -> tuple[set[str], bool, bool]:
-    """Names of what is kept of the expert, whether a step without it leaves it alone, and whether one with it does."""
+@on_ranks(2)
+def test_momentum_and_velocity_of_a_layer_that_no_rank_used_are_kept(rank: int) -> None:
     torch.manual_seed(0)
     model = DDP(Experts(), find_unused_parameters=True)
     wire = thinwire.compress(model, "dgc(topk(density=0.02))", skip_if_slower=False, min_numel=0)
@@ -109,70 +96,50 @@ def _momenta_of_an_unused_layer(rank: int) -> tuple[set[str], bool, bool]:
     def kept(step: int, whole: bool) -> dict[str, Tensor]:
         model.zero_grad()
         model(_batch(rank, step), whole).mean().backward()
-        return {key: value for key, value in wire.state_dict().items() if key.endswith("expert.weight")}
+        return {key.split("/")[1]: v for key, v in wire.state_dict().items() if key.endswith("expert.weight")}
 
     first, unused, used = kept(0, whole=True), kept(1, whole=False), kept(2, whole=True)
-    same = [
-        all(torch.equal(before[key], after[key]) for key in before)
-        for before, after in ((first, unused), (unused, used))
-    ]
-    return {key.split("/")[1] for key in first}, same[0], same[1]
+    assert set(first) == {"momentum", "velocity"}
+    assert alike(first, unused)
+    assert not alike(unused, used)
 
 
-def test_momentum_and_velocity_of_a_layer_that_no_rank_used_are_kept() -> None:
-    for names, left_alone, left_alone_when_used in run_ranks(_momenta_of_an_unused_layer, 2):
-        assert names == {"momentum", "velocity"}
-        assert (left_alone, left_alone_when_used) == (True, False)
-
-
-def _ignored(rank: int) -> list[tuple[bool, bool, list[str]]]:
-    return [_ignored_under(checks, rank) for checks in (thinwire.Checks(1), thinwire.Checks(resync_every=1))]
-
-
-def _ignored_under(checks: thinwire.Checks, rank: int) -> tuple[bool, bool, list[str]]:
-    torch.manual_seed(rank)
-    module = Experts()
-    DDP._set_params_and_buffers_to_ignore_for_model(module, ["expert.weight"])
-    model = DDP(module)
-    own, shared = module.expert.weight.detach().clone(), module.shared.weight.detach().clone()
-    wire = thinwire.compress(model, "minmax(bits=4)", skip_if_slower=False, min_numel=0, checks=checks)
-    optimizer = torch.optim.SGD(module.shared.parameters(), lr=0.1)
-    for step in range(3):
-        model.zero_grad()
-        model(_batch(rank, step)).square().mean().backward()
-        optimizer.step()
-    assert list(trained(model)) == list(wire.plan.layers)
-    return torch.equal(own, module.expert.weight), torch.equal(shared, module.shared.weight), list(wire.plan.layers)
-
-
-def test_layers_that_ddp_ignores_belong_to_their_rank() -> None:
-    """Of whose own layer, the shared one, and the plan, the first alone stays."""
-    assert run_ranks(_ignored, 2) == [[(True, False, ["shared.weight"])] * 2] * 2
-
-
-def _detached(rank: int) -> list[bool]:
-    sgd = partial(torch.optim.SGD, lr=0.1), "intsgd(scale=params)"
-    quantized = partial(thinwire.optim.QuantizedAdam, lr=1e-3, warmup=1), "minmax(bits=4)"
-    return [moved for optimizer, spec in (sgd, quantized) for moved in _moved(rank, optimizer, spec)]
-
-
-def _moved(rank: int, make: Callable[..., torch.optim.Optimizer], spec: str) -> list[bool]:
-    torch.manual_seed(0)
-    model, moved = DDP(nn.Linear(_WIDTH, _WIDTH)), []
-    optimizer = make(model.parameters())
-    for _ in range(2):
-        wire = thinwire.compress(model, spec, optimizer=optimizer, skip_if_slower=False, min_numel=0)
-        optimizer.register_step_pre_hook(lambda *_: None)  # a user's, behind ours
-        for attached in (True, True, True, False):
-            if not attached:
-                wire.detach()
-            before = model.module.weight.detach().clone()
-            optimizer.zero_grad()
-            model(_batch(rank, 0)).square().mean().backward()
+@on_ranks(2)
+def test_layers_that_ddp_ignores_belong_to_their_rank(rank: int) -> None:
+    for checks in (thinwire.Checks(1), thinwire.Checks(resync_every=1)):
+        torch.manual_seed(rank)
+        module = Experts()
+        DDP._set_params_and_buffers_to_ignore_for_model(module, ["expert.weight"])
+        model = DDP(module)
+        own, shared = module.expert.weight.detach().clone(), module.shared.weight.detach().clone()
+        wire = thinwire.compress(model, "minmax(bits=4)", skip_if_slower=False, min_numel=0, checks=checks)
+        optimizer = torch.optim.SGD(module.shared.parameters(), lr=0.1)
+        for step in range(3):
+            model.zero_grad()
+            model(_batch(rank, step)).square().mean().backward()
             optimizer.step()
-            moved.append(not torch.equal(before, model.module.weight))
-    return moved
+        assert list(trained(model)) == list(wire.plan.layers) == ["shared.weight"]
+        assert torch.equal(own, module.expert.weight)
+        assert not torch.equal(shared, module.shared.weight)
 
 
-def test_an_optimizer_outlives_what_followed_its_steps() -> None:
-    assert run_ranks(_detached, 2) == [[True] * 16] * 2
+@on_ranks(2)
+def test_an_optimizer_outlives_what_followed_its_steps(rank: int) -> None:
+    for make, spec in (
+        (partial(torch.optim.SGD, lr=0.1), "intsgd(scale=params)"),
+        (partial(thinwire.optim.QuantizedAdam, lr=1e-3, warmup=1), "minmax(bits=4)"),
+    ):
+        torch.manual_seed(0)
+        model = DDP(nn.Linear(_WIDTH, _WIDTH))
+        optimizer = make(model.parameters())
+        for _ in range(2):
+            wire = thinwire.compress(model, spec, optimizer=optimizer, skip_if_slower=False, min_numel=0)
+            optimizer.register_step_pre_hook(lambda *_: None)  # a user's, behind ours
+            for attached in (True, True, True, False):
+                if not attached:
+                    wire.detach()
+                before = model.module.weight.detach().clone()
+                optimizer.zero_grad()
+                model(_batch(rank, 0)).square().mean().backward()
+                optimizer.step()
+                assert not torch.equal(before, model.module.weight)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
-from harness import run_ranks
+from harness import on_ranks
 from nets import assert_replicas_identical, batch as batch_of, loss_of, make, train, trained
 from thinwire.optim import CompressedAdamW
 
@@ -27,7 +26,8 @@ def _attach(rank: int, compressor: str, order: Any = "pre", **options: Any) -> t
     return model, optimizer, wire
 
 
-def _means(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_ranks_step_with_the_mean_of_their_updates(rank: int, size: int) -> None:
     """With nothing compressed, ranks step with the mean of what each makes of its own gradient."""
     for order in ("pre", "update"):
         model, optimizer, _ = _attach(rank, "raw", order, start=0)
@@ -48,28 +48,20 @@ def _means(rank: int, size: int) -> None:
         assert_replicas_identical(model)
 
 
-def test_ranks_step_with_the_mean_of_their_updates() -> None:
-    run_ranks(_means, 2, 2)
-
-
-def _losses(rank: int, compressor: str, order: Any) -> dict[str, float]:
-    losses = {}
-    for spec in (compressor, "raw"):
-        model, optimizer, wire = _attach(rank, spec, order)
-        losses[spec] = sum(train(model, rank, 60, optimizer=optimizer)[-10:])
-        assert_replicas_identical(model)
-        assert wire.stats.payload_sent_bytes > 0
-        assert any(str(c).startswith("ef(") for c in wire.plan.layers.values()) == (spec != "raw")
-    return losses
-
-
 @pytest.mark.parametrize(
     ("compressor", "order", "margin"),
     [(TWO_BITS, "pre", 0.05), ("onebit(bucket=512)", "update", 0.10), ("topk(density=0.05)", "update", 0.15)],
 )
-def test_few_bits_end_where_full_precision_does(compressor: str, order: str, margin: float) -> None:
-    losses = run_ranks(_losses, 2, compressor, order)[0]
-    assert losses[compressor] < (1 + margin) * losses["raw"]
+@on_ranks(2)
+def test_few_bits_end_where_full_precision_does(rank: int, compressor: str, order: Any, margin: float) -> None:
+    losses = []
+    for spec in ("raw", compressor):
+        model, optimizer, wire = _attach(rank, spec, order)
+        losses.append(sum(train(model, rank, 60, optimizer=optimizer)[-10:]))
+        assert_replicas_identical(model)
+        assert wire.stats.payload_sent_bytes > 0
+        assert any(str(c).startswith("ef(") for c in wire.plan.layers.values()) == (spec != "raw")
+    assert rank or losses[1] < (1 + margin) * losses[0]
 
 
 class Strided(nn.Module):
@@ -85,52 +77,38 @@ class Strided(nn.Module):
         return self.conv(x).square().mean() + (x.flatten(1)[:, :8] @ (self.transposed + 2 * self.gaps)).pow(4).mean()
 
 
-STEPPING: list[Callable[[nn.Module], Any]] = [
-    lambda model: CompressedAdamW(model.parameters(), lr=LR),
-    lambda model: CompressedAdamW(model.parameters(), lr=LR, order="update", clip=0.5),
-]
-
-
-def _strided(rank: int) -> None:
-    for stepping in STEPPING:
-        _steps_as_one(rank, stepping)
-
-
-def _steps_as_one(rank: int, stepping: Callable[[nn.Module], Any]) -> None:
-    torch.manual_seed(0)
-    alone = Strided()
-    model = copy.deepcopy(alone)
-    ours, theirs = stepping(model), stepping(alone)
-    ddp = nn.parallel.DistributedDataParallel(model)
-    wire = thinwire.compress(ddp, "raw", optimizer=ours, skip_if_slower=False)
-    for step in range(10):
-        if step == 5:
-            saved = wire.gather_state_dict()
-            wire.load_state_dict(saved)
-            for (name, mine), other in zip(model.named_parameters(), alone.parameters(), strict=True):
-                for moment, values in theirs.local_state(other).items():
-                    torch.testing.assert_close(saved[f"rank{rank}/{moment}/{name}"], values)
-                    torch.testing.assert_close(ours.state[mine][moment].flatten(), values)
-        if step == 7:
-            wire.detach()
-        for net, optimizer in ((ddp, ours), (alone, theirs)):
-            optimizer.zero_grad()
-            net(torch.randn(3, 4, 5, 5, generator=torch.Generator().manual_seed(step))).backward()
-            optimizer.step()
-        for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(mine, other)
-
-
-def test_ranks_step_as_one_does_whatever_the_order_of_parameters_in_memory() -> None:
+@on_ranks(2)
+def test_ranks_step_as_one_does_whatever_the_order_of_parameters_in_memory(rank: int) -> None:
     """Ranks of the same data; DDP's buckets hold gradients as their parameters lie in memory."""
-    run_ranks(_strided, 2)
+    for options in ({}, {"order": "update", "clip": 0.5}):
+        torch.manual_seed(0)
+        alone = Strided()
+        model = copy.deepcopy(alone)
+        ours, theirs = (CompressedAdamW(each.parameters(), lr=LR, **options) for each in (model, alone))
+        ddp = nn.parallel.DistributedDataParallel(model)
+        wire = thinwire.compress(ddp, "raw", optimizer=ours, skip_if_slower=False)
+        for step in range(10):
+            if step == 5:
+                saved = wire.gather_state_dict()
+                wire.load_state_dict(saved)
+                for (name, mine), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+                    for moment, values in theirs.local_state(other).items():
+                        torch.testing.assert_close(saved[f"rank{rank}/{moment}/{name}"], values)
+                        torch.testing.assert_close(ours.state[mine][moment].flatten(), values)
+            if step == 7:
+                wire.detach()
+            for net, optimizer in ((ddp, ours), (alone, theirs)):
+                optimizer.zero_grad()
+                net(torch.randn(3, 4, 5, 5, generator=torch.Generator().manual_seed(step))).backward()
+                optimizer.step()
+            torch.testing.assert_close(list(model.parameters()), list(alone.parameters()))
 
 
-def _told(rank: int) -> tuple[str, list[list[str]]]:
-    """What is said of an optimizer that lacks a parameter, and the files of the warnings of two steps: of an optimizer
-    that no Wire knows, of local updates, and of a Wire."""
-    model, told = make(rank), []
-    with pytest.raises(ValueError) as refused:
+@on_ranks(2)
+def test_an_optimizer_that_lacks_a_parameter_is_refused_and_one_that_no_wire_knows_is_told_of_once(rank: int) -> None:
+    """Of an optimizer that lacks a parameter, one that no Wire knows, one of local updates, and one of a Wire."""
+    model = make(rank)
+    with pytest.raises(ValueError, match="CompressedAdamW lacks"):
         thinwire.compress(model, TWO_BITS, optimizer=CompressedAdamW(trained(model)[:-1], lr=LR))
     for attached in ("", "locally", "wire"):
         model = make(rank)
@@ -143,11 +121,5 @@ def _told(rank: int) -> tuple[str, list[list[str]]]:
             warnings.simplefilter("always")
             for _ in range(2):
                 optimizer.step()
-        told.append([w.filename for w in caught if "no Wire is attached to this CompressedAdamW" in str(w.message)])
-    return str(refused.value), told
-
-
-def test_an_optimizer_that_lacks_a_parameter_is_refused_and_one_that_no_wire_knows_is_told_of_once() -> None:
-    for refused, told in run_ranks(_told, 2):
-        assert "CompressedAdamW lacks" in refused
-        assert told == [[__file__], [], []]
+        told = [w.filename for w in caught if "no Wire is attached to this CompressedAdamW" in str(w.message)]
+        assert told == [__file__] * (not attached)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from harness import run_ranks
+from ranks import alike, assert_alike
 
 RULES = {"*": "ef(minmax(bits=2))"}
 
@@ -32,11 +33,7 @@ def train(ddp: nn.Module, rank: int, steps: int) -> torch.Tensor:
     return torch.cat([p.grad.reshape(-1) for p in ddp.parameters() if p.grad is not None])
 
 
-def alike(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def hugging_face_on(rank: int, folder: str) -> tuple[bool, list[str], str, str]:
+def hugging_face_on(rank: int, folder: str) -> None:
     arguments = SimpleNamespace(output_dir=folder, should_save=rank == 0)
 
     def begin(step: int) -> Any:
@@ -50,20 +47,20 @@ def hugging_face_on(rank: int, folder: str) -> tuple[bool, list[str], str, str]:
     callback.on_step_end(arguments, SimpleNamespace(global_step=3), None)
     callback.on_save(arguments, SimpleNamespace(global_step=3), None)
     dist.barrier()
+    assert [path.name for path in Path(folder).rglob("*.pt")] == ["thinwire.pt"]
     before, resumed, net = callback.wire.state_dict(), begin(3), model()
     net.module.register_forward_pre_hook(stop)
     with pytest.raises(RuntimeError, match="stop here"):
         net(torch.ones(1, 64))
-    same = alike(before, resumed.wire.state_dict())
+    assert alike(before, resumed.wire.state_dict())
     missing = begin(5)
-    with pytest.raises(FileNotFoundError) as lost:
+    with pytest.raises(FileNotFoundError, match="checkpoint-5"):
         model()(torch.ones(1, 64))
     missing.on_train_end(arguments, None, None)
     unwrapped = begin(0)
-    with pytest.raises(TypeError) as refused:
+    with pytest.raises(TypeError, match="start it with torchrun"):
         unwrapped.on_step_end(arguments, SimpleNamespace(global_step=1), None, model=nn.Linear(2, 2))
     unwrapped.on_train_end(arguments, None, None)
-    return same, [path.name for path in Path(folder).rglob("*.pt")], str(lost.value), str(refused.value)
 
 
 def stop(module: nn.Module, inputs: object) -> None:
@@ -72,14 +69,10 @@ def stop(module: nn.Module, inputs: object) -> None:
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 def test_hugging_face_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
-    for same, files, missing, unwrapped in run_ranks(hugging_face_on, 2, str(tmp_path)):
-        assert same
-        assert files == ["thinwire.pt"]
-        assert "checkpoint-5" in missing
-        assert "start it with torchrun" in unwrapped
+    run_ranks(hugging_face_on, 2, str(tmp_path))
 
 
-def lightning_on(rank: int, path: str) -> tuple[bool, bool, bool]:
+def lightning_on(rank: int, path: str) -> None:
     import pytorch_lightning
 
     class Module(pytorch_lightning.LightningModule):
@@ -100,40 +93,42 @@ def lightning_on(rank: int, path: str) -> tuple[bool, bool, bool]:
         return strategy
 
     first, again = begin(), begin()
+    assert first.model.find_unused_parameters
     train(first.model, rank, 3)
     first.save_checkpoint({"optimizer_states": []}, path)
     dist.barrier()
     checkpoint = torch.load(path, weights_only=True)
+    assert int(checkpoint["thinwire"]["step"]) == 2
     again.load_optimizer_state_dict(checkpoint)
-    resumed = alike(first.wire.state_dict(), again.wire.state_dict())
+    assert alike(first.wire.state_dict(), again.wire.state_dict())
     # A checkpoint that knows nothing of thinwire, as of a run before.
     begin().load_optimizer_state_dict({"optimizer_states": []})
-    return resumed, int(checkpoint["thinwire"]["step"]) == 2, first.model.find_unused_parameters
 
 
 @pytest.mark.skipif(find_spec("pytorch_lightning") is None, reason="pytorch_lightning is not installed")
 def test_lightning_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
-    assert run_ranks(lightning_on, 2, str(tmp_path / "last.ckpt")) == [(True, True, True)] * 2
+    run_ranks(lightning_on, 2, str(tmp_path / "last.ckpt"))
 
 
-def accelerate_on(rank: int) -> tuple[int, bool]:
+def accelerate_on(rank: int) -> None:
     from accelerate import Accelerator
 
-    torch.manual_seed(0)
-    handler = thinwire.accelerate_handler(RULES, skip_if_slower=False, ddp={"find_unused_parameters": True})
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
-    net = accelerator.prepare(nn.Linear(64, 64))
-    accelerator.register_for_checkpointing(handler.wire.checkpointable())
-    train(net, rank, 3)
-    return handler.wire.stats.compressed_steps, net.find_unused_parameters
+    # accelerate asks the environment, as torchrun sets it, for the world.
+    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in launched.items():
+            patch.setenv(name, str(value))
+        torch.manual_seed(0)
+        handler = thinwire.accelerate_handler(RULES, skip_if_slower=False, ddp={"find_unused_parameters": True})
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+        net = accelerator.prepare(nn.Linear(64, 64))
+        accelerator.register_for_checkpointing(handler.wire.checkpointable())
+        train(net, rank, 3)
+    assert handler.wire.stats.compressed_steps == 3
+    assert net.find_unused_parameters
 
 
-@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
-def test_accelerate_compresses_what_it_prepares() -> None:
-    assert run_ranks(launched_accelerate_on, 2) == [(3, True), (3, True)]
-
-
-def accelerate_local_on(rank: int) -> bool:
+def accelerate_local_on(rank: int) -> None:
     from accelerate import Accelerator
 
     net = nn.Linear(64, 64)
@@ -143,23 +138,13 @@ def accelerate_local_on(rank: int) -> bool:
         train(net, 10 * rank + step, 1)
         optimizer.step()
         local.step()
-    weights = [torch.empty_like(net.weight) for _ in range(2)]
-    dist.all_gather(weights, net.weight.detach())
-    return torch.equal(*weights)
+    assert_alike(net.weight.detach())
 
 
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
-def test_local_updates_take_an_optimizer_that_accelerate_prepared() -> None:
-    assert run_ranks(accelerate_local_on, 2) == [True, True]
-
-
-def launched_accelerate_on(rank: int) -> tuple[int, bool]:
-    # accelerate asks the environment, as torchrun sets it, for the world.
-    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in launched.items():
-            patch.setenv(name, str(value))
-        return accelerate_on(rank)
+@pytest.mark.parametrize("what", [accelerate_on, accelerate_local_on])
+def test_accelerate_compresses_what_it_prepares_and_local_updates_take_its_optimizer(what: Any) -> None:
+    run_ranks(what, 2)
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
@@ -179,13 +164,11 @@ def test_a_wrong_option_is_refused_where_it_is_given(library: str) -> None:
     needs = {"trainer_callback": "transformers", "lightning_strategy": "pytorch_lightning"}.get(library, "accelerate")
     if find_spec(needs) is None:
         pytest.skip(f"{needs} is not installed")
-    with pytest.raises(TypeError, match=r"nosuch= is not an argument .*compress_ddp\(\) takes compressor=, exclude="):
-        getattr(thinwire, library)("4bit", nosuch=1)
-    with pytest.raises(TypeError, match=r'thinwire.compress\(model, "minmax\(bits=4\)"\)'):
-        getattr(thinwire, library)(bits=4)
-    with pytest.raises(ValueError, match=r"compressor: .*Did you mean 'topk\(density=0.01\)'"):
-        getattr(thinwire, library)("topk(1%)")
-    with pytest.raises(TypeError, match=r"compressor must be .*, not 4"):
-        getattr(thinwire, library)(4)
-    with pytest.raises(TypeError, match=r"start must be an integer"):
-        getattr(thinwire, library)("4bit", start="abc")
+    for error, says, arguments, options in (
+        (TypeError, r"nosuch= is not an argument .*compress_ddp\(\) takes compressor=, ex", ["4bit"], {"nosuch": 1}),
+        (TypeError, r'thinwire.compress\(model, "minmax\(bits=4\)"\)', [], {"bits": 4}),
+        (ValueError, r"compressor: .*Did you mean 'topk\(density=0.01\)'", ["topk(1%)"], {}),
+        (TypeError, r"start must be an integer", ["4bit"], {"start": "abc"}),
+    ):
+        with pytest.raises(error, match=says):
+            getattr(thinwire, library)(*arguments, **options)

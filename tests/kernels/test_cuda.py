@@ -26,35 +26,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
-from device_cases import (
-    MIXED,
-    PART_NUMEL,
-    SHAPES,
-    layers_of,
-    same,
-    sharded_case,
-    shards_through_the_device,
-    shards_through_the_host,
-    through_the_device,
-    through_the_host,
-)
+from device_cases import MIXED, SHAPES, check_shards_alike, check_the_default_group, check_ways_alike, layers_of
 from harness import run_ranks, run_threads
-from nets import Net, batch, fingerprint, loss_of
-from thinwire.collectives import (
-    DeviceGroupTransport,
-    DeviceLoopbackTransport,
-    Layout,
-    LoopbackTransport,
-    ProcessGroupTransport,
-    ScatterReduceAllGather,
-    World,
-)
+from nets import Net, assert_replicas_identical, batch, loss_of, train
+from thinwire.collectives import DeviceLoopbackTransport, Layout, LoopbackTransport
 from thinwire.compressors import CodecCall, Coded, Key, Piece, Segments, first_state, parse
-from thinwire.integrations.ddp import Options, attach_ddp
 from thinwire.plan import Plan
-from thinwire.runtime import Wire
-from thinwire.runtime.executor import Job, StreamExecutor, Then
-from thinwire.runtime.probe import measure_speeds
+from thinwire.runtime import BucketEngine, Wire
+from thinwire.runtime.executor import Job, StreamExecutor
 from thinwire_tools.cli import main
 
 pytestmark = [
@@ -78,78 +57,42 @@ def over_nccl(function, num_ranks: int, *args) -> list:
 # --- NCCL ------------------------------------------------------------------------------------------------------------
 
 
-def _trains(rank: int, spec: str) -> tuple[list[float], int, str]:
+def _trains(rank: int, spec: str) -> None:
     torch.cuda.set_device(rank)
     torch.manual_seed(0)
-    as_if_there_were_others()
+    if dist.get_world_size() == 1:
+        as_if_there_were_others()
     model = DDP(Net().cuda(), device_ids=[rank], bucket_cap_mb=0.05)
     wire = thinwire.compress(model, spec, skip_if_slower=False)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.03, momentum=0.9)
-    losses = []
-    for step in range(20):
-        optimizer.zero_grad()
-        loss = loss_of(model, batch(rank, step).cuda())
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, wire.stats.steps, str(wire.device)
+    losses = train(model, rank, 20, lr=0.03)
+    assert_replicas_identical(model)
+    assert (wire.stats.steps, str(wire.engine.device)) == (20, f"cuda:{rank}")
+    assert sum(losses[-5:]) < 0.98 * sum(losses[:5])
+    wire.detach()
+    wire = thinwire.compress(model, spec, simulate=True)
+    assert all(math.isfinite(loss) for loss in train(model, rank, 6, lr=0.03))
+    assert wire.stats.steps == 6
 
 
 @pytest.mark.parametrize("spec", ["minmax(bits=4)", "ef(topk(density=0.1))"])
-def test_a_world_of_one_trains(spec: str) -> None:
-    losses, steps, device = over_nccl(_trains, 1, spec)[0]
-    assert steps == 20
-    assert device == "cuda:0"
-    assert sum(losses[-5:]) < 0.98 * sum(losses[:5])
+def test_a_world_of_one_trains_and_simulates(spec: str) -> None:
+    over_nccl(_trains, 1, spec)
 
 
-def _alone(rank: int) -> bool:
-    group = dist.group.WORLD
-    assert group is not None
-    host = dist.new_group(backend="gloo")
-    assert isinstance(host, dist.ProcessGroup)
-    transport = DeviceGroupTransport(ProcessGroupTransport(host, TIMEOUT), gpu(), group, TIMEOUT)
-    layout = Layout.build(layers_of(MIXED, (*SHAPES, (3000, 10))), 1, torch.float32)
-    there = through_the_device(transport, layout, 3)
-    here = through_the_host(LoopbackTransport.world(1)[0], layout, 3)
-    return all(same(a, b) for a, b in zip(there, here, strict=True))
-
-
-def test_a_world_of_one_over_nccl_ends_with_the_bytes_of_the_cpu() -> None:
-    assert over_nccl(_alone, 1) == [True]
-
-
-def _across(rank: int, spec: str, on_gpu: bool) -> tuple[bytes, dict]:
-    """A training across GPUs, or over gloo with the gradients that a GPU makes, to compare with."""
+def _ends_as_the_cpu(rank: int) -> None:
     torch.cuda.set_device(rank)
-    torch.manual_seed(0)
-    sizes = [(300, 200), (7,), (129, 64)]
-    gradients = [torch.randn(s, generator=torch.Generator().manual_seed(10 * rank + i)) for i, s in enumerate(sizes)]
-    where = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    module = torch.nn.Module()
-    for i, size in enumerate(sizes):
-        module.register_parameter(f"w{i}", torch.nn.Parameter(torch.zeros(size, device=where)))
-    module.forward = lambda step: sum(  # pyright: ignore[reportAttributeAccessIssue]
-        (p * (g.to(where) * (1 + step))).sum() for p, g in zip(module.parameters(), gradients, strict=True)
-    )
-    model = DDP(module, bucket_cap_mb=0.05)
-    wire = attach_ddp(model, Options(compressor=spec, skip_if_slower=False))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for step in range(4):
-        optimizer.zero_grad()
-        model(step).backward()
-        optimizer.step()
-    state = {key: value.tolist() for key, value in wire.state_dict().items()}
-    return fingerprint(model.cpu()), state
+    check_the_default_group(gpu())
+
+
+@pytest.mark.parametrize("most", [1, pytest.param(4, marks=several)])
+def test_ranks_over_nccl_end_with_the_bytes_of_the_cpu(most: int) -> None:
+    over_nccl(_ends_as_the_cpu, min(most, torch.cuda.device_count()))
 
 
 @several
 @pytest.mark.parametrize("spec", ["ef(minmax(bits=4))", "ef(topk(density=0.1))", "natural"])
-def test_training_across_gpus_ends_with_the_bytes_of_the_cpu(spec: str) -> None:
-    num_ranks = min(4, torch.cuda.device_count())
-    there = over_nccl(_across, num_ranks, spec, True)
-    here = run_ranks(_across, num_ranks, spec, False, timeout_s=200.0)
-    assert there == here
+def test_training_across_gpus(spec: str) -> None:
+    over_nccl(_trains, min(4, torch.cuda.device_count()), spec)
 
 
 # --- several ranks on one GPU ----------------------------------------------------------------------------------------
@@ -158,45 +101,19 @@ def test_training_across_gpus_ends_with_the_bytes_of_the_cpu(spec: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_that_share_a_gpu_end_with_the_bytes_of_the_cpu(num_ranks: int, dtype: torch.dtype) -> None:
-    layout = Layout.build(layers_of(MIXED, (*SHAPES, (3000, 10), (200_000,))), num_ranks, dtype)
-    devices = DeviceLoopbackTransport.world(LoopbackTransport.world(num_ranks), gpu(), timeout_s=300.0)
-
-    def run(transport) -> list[torch.Tensor]:
-        with torch.cuda.stream(torch.cuda.Stream(gpu())):
-            found = through_the_device(devices[transport.rank], layout, 3)
-            torch.cuda.current_stream().synchronize()
-            return found
-
-    there = run_threads(run, num_ranks, timeout_s=400.0)
-    here = run_threads(lambda t: through_the_host(t, layout, 3), num_ranks)
-    for mine, theirs in zip(there, here, strict=True):
-        assert all(same(a, b) for a, b in zip(mine, theirs, strict=True))
+    check_ways_alike(Layout.build(layers_of(MIXED, (*SHAPES, (3000, 10), (200_000,))), num_ranks, dtype), 3, gpu())
 
 
 @pytest.mark.parametrize("spec", ["minmax(bits=8, bucket=1024)", "ef(minmax(bits=3))", "lattice(bits=6)", "raw"])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_shards_on_a_gpu_end_with_the_bytes_of_the_cpu(num_ranks: int, spec: str) -> None:
-    layout = sharded_case(spec, num_ranks)
-    values = [torch.randn(num_ranks * PART_NUMEL, generator=torch.Generator().manual_seed(r)) for r in range(num_ranks)]
-    devices = DeviceLoopbackTransport.world(LoopbackTransport.world(num_ranks), gpu(), timeout_s=300.0)
-
-    def run(transport) -> tuple[torch.Tensor, ...]:
-        with torch.cuda.stream(torch.cuda.Stream(gpu())):
-            found = shards_through_the_device(devices[transport.rank], layout, values[transport.rank])
-            torch.cuda.current_stream().synchronize()
-            return found
-
-    there = run_threads(run, num_ranks, timeout_s=400.0)
-    here = run_threads(lambda t: shards_through_the_host(t, layout, values[t.rank]), num_ranks)
-    for mine, theirs in zip(there, here, strict=True):
-        assert all(same(a, b) for a, b in zip(mine, theirs, strict=True))
+    check_shards_alike(spec, num_ranks, gpu())
 
 
-def _shards_over_nccl(rank: int, as_device: bool) -> list[float]:
-    """FSDP2 of a small model on this rank's GPU, or on the CPU: losses must be near each other, weights alike."""
-    device = torch.device("cuda", rank) if as_device else torch.device("cpu")
+def _shards_over_nccl(rank: int) -> None:
+    device = torch.device("cuda", rank)
     torch.cuda.set_device(rank)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 192), torch.nn.Tanh(), torch.nn.Linear(192, 64)).to(device)
     for layer in (model[0], model[2]):
@@ -213,15 +130,12 @@ def _shards_over_nccl(rank: int, as_device: bool) -> list[float]:
         optimizer.step()
         losses.append(float(loss))
     assert wire.stats.reductions == 12
-    return losses
+    assert losses[-1] < losses[0]
 
 
 @several
 def test_fsdp_over_nccl() -> None:
-    num_ranks = min(4, torch.cuda.device_count())
-    there = over_nccl(_shards_over_nccl, num_ranks, True)
-    for losses in there:
-        assert losses[-1] < losses[0]
+    over_nccl(_shards_over_nccl, min(4, torch.cuda.device_count()))
 
 
 STEADY = ["minmax(bits=4)", "ef(minmax(bits=2))", "qsgd(bits=4)", "natural", "ef(sign)", "ef(randk(density=0.1))",
@@ -236,7 +150,7 @@ def steps_of_wires(spec: str, num_steps: int, poison: int = -1, strict: bool = T
 
     def run(transport) -> tuple[int, list]:
         torch.cuda.set_device(gpu())
-        wire = Wire(Plan.build(shapes, spec), shapes, devices[transport.rank])
+        wire = Wire(BucketEngine(Plan.build(shapes, spec), shapes, devices[transport.rank]))
         found = []
         for step in range(num_steps):
             flats = []
@@ -251,8 +165,8 @@ def steps_of_wires(spec: str, num_steps: int, poison: int = -1, strict: bool = T
             if step >= 2 and strict:
                 torch.cuda.set_sync_debug_mode("error")
             together.wait(300)
-            wire.begin_step()
-            futures = [wire.reduce(flat, layers, loss_scale=2.0) for flat, layers in flats]
+            wire.engine.begin_step()
+            futures = [wire.engine.reduce(flat, layers, loss_scale=2.0) for flat, layers in flats]
             results = [future.wait() for future in futures]
             together.wait(300)
             torch.cuda.set_sync_debug_mode("default")
@@ -280,26 +194,24 @@ def test_what_waits_runs(spec: str) -> None:
     steps_of_wires(spec, 3, strict=False)
 
 
-def test_speeds_are_measured() -> None:
-    devices = DeviceLoopbackTransport.world(LoopbackTransport.world(2), gpu(), timeout_s=300.0)
-    timed = [parse("minmax(bits=4)")]
-    for speeds in run_threads(
-        lambda t: measure_speeds(timed, devices[t.rank], ScatterReduceAllGather(), World(2)), 2, timeout_s=400.0
-    ):
-        assert all(seconds > 0 for seconds in speeds.codec_s.values())
-
-
 # --- streams ---------------------------------------------------------------------------------------------------------
 
 
-def long_job(x: torch.Tensor, done: torch.cuda.Event) -> Job:
+class LongJob(Job):
     """Tens of milliseconds of work on whatever stream is current."""
-    yield Then.LATER
-    y = x
-    for _ in range(30):
-        y = y @ x
-    done.record(torch.cuda.current_stream())
-    return y
+
+    def __init__(self, x: torch.Tensor, done: torch.cuda.Event) -> None:
+        self.x, self.done = x, done
+
+    def start(self) -> None:
+        """Nothing is sent."""
+
+    def finish(self) -> torch.Tensor:
+        y = self.x
+        for _ in range(30):
+            y = y @ self.x
+        self.done.record(torch.cuda.current_stream())
+        return y
 
 
 def test_backward_goes_on_while_a_bucket_is_reduced() -> None:
@@ -308,7 +220,7 @@ def test_backward_goes_on_while_a_bucket_is_reduced() -> None:
     (x @ x).sum().item()
     done, passed = (torch.cuda.Event() for _ in range(2))
     started = time.perf_counter()
-    future = worker.submit(long_job(x, done))
+    future = worker.submit(LongJob(x, done))
     handed_over_s = time.perf_counter() - started
     passed.record(torch.cuda.current_stream())
     passed.synchronize()
@@ -322,7 +234,7 @@ def test_backward_goes_on_while_a_bucket_is_reduced() -> None:
     worker.call(lambda: None)
 
 
-def _scales(rank: int) -> tuple[list[float], float]:
+def _scales(rank: int) -> None:
     """An fp16 training with a GradScaler, whose scale the hook learns without asking for it in backward."""
     torch.cuda.set_device(rank)
     torch.manual_seed(0)
@@ -330,13 +242,13 @@ def _scales(rank: int) -> tuple[list[float], float]:
     model = DDP(Net().cuda(), device_ids=[rank], bucket_cap_mb=0.05)
     scaler = torch.amp.GradScaler("cuda", init_scale=256.0, growth_interval=2)
     wire = thinwire.compress(model, "ef(minmax(bits=2))", skip_if_slower=False, grad_scaler=scaler)
-    told, reduce = [], wire.reduce
+    told, reduce = [], wire.engine.reduce
 
     def noting(flat, layers, *, loss_scale: float):
         told.append(loss_scale)
         return reduce(flat, layers, loss_scale=loss_scale)
 
-    wire.reduce = noting  # pyright: ignore[reportAttributeAccessIssue]
+    wire.engine.reduce = noting  # pyright: ignore[reportAttributeAccessIssue]
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.03)
     scales = []
     for step in range(4):
@@ -349,23 +261,22 @@ def _scales(rank: int) -> tuple[list[float], float]:
         assert set(told[before:]) == {scales[-1]}
         scaler.step(optimizer)
         scaler.update()
-    return scales, scaler.get_scale()
+    assert scales[0] == 256.0 < scaler.get_scale()
 
 
 def test_the_loss_scale_is_the_scalers() -> None:
-    scales, last = over_nccl(_scales, 1)[0]
-    assert scales[0] == 256.0
-    assert last > 256.0
+    over_nccl(_scales, 1)
 
 
 # --- launches and the command ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("spec", "most"), [("minmax(bits=4)", 1), ("ef(minmax(bits=4))", 1), ("raw", 1)])
-def test_the_number_of_launches_does_not_depend_on_that_of_layers(spec: str, most: int) -> None:
+@pytest.mark.parametrize("spec", ["minmax(bits=4)", "ef(minmax(bits=4))", "raw"])
+def test_the_number_of_launches_does_not_depend_on_that_of_layers(spec: str) -> None:
     from thinwire_tools.bench.cuda import launches
 
-    compressor, found = parse_coded(spec), []
+    compressor, found = parse(spec), []
+    assert isinstance(compressor, Coded)
     for num_layers in (3, 60):
         pieces, at = [], 0
         for i in range(num_layers):
@@ -379,39 +290,13 @@ def test_the_number_of_launches_does_not_depend_on_that_of_layers(spec: str, mos
 
         encode()
         found.append(launches(encode, gpu()))
-    assert found[0] == found[1] <= most
-
-
-def parse_coded(spec: str) -> Coded:
-    compressor = thinwire.parse(spec)
-    assert isinstance(compressor, Coded)
-    return compressor
+    assert found[0] == found[1] <= 1
 
 
 def test_bench_cuda(tmp_path) -> None:
     path = tmp_path / "cuda.json"
     assert main(["bench", "cuda", "--size-mb", "4", "--repeats", "2", "--ranks", "2", "--json", str(path)]) == 0
     assert "minmax(bits=4): encode" in path.read_text()
-
-
-def _simulates(rank: int) -> list[float]:
-    torch.cuda.set_device(rank)
-    model = DDP(Net().cuda(), device_ids=[rank], bucket_cap_mb=0.05)
-    wire = thinwire.compress(model, "ef(topk(density=0.1))", simulate=True)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.03)
-    losses = []
-    for step in range(6):
-        optimizer.zero_grad()
-        loss = loss_of(model, batch(rank, step).cuda())
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert wire.stats.steps == 6
-    return losses
-
-
-def test_simulation() -> None:
-    assert all(math.isfinite(loss) for loss in over_nccl(_simulates, 1)[0])
 
 
 def _default_device(rank: int) -> int:

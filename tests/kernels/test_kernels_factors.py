@@ -4,6 +4,7 @@ threads."""
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -38,21 +39,15 @@ def _close(found: Tensor, expected: Tensor, terms: int) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_products_are_those_of_fp64(shape: tuple[int, ...]) -> None:
     for rank in (*RANKS, 40):
-        check_products(shape, rank)
-
-
-def check_products(shape: tuple[int, ...], rank: int) -> None:
-    m, (left, right) = _drawn(*shape), _factors(shape, rank)
-    product = left.double() @ right.double().mT
-
-    _close(narrow_product(m, right), m.double() @ right.double(), shape[-1])
-    _close(narrow_product(m.mT, left), m.double().mT @ left.double(), shape[-2])
-    out = torch.full(shape, 7.0)
-    set_product(out, left, right)
-    _close(out, product, rank)
-    rest = m.clone()
-    subtract_product(rest, left, right)
-    _close(rest, m.double() - product, rank)
+        m, (left, right) = _drawn(*shape), _factors(shape, rank)
+        exact = left.double() @ right.double().mT
+        _close(narrow_product(m, right), m.double() @ right.double(), shape[-1])
+        _close(narrow_product(m.mT, left), m.double().mT @ left.double(), shape[-2])
+        out, rest = torch.full(shape, 7.0), m.clone()
+        set_product(out, left, right)
+        _close(out, exact, rank)
+        subtract_product(rest, left, right)
+        _close(rest, m.double() - exact, rank)
 
 
 @pytest.mark.parametrize("few", [3, 40])
@@ -79,45 +74,31 @@ def test_matrices_lie_anywhere_and_what_is_between_them_stays(few: int) -> None:
 def test_levels_and_threads_change_no_bit() -> None:
     for shape in SHAPES:
         m, (left, right) = _drawn(*shape), _factors(shape, 5)
-
-        def run(
-            shape: tuple[int, ...] = shape, m: Tensor = m, left: Tensor = left, right: Tensor = right
-        ) -> list[Tensor]:
-            out, rest = torch.full(shape, 7.0), m.clone()
-            set_product(out, left, right)
-            subtract_product(rest, left, right)
-            return [narrow_product(m, right), narrow_product(m.mT, left), out, rest]
-
-        with at(LEVELS[0]):
-            wanted = run()
-        for level in LEVELS:
-            for threads in (1, 4) if shape == SHAPES[-1] else (1,):
-                with at(level, threads):
-                    found = run()
-                assert all(is_same(*pair) for pair in zip(found, wanted, strict=True)), (shape, level, threads)
+        many, made = ((1, 4) if shape == SHAPES[-1] else (1,)), []
+        for level, threads in product(LEVELS, many):
+            with at(level, threads):
+                out, rest = torch.full(shape, 7.0), m.clone()
+                set_product(out, left, right)
+                subtract_product(rest, left, right)
+                made.append([narrow_product(m, right), narrow_product(m.mT, left), out, rest])
+            assert all(is_same(*pair) for pair in zip(made[0], made[-1], strict=True)), (shape, level, threads)
 
 
-@pytest.mark.parametrize("where", [(0, 0), (30, 255), (32, 256)], ids=str)
-def test_what_is_not_finite_reaches_its_row_and_its_column_alone(where: tuple[int, int]) -> None:
-    m, (left, right) = _drawn(1, 33, 257), _factors((1, 33, 257), 3)
-    m[0][where] = math.nan
-    rows, columns = narrow_product(m, right)[0].isnan(), narrow_product(m.mT, left)[0].isnan()
-    assert rows.any(1).nonzero().flatten().tolist() == [where[0]]
-    assert rows[where[0]].all()
-    assert columns.any(1).nonzero().flatten().tolist() == [where[1]]
-    assert columns[where[1]].all()
+def test_what_is_not_finite_reaches_its_row_and_its_column_alone() -> None:
+    for row, column in ((0, 0), (30, 255), (32, 256)):
+        m, (left, right) = _drawn(1, 33, 257), _factors((1, 33, 257), 3)
+        m[0, row, column] = math.nan
+        for found, at_index in ((narrow_product(m, right)[0], row), (narrow_product(m.mT, left)[0], column)):
+            assert found.isnan().any(1).nonzero().flatten().tolist() == [at_index]
+            assert found[at_index].isnan().all()
 
 
-def test_gradients_of_16_bits_are_set_as_well() -> None:
+def test_gradients_of_16_bits_and_matrices_that_are_not_contiguous_are_taken() -> None:
     left, right = _factors((1, 12, 20), 2)
     out = torch.empty(1, 12, 20, dtype=torch.bfloat16)
     set_product(out, left, right)
     assert torch.equal(out, (left @ right.mT).bfloat16())
-
-
-def test_a_matrix_that_is_not_contiguous_is_multiplied_too() -> None:
-    m = _drawn(2, 24, 36)[:, ::2, ::3]
-    _, right = _factors((2, 12, 12), 2)
+    m, (_, right) = _drawn(2, 24, 36)[:, ::2, ::3], _factors((2, 12, 12), 2)
     _close(narrow_product(m, right), m.double() @ right.double(), 12)
 
 
@@ -126,11 +107,11 @@ def test_normalized_factors_give_the_same_product_but_for_a_power_of_two(few: in
     for largest in (0.0, 1e-20, 1.0, 3e19, 1e30):
         m, (_, right) = _drawn(2, 33, 257), _factors((2, 33, 257), few)
         right[1] *= largest / right[1].abs().max()
-        product, unit = narrow_product(m, right, normalized=True), right.double() / max(largest, 1e-38)
-        assert bool(product.isfinite().all())
+        found, unit = narrow_product(m, right, normalized=True), right.double() / max(largest, 1e-38)
+        assert bool(found.isfinite().all())
         expected = m[1].double() @ unit[1]
-        power = float(product[1].double().abs().max() / expected.abs().max()) if largest else 1.0
-        _close(product[1] / power, expected, 257)
+        power = float(found[1].double().abs().max() / expected.abs().max()) if largest else 1.0
+        _close(found[1] / power, expected, 257)
         assert 0.45 < power <= 1.1
 
 
@@ -146,23 +127,22 @@ def test_a_right_factor_that_is_not_finite_makes_all_of_its_matrix_nan(few: int)
         assert bool(out[0].isfinite().all())
 
 
-@pytest.mark.parametrize("rank", [*RANKS, 40])
-def test_bases_are_orthonormal_and_span_the_columns(rank: int) -> None:
-    for rows in (40, 257, 1024):
+def _orthonormal(narrow: Tensor) -> Tensor:
+    q = orthonormal_basis(narrow).double()
+    unit = torch.eye(narrow.shape[-1]).double().expand(len(q), -1, -1)
+    torch.testing.assert_close(q.mT @ q, unit, rtol=0.0, atol=2e-6)
+    return q
+
+
+def test_bases_are_orthonormal_and_span_the_columns_which_may_depend_on_each_other() -> None:
+    for rank, rows in product((*RANKS, 40), (40, 257, 1024)):
         narrow = _drawn(2, rows, rank) * torch.logspace(-30, 30, rank)
-        basis = orthonormal_basis(narrow)
-        q = basis.double()
-        torch.testing.assert_close(q.mT @ q, torch.eye(rank).double().expand(2, -1, -1), rtol=0.0, atol=2e-6)
-        columns = narrow.double() / narrow.double().norm(dim=1, keepdim=True)
+        q, columns = _orthonormal(narrow), narrow.double() / narrow.double().norm(dim=1, keepdim=True)
         assert float((columns - q @ (q.mT @ columns)).norm(dim=1).max()) < 2e-6
-
-
-def test_bases_of_dependent_columns_are_orthonormal() -> None:
     for factor in (0.0, 1.0, -1.0, 2.0**-120):
         narrow = _drawn(1, 300, 4)
         narrow[:, :, 1:3] = narrow[:, :, :1] * factor
-        basis = orthonormal_basis(narrow)[0].double()
-        torch.testing.assert_close(basis.mT @ basis, torch.eye(4).double(), rtol=0.0, atol=2e-6)
+        _orthonormal(narrow)
 
 
 @needs_native

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import struct
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,31 +14,46 @@ from torch import Tensor
 from kernel_cases import DTYPES, one, special, values
 from kernel_levels import LEVELS, at, check, needs_native
 from thinwire import kernels
-from thinwire.kernels import Residual, Table, reference_floats, site_id
+from thinwire.kernels import Format, Residual, Table, reference_floats, site_id
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROUNDINGS = ("truncate", "nearest", "stochastic")
 
 
-def natural(x: Tensor, *, key: int = 1) -> Tensor:
-    spans, sent = one(x.numel()), torch.empty(kernels.natural_bytes(x.numel()), dtype=torch.uint8)
-    kernels.natural_encode(x, spans, sent, key=key)
-    y = torch.empty(x.numel())
-    kernels.natural_decode(sent, spans, y)
-    return y
+class Codec(NamedTuple):
+    num_bytes: Callable[[int], int]
+    encode: Callable[..., object]
+    decode: Callable[..., object]
+
+
+def codec(name: str, *parameters: Tensor, encoding: Mapping[str, Any] | None = None, **how: Any) -> Codec:
+    """A format of the kernels with its parameters, and those of encoding alone."""
+    num_bytes, encode, decode = (getattr(kernels, f"{name}_{what}") for what in ("bytes", "encode", "decode"))
+    known = parameters if name == "magnitudes" else ()
+    return Codec(
+        lambda numel: num_bytes(numel, *how.values()),
+        lambda x, spans, sent, **more: encode(x, spans, sent, *parameters, **how, **(encoding or {}), **more),
+        lambda sent, spans, y, **more: decode(sent, spans, y, *known, **how, **more),
+    )
+
+
+def roundtrip(of: Codec, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Decoded values and the message."""
+    spans, sent, y = one(x.numel()), torch.empty(of.num_bytes(x.numel()), dtype=torch.uint8), torch.empty(x.numel())
+    of.encode(x, spans, sent)
+    of.decode(sent, spans, y)
+    return y, sent
+
+
+NATURAL = codec("natural", encoding={"key": 1})
 
 
 def rangefloat(
-    x: Tensor, largest: float, mantissa: int, *, bits: int, rounding: str = "nearest", key: int = 1
+    x: Tensor, largest: float, mantissa: float, *, bits: int, rounding: str = "nearest"
 ) -> tuple[Tensor, Tensor]:
-    """Decoded values and the message."""
-    spans, sent = one(x.numel()), torch.empty(kernels.rangefloat_bytes(x.numel(), bits), dtype=torch.uint8)
-    params = torch.tensor([[largest, float(mantissa)]])
-    kernels.rangefloat_encode(x, spans, sent, params, bits=bits, rounding=rounding, key=key)
-    y = torch.empty(x.numel())
-    kernels.rangefloat_decode(sent, spans, y, bits=bits)
-    return y, sent
+    encoding = {"rounding": rounding, "key": 1}
+    return roundtrip(codec("rangefloat", torch.tensor([[largest, mantissa]]), encoding=encoding, bits=bits), x)
 
 
 def head(message: Tensor) -> tuple[int, int, float, int]:
@@ -55,7 +71,7 @@ def grid(bits: int, largest: float, mantissa: int) -> Tensor:
 
 def test_natural_keeps_powers_of_two_within_its_range() -> None:
     for exponent in range(-140, 128):
-        y = natural(torch.tensor([2.0**exponent, -(2.0**exponent), 0.0, -0.0]))
+        y, _ = roundtrip(NATURAL, torch.tensor([2.0**exponent, -(2.0**exponent), 0.0, -0.0]))
         wanted = 0.0 if exponent <= 18 - 127 else 2.0 ** min(exponent, 18)
         assert y.tolist() == [wanted, -wanted, 0.0, 0.0]
         assert not torch.signbit(y[2:]).any()
@@ -63,7 +79,7 @@ def test_natural_keeps_powers_of_two_within_its_range() -> None:
 
 def test_natural_rounds_to_the_neighbours_without_bias() -> None:
     x = torch.tensor([1.0, 1.25, 1.5, 1.9, -0.3, 3e-5, 2.0**-107 * 1.5, -200.0]).repeat(40_000)
-    y = natural(x).view(-1, 8).double()
+    y = roundtrip(NATURAL, x)[0].view(-1, 8).double()
     x = x[:8].double()
     down = 2.0 ** torch.floor(torch.log2(x.abs()))
     assert torch.all((y.abs() == down) | (y.abs() == 2 * down))
@@ -85,29 +101,17 @@ def test_the_range_of_natural_moves_with_the_scale_of_the_values() -> None:
         assert torch.equal(y, wanted * scale)
 
 
-def test_what_is_not_finite_is_not_laundered() -> None:
-    for bad in (torch.nan, torch.inf, -torch.inf):
-        x = values(300, 0)
-        x[200] = bad
-        assert torch.isnan(natural(x)).all()
-        y, sent = rangefloat(x, 4.0, 3, bits=8)
-        assert torch.isnan(y).tolist() == [i == 200 for i in range(300)]
-        assert head(sent)[0] == 1
-
-
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize(
     ("bits", "mantissa", "largest"), [(3, 0, 1.0), (8, 4, 1.0), (9, 2, 1.0), (12, 6, 3.7), (15, 10, 1e-3)]
 )
-def test_rangefloat_keeps_its_grid_and_rounds_between(bits: int, mantissa: int, largest: float, rounding: str) -> None:
+def test_rangefloat_rounds_between_values_of_its_grid(bits: int, mantissa: int, largest: float, rounding: str) -> None:
     levels = grid(bits, largest, mantissa)
     signed = torch.cat((-levels.flip(0), torch.zeros(1), levels))
-    y, sent = rangefloat(signed, largest, mantissa, bits=bits, rounding=rounding)
-    assert torch.equal(y, signed)
-    assert head(sent) == (0, 0, struct.unpack("<f", struct.pack("<f", largest))[0], mantissa)
     x = (torch.rand(20_000, generator=torch.Generator().manual_seed(bits)) * 2 - 1) * largest
     x[::3] *= 1e-2
-    y, _ = rangefloat(x, largest, mantissa, bits=bits, rounding=rounding)
+    y, sent = rangefloat(x, largest, mantissa, bits=bits, rounding=rounding)
+    assert head(sent) == (0, 0, struct.unpack("<f", struct.pack("<f", largest))[0], mantissa)
     above = torch.searchsorted(signed, x).clamp(max=signed.numel() - 1)
     below = (above - 1).clamp(min=0)
     assert torch.all((y == signed[above]) | (y == signed[below]))
@@ -138,63 +142,33 @@ def test_every_rangefloat_keeps_all_of_its_values() -> None:
     assert seen == set(range(3, 13))
 
 
-@pytest.mark.parametrize(("bits", "mantissa", "largest"), [(4, 0, 1.0), (15, 12, 2.0)])
-def test_stochastic_rangefloat_is_unbiased_also_below_its_smallest_value(
-    bits: int, mantissa: int, largest: float
-) -> None:
-    levels, times = grid(bits, largest, mantissa), 40_000
-    x = torch.tensor([levels[0] * 0.3, -levels[0] * 0.01, (levels[2] + 2 * levels[3]) / 3, -levels[-1] * 0.99])
-    y, _ = rangefloat(x.repeat(times), largest, mantissa, bits=bits, rounding="stochastic")
-    y = y.view(times, 4).double()
-    error = (y.mean(0) - x.double()).abs()
-    assert torch.all(error <= 4.5 * y.std(0) / math.sqrt(times) + 2.0**-16 * levels[0])
+def test_stochastic_rangefloat_is_unbiased_also_below_its_smallest_value() -> None:
+    for bits, mantissa, largest in ((4, 0, 1.0), (15, 12, 2.0)):
+        levels, times = grid(bits, largest, mantissa), 40_000
+        x = torch.tensor([levels[0] * 0.3, -levels[0] * 0.01, (levels[2] + 2 * levels[3]) / 3, -levels[-1] * 0.99])
+        y = rangefloat(x.repeat(times), largest, mantissa, bits=bits, rounding="stochastic")[0].view(times, 4).double()
+        error = (y.mean(0) - x.double()).abs()
+        assert torch.all(error <= 4.5 * y.std(0) / math.sqrt(times) + 2.0**-16 * levels[0])
 
 
 def test_what_saturates_is_counted() -> None:
-    sent, y = torch.empty(kernels.natural_bytes(3), dtype=torch.uint8), torch.empty(3)
-    kernels.natural_encode(torch.tensor([1e6, -3e38, 5.0]), one(3), sent, key=1)
-    kernels.natural_decode(sent, one(3), y)
+    y, sent = roundtrip(NATURAL, torch.tensor([1e6, -3e38, 5.0]))
     assert (head(sent)[:2], y[:2].tolist()) == ((0, 2), [2.0**18, -(2.0**18)])
     y, sent = rangefloat(torch.tensor([1.0, 1.5, -7.0, 0.1]), 1.0, 4, bits=8)
     assert (head(sent)[:2], y[:3].tolist()) == ((0, 2), [1.0, 1.0, -1.0])
 
 
 def test_rangefloat_with_impossible_parameters_decodes_to_nan() -> None:
-    x, spans = values(200, 0), one(200)
-    sent, y = torch.empty(kernels.rangefloat_bytes(200, 10), dtype=torch.uint8), torch.empty(200)
-    mantissas, ranges = (2, 23, -1, 3.5, torch.nan), (-1.0, 0.0, torch.nan, torch.inf, 1e-40)
+    x, mantissas, ranges = values(200, 0), (2, 23, -1, 3.5, torch.nan), (-1.0, 0.0, torch.nan, torch.inf, 1e-40)
     for params in [*((1.0, mantissa) for mantissa in mantissas), *((largest, 4) for largest in ranges)]:
-        kernels.rangefloat_encode(x, spans, sent, torch.tensor([params]), bits=10)
-        kernels.rangefloat_decode(sent, spans, y, bits=10)
-        assert torch.isnan(y).all(), params
-
-
-def test_rangefloat_eps_names_the_mantissas_that_work() -> None:
-    first, eps = kernels.rangefloat_eps(10, 3, 1.0)
-    assert (first, eps) == ((127 << 3) + 1 - 511, struct.unpack("<f", struct.pack("<i", first << 20))[0])
-    with pytest.raises(ValueError, match="3 to 22"):
-        kernels.rangefloat_eps(10, 2, 1.0)
-    for largest in (0.0, -1.0, math.inf, math.nan):
-        with pytest.raises(ValueError, match="max"):
-            kernels.rangefloat_eps(10, 3, largest)
-    with pytest.raises(ValueError, match="3 to 15"):
-        kernels.rangefloat_bytes(100, 16)
-
-
-def levels_roundtrip(x: Tensor, levels: Tensor, *, bits: int, bucket: int) -> Tensor:
-    spans = one(x.numel())
-    sent = torch.empty(kernels.levels_bytes(x.numel(), bits, bucket), dtype=torch.uint8)
-    kernels.levels_encode(x, spans, sent, levels.view(1, -1), bits=bits, bucket=bucket)
-    y = torch.empty(x.numel())
-    kernels.levels_decode(sent, spans, y, bits=bits, bucket=bucket)
-    return y
+        assert torch.isnan(rangefloat(x, *params, bits=10)[0]).all(), params
 
 
 @pytest.mark.parametrize(("bits", "bucket"), [(1, 2**40), (2, 1000), (3, 100), (5, 128), (8, 1), (8, 1000)])
 def test_levels_code_to_the_nearest(bits: int, bucket: int) -> None:
     x = values(1201, bits)
     levels = torch.rand(2**bits, generator=torch.Generator().manual_seed(bits)).sort().values
-    y = levels_roundtrip(x, levels, bits=bits, bucket=bucket)
+    y, _ = roundtrip(codec("levels", levels.view(1, -1), bits=bits, bucket=bucket), x)
     for part, got in zip(x.double().split(bucket), y.double().split(bucket), strict=True):
         span = part.max() - part.min()
         best = ((part.min() + span * levels.double())[None] - part[:, None]).abs().min(1).values
@@ -204,23 +178,11 @@ def test_levels_code_to_the_nearest(bits: int, bucket: int) -> None:
 @pytest.mark.parametrize("bucket", [7, 128, 2**40])
 def test_magnitudes_code_to_the_nearest(bucket: int) -> None:
     x, magnitudes = values(1000, 0), torch.tensor([0.5, 1.0, 2.0, 4.0])
-    sent, y = torch.empty(kernels.magnitudes_bytes(1000, 3, bucket), dtype=torch.uint8), torch.empty(1000)
-    kernels.magnitudes_encode(x, one(1000), sent, magnitudes, bits=3, bucket=bucket)
-    kernels.magnitudes_decode(sent, one(1000), y, magnitudes, bits=3, bucket=bucket)
+    y, _ = roundtrip(codec("magnitudes", magnitudes, bits=3, bucket=bucket), x)
     for part, got in zip(x.double().split(min(bucket, 1000)), y.double().split(min(bucket, 1000)), strict=True):
         grid = torch.cat((magnitudes, -magnitudes)) * part.square().mean().sqrt()
         best = (grid[None] - part[:, None]).abs().min(1).values
         assert torch.allclose((got - part).abs(), best, rtol=1e-5, atol=1e-6)
-
-
-def test_levels_of_buckets_that_are_not_finite_or_constant() -> None:
-    x = values(512, 0)
-    x[130], x[256:384] = torch.nan, 3.5
-    y = levels_roundtrip(x, torch.linspace(0, 1, 16), bits=4, bucket=128)
-    assert torch.isnan(y[128:256]).all()
-    assert torch.isfinite(y[:128]).all()
-    assert torch.equal(y[256:384], x[256:384])
-    assert torch.isnan(levels_roundtrip(torch.tensor([3e38, -3e38]), torch.tensor([0.0, 1.0]), bits=1, bucket=2)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32])
@@ -249,35 +211,26 @@ def test_int_round_to_nearest_even_and_of_what_is_not_finite() -> None:
 
 
 def test_impossible_requests_are_refused() -> None:
-    x, spans = values(100, 0), one(100)
-    sent = torch.zeros(1000, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="bytes"):
-        kernels.natural_encode(x, spans, sent[:191], key=0)
-    with pytest.raises(TypeError, match="float64"):
-        kernels.natural_encode(x.double(), spans, sent, key=0)
-    with pytest.raises(ValueError, match="rounding"):
-        kernels.rangefloat_encode(x, spans, sent, torch.ones(1, 2), bits=8, rounding="up")
-    with pytest.raises(ValueError, match="shape"):
-        kernels.rangefloat_encode(x, spans, sent, torch.ones(2, 2), bits=8)
-    with pytest.raises(ValueError, match="shape"):
-        kernels.levels_encode(x, spans, sent, torch.ones(1, 4), bits=4, bucket=128)
-    with pytest.raises(ValueError, match="bucket"):
-        kernels.levels_bytes(100, 4, 0)
-    with pytest.raises(ValueError, match="multiple"):
-        kernels.levels_encode(x, one(100, index0=128), sent, torch.ones(1, 16), bits=4, bucket=3)
-    with pytest.raises(ValueError, match="clip"):
-        kernels.int_round(x, spans, torch.ones(1), torch.zeros(100, dtype=torch.int8), clip=128)
-    with pytest.raises(ValueError, match="bytes"):
-        kernels.int_round(x, spans, torch.ones(1), torch.zeros(99, dtype=torch.int8), clip=12)
-    with pytest.raises(TypeError, match="int8"):
-        kernels.int_round(x, spans, torch.ones(1), torch.zeros(100, dtype=torch.int16), clip=12)
-
-
-def test_sizes() -> None:
-    assert [kernels.natural_bytes(n) for n in (0, 1, 64, 65)] == [0, 128, 128, 192]
-    assert [kernels.rangefloat_bytes(n, 10) for n in (0, 1, 128, 129)] == [0, 64 + 192, 64 + 192, 64 + 320]
-    assert kernels.levels_bytes(1000, 4, 128) == 64 + 64 + 8 * 64
-    assert kernels.levels_bytes(0, 4, 128) == 0
+    x, spans, ones = values(100, 0), one(100), torch.ones(1)
+    sent, out = torch.zeros(1000, dtype=torch.uint8), torch.zeros(100, dtype=torch.int8)
+    cut, levels, four = one(100, index0=128), torch.ones(1, 16), {"bits": 4, "bucket": 128}
+    for call, error, says in (
+        (lambda: kernels.natural_encode(x, spans, sent[:191], key=0), ValueError, "bytes"),
+        (lambda: kernels.natural_encode(x.double(), spans, sent, key=0), TypeError, "float64"),
+        (lambda: kernels.rangefloat_encode(x, spans, sent, ones.expand(2, 2), bits=8), ValueError, "shape"),
+        (lambda: kernels.rangefloat_encode(x, spans, sent, levels[:, :2], bits=8, rounding="up"), ValueError, "round"),
+        (lambda: kernels.levels_encode(x, spans, sent, levels[:, :4], **four), ValueError, "shape"),
+        (lambda: kernels.levels_encode(x, cut, sent, levels, bits=4, bucket=3), ValueError, "multiple"),
+        (lambda: kernels.levels_bytes(100, 4, 0), ValueError, "bucket"),
+        (lambda: kernels.rangefloat_bytes(100, 16), ValueError, "3 to 15"),
+        (lambda: kernels.rangefloat_eps(10, 2, 1.0), ValueError, "3 to 22"),
+        *((lambda most=most: kernels.rangefloat_eps(10, 3, most), ValueError, "max") for most in (0.0, -1.0, math.nan)),
+        (lambda: kernels.int_round(x, spans, ones, out, clip=128), ValueError, "clip"),
+        (lambda: kernels.int_round(x, spans, ones, out[:99], clip=12), ValueError, "bytes"),
+        (lambda: kernels.int_round(x, spans, ones, out.short(), clip=12), TypeError, "int8"),
+    ):
+        with pytest.raises(error, match=says):
+            call()
 
 
 # ---- The native core against the reference --------------------------------------------------------------------------
@@ -299,59 +252,44 @@ def blank(spans: Table, num_bytes, fill: int = 0xAB) -> Tensor:
     return torch.full((end + 64,), fill, dtype=torch.uint8)
 
 
-def decoded(run, message: Tensor, x: Tensor) -> dict[str, Tensor]:
-    """What decoding makes of an ordinary message and of random bytes."""
-    hostile = torch.randint(0, 256, message.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    stored, added, wild = torch.full_like(x, 7.0), x.clone(), torch.full_like(x, 7.0)
-    run(message, stored, False, 0.7)
-    run(message, added, True, -0.3)
-    run(hostile, wild, False, 1.0)
-    return {"message": message, "stored": stored, "added": added, "hostile": wild}
+def check_codec(
+    of: Codec, sizes: tuple[int, ...], make, dtype: torch.dtype, *, grain: int = 128, threads: tuple[int, ...] = (1,)
+) -> None:
+    """A message, and what decoding makes of it and of random bytes, are those of the reference."""
+    spans = spread(sizes, of.num_bytes, grain=grain)
+    x, sent = make(spans.num_elements + 3, 1, dtype), blank(spans, of.num_bytes)
+    hostile = torch.randint(0, 256, sent.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+
+    def run() -> dict[str, Tensor]:
+        message, stored, added, wild = sent.clone(), torch.full_like(x, 7.0), x.clone(), torch.full_like(x, 7.0)
+        of.encode(x, spans, message)
+        of.decode(message, spans, stored, scale=0.7)
+        of.decode(message, spans, added, add=True, scale=-0.3)
+        of.decode(hostile, spans, wild)
+        return {"message": message, "stored": stored, "added": added, "hostile": wild}
+
+    check(run, threads=threads, about=(sizes, make, dtype))
 
 
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_natural_is_that_of_the_reference(dtype: torch.dtype) -> None:
     for sizes, threads, make in ((SIZES, (1,), values), (SIZES, (1,), special), ((300_001, 70), (2,), special)):
-        spans = spread(sizes, kernels.natural_bytes)
-        x = make(spans.num_elements + 3, 1, dtype)
-
-        def run(spans: Table = spans, x: Tensor = x) -> dict[str, Tensor]:
-            sent = blank(spans, kernels.natural_bytes)
-            kernels.natural_encode(x, spans, sent, key=5)
-            return decoded(lambda m, y, add, scale: kernels.natural_decode(m, spans, y, add=add, scale=scale), sent, x)
-
-        check(run, threads=threads, about=(sizes, make))
+        check_codec(NATURAL, sizes, make, dtype, threads=threads)
 
 
 @needs_native
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_rangefloat_is_that_of_the_reference(rounding: str) -> None:
     for bits in range(3, 16):
-        large = bits == 10
+        large, turn = bits == 10, bits + ROUNDINGS.index(rounding)
         sizes = (200_001, 129) if large else SIZES
-
-        def size(numel: int, bits: int = bits) -> int:
-            return kernels.rangefloat_bytes(numel, bits)
-
-        spans, turn = spread(sizes, size), bits + ROUNDINGS.index(rounding)
-        x = (special, values)[turn % 2](spans.num_elements + 3, 1, DTYPES[turn % 3])
         mantissas = torch.arange(len(sizes)) * 22 // (len(sizes) - 1) * 1.0
         largest = torch.tensor([1.0, 3.7, 100.0, 1e-3, 2e38, 1e-30, 3e-38]).repeat(2)[: len(sizes)]
         params = torch.stack((largest, torch.tensor([3.0, 8.0]) if large else mantissas), dim=1)
-
-        def run(
-            spans: Table = spans, x: Tensor = x, params: Tensor = params, bits: int = bits, size=size
-        ) -> dict[str, Tensor]:
-            sent = blank(spans, size)
-            kernels.rangefloat_encode(x, spans, sent, params, bits=bits, rounding=rounding, key=5)
-
-            def decode(m: Tensor, y: Tensor, add: bool, scale: float) -> None:
-                kernels.rangefloat_decode(m, spans, y, bits=bits, add=add, scale=scale)
-
-            return decoded(decode, sent, x)
-
-        check(run, threads=(2,) if large else (1,), about=(bits, x.dtype))
+        of = codec("rangefloat", params, encoding={"rounding": rounding, "key": 5}, bits=bits)
+        make, dtype = (special, values)[turn % 2], DTYPES[turn % 3]
+        check_codec(of, sizes, make, dtype, threads=(2,) if large else (1,))
 
 
 @needs_native
@@ -384,62 +322,42 @@ def cases(widths: range, large: int) -> list[Any]:
     return [(*case, DTYPES[i % 3], is_large) for i, (case, is_large) in enumerate(zip(made, large_or_not, strict=True))]
 
 
-def layout_of(bucket: int, large: bool, size) -> tuple[Table, tuple[int, ...]]:
+def layout_of(bucket: int, large: bool) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Sizes of segments, and how they are divided and tried."""
     sizes = (150_001, 129) if large else (*SIZES, 2 * bucket if 1000 <= bucket <= 20_000 else 300)
-    return spread(sizes, size, grain=math.lcm(bucket, 128) if bucket < 2**20 else 0), sizes
+    return sizes, {"grain": math.lcm(bucket, 128) if bucket < 2**20 else 0, "threads": (2,) if large else (1,)}
 
 
 @needs_native
 @pytest.mark.parametrize(("bits", "bucket", "dtype", "large"), cases(range(1, 9), 4))
 def test_levels_are_those_of_the_reference(bits: int, bucket: int, dtype: torch.dtype, large: bool) -> None:
-    def size(numel: int) -> int:
-        return kernels.levels_bytes(numel, bits, bucket)
-
-    spans, sizes = layout_of(bucket, large, size)
+    sizes, how = layout_of(bucket, large)
     levels = torch.rand(len(sizes), 2**bits, generator=torch.Generator().manual_seed(bits)).sort(dim=1).values
     levels[-1] = torch.linspace(0, 1, 2**bits)
     for make in (values, special):
-        x = make(spans.num_elements + 3, 1, dtype)
-
-        def run(x: Tensor = x) -> dict[str, Tensor]:
-            sent = blank(spans, size)
-            kernels.levels_encode(x, spans, sent, levels, bits=bits, bucket=bucket)
-
-            def decode(m: Tensor, y: Tensor, add: bool, scale: float) -> None:
-                kernels.levels_decode(m, spans, y, bits=bits, bucket=bucket, add=add, scale=scale)
-
-            return decoded(decode, sent, x)
-
-        check(run, threads=(2,) if large else (1,), about=make)
+        check_codec(codec("levels", levels, bits=bits, bucket=bucket), sizes, make, dtype, **how)
 
 
 @needs_native
 @pytest.mark.parametrize(("bits", "bucket", "dtype", "large"), cases(range(1, 5), 2))
 def test_magnitudes_are_those_of_the_reference(bits: int, bucket: int, dtype: torch.dtype, large: bool) -> None:
-    def size(numel: int) -> int:
-        return kernels.magnitudes_bytes(numel, bits, bucket)
-
-    spans, _ = layout_of(bucket, large, size)
+    (sizes, how), make = layout_of(bucket, large), (values, special)[bits % 2]
     magnitudes = 3 * torch.rand(2 ** (bits - 1), generator=torch.Generator().manual_seed(bits)).sort().values
-    x = (values, special)[bits % 2](spans.num_elements + 3, 1, dtype)
-    how = {"bits": bits, "bucket": bucket}
+    of = codec("magnitudes", magnitudes, bits=bits, bucket=bucket)
+    check_codec(of, sizes, make, dtype, **how)
+    spans = spread(sizes, of.num_bytes, grain=how["grain"])
+    x = make(spans.num_elements + 3, 1, dtype)
 
     def run() -> dict[str, Tensor]:
-        sent = blank(spans, size)
-        kernels.magnitudes_encode(x, spans, sent, magnitudes, **how)
-
-        def decode(m: Tensor, y: Tensor, add: bool, scale: float) -> None:
-            kernels.magnitudes_decode(m, spans, y, magnitudes, **how, add=add, scale=scale)
-
-        found = decoded(decode, sent, x)
+        found = {}
         for loss_scale, in_place in ((1.0, False), (0.25, True), (3.0, False)):
-            now, sent = values(x.numel(), 7), blank(spans, size)
+            now, sent = values(x.numel(), 7), blank(spans, of.num_bytes)
             after = now if in_place else torch.full_like(now, 5.0)
-            kernels.magnitudes_encode(x, spans, sent, magnitudes, **how, residual=Residual(now, after, loss_scale))
+            of.encode(x, spans, sent, residual=Residual(now, after, loss_scale))
             found |= {f"message of {loss_scale}": sent, f"residual of {loss_scale}": after}
         return found
 
-    check(run, threads=(2,) if large else (1,))
+    check(run, threads=how["threads"])
 
 
 @needs_native
@@ -476,26 +394,22 @@ def test_random_bytes_in_buffers_without_an_element_to_spare(level: str) -> None
         return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
 
     def try_all(numel: int, dtype: torch.dtype) -> None:
-        spans, y = one(numel), torch.zeros(numel, dtype=dtype)
-        kernels.natural_decode(random(kernels.natural_bytes(numel)), spans, y)
-        kernels.natural_encode(y, spans, random(kernels.natural_bytes(numel)), key=1)
-        for bits in range(3, 16):
-            sent = random(kernels.rangefloat_bytes(numel, bits))
-            kernels.rangefloat_decode(sent, spans, y, bits=bits)
-            sent[8:16] = torch.tensor([0, 0, 128, 63, 12, 0, 0, 0])
-            kernels.rangefloat_decode(sent, spans, y, bits=bits, add=True)
-            kernels.rangefloat_encode(y, spans, sent, torch.rand(1, 2) * 22, bits=bits)
-            with pytest.raises(ValueError, match="bytes"):
-                kernels.rangefloat_decode(sent[:-1], spans, y, bits=bits)
+        spans, y, codecs = one(numel), torch.zeros(numel, dtype=dtype), [NATURAL]
+        codecs += [codec("rangefloat", torch.rand(1, 2) * 22, bits=bits) for bits in range(3, 16)]
         for bits in range(1, 9):
             for bucket in (7, 100, 128, 2**40)[bits % 2 :: 2]:
-                sent, how = random(kernels.levels_bytes(numel, bits, bucket)), {"bits": bits, "bucket": bucket}
-                kernels.levels_decode(sent, spans, y, **how)
-                kernels.levels_encode(y, spans, sent, torch.rand(1, 2**bits).sort().values, **how)
+                how = {"bits": bits, "bucket": bucket}
+                codecs.append(codec("levels", torch.rand(1, 2**bits).sort().values, **how))
                 if bits < 5:
-                    sent, magnitudes = random(kernels.magnitudes_bytes(numel, **how)), torch.ones(2 ** (bits - 1))
-                    kernels.magnitudes_decode(sent, spans, y, magnitudes, **how)
-                    kernels.magnitudes_encode(y, spans, sent, magnitudes, **how)
+                    codecs.append(codec("magnitudes", torch.ones(2 ** (bits - 1)), **how))
+        for of in codecs:
+            sent = random(of.num_bytes(numel))
+            of.decode(sent, spans, y)
+            sent[8:16] = torch.tensor([0, 0, 128, 63, 12, 0, 0, 0])  # what a range float may have there
+            of.decode(sent, spans, y, add=True)
+            of.encode(y, spans, sent)
+            with pytest.raises(ValueError, match="bytes"):
+                of.decode(sent[:-1], spans, y)
         for integer in (torch.int8, torch.int32):
             out = torch.empty(numel, dtype=integer)
             kernels.int_round(y, spans, torch.ones(1), out, clip=100, key=1)
@@ -508,38 +422,16 @@ def test_random_bytes_in_buffers_without_an_element_to_spare(level: str) -> None
 
 @needs_native
 def test_messages_may_lie_at_any_address() -> None:
-    x, spans = values(1000, 0), one(1000)
-    levels = torch.linspace(0, 1, 16).view(1, -1)
-    sizes = kernels.natural_bytes(1000), kernels.rangefloat_bytes(1000, 10), kernels.levels_bytes(1000, 4, 100)
-    made = []
-    for shift in (0, 1, 3):
-        natural, ranged, learned = (torch.zeros(n + shift, dtype=torch.uint8)[shift:] for n in sizes)
-        y = torch.zeros(3, 1000)
-        kernels.natural_encode(x, spans, natural, key=1)
-        kernels.natural_decode(natural, spans, y[0])
-        kernels.rangefloat_encode(x, spans, ranged, torch.tensor([[4.0, 3.0]]), bits=10)
-        kernels.rangefloat_decode(ranged, spans, y[1], bits=10)
-        kernels.levels_encode(x, spans, learned, levels, bits=4, bucket=100)
-        kernels.levels_decode(learned, spans, y[2], bits=4, bucket=100)
-        made.append((natural, ranged, learned, y))
+    x, spans, made = values(1000, 0), one(1000), []
+    codecs = [NATURAL, codec("rangefloat", torch.tensor([[4.0, 3.0]]), bits=10)]
+    codecs.append(codec("levels", torch.linspace(0, 1, 16).view(1, -1), bits=4, bucket=100))
+    codecs.append(codec("bucketed", encoding={"key": 1}, form=Format(3, 100)))
+    for shift in (0, 1, 2, 3, 17):
+        made.append([])
+        for of in codecs:
+            sent = torch.full((of.num_bytes(1000) + shift,), 0xAB, dtype=torch.uint8)[shift:]
+            of.encode(x, spans, sent)
+            of.decode(sent, spans, y := torch.zeros(1000))
+            made[-1] += [sent, y]
     for others in made[1:]:
         assert all(torch.equal(a, b) for a, b in zip(made[0], others, strict=True))
-
-
-def test_a_layer_cut_at_the_grain_gets_the_codes_of_the_whole() -> None:
-    x = values(20_000, 0)
-    cuts = torch.tensor([[0, 6400, 0, 0, 5], [6400, 3200, 6400, 64 * 400, 5], [9600, 10_400, 9600, 64 * 900, 5]])
-    for spans in (one(20_000, site=5), Table(cuts)):
-        sent, y = torch.zeros(2**17, dtype=torch.uint8), torch.zeros(3, 20_000)
-        rows, levels = len(spans), torch.linspace(0, 1, 16)
-        kernels.natural_encode(x, spans, sent, key=1)
-        kernels.natural_decode(sent, spans, y[0])
-        kernels.rangefloat_encode(
-            x, spans, sent, torch.tensor([[4.0, 3.0]] * rows), bits=10, rounding="stochastic", key=1
-        )
-        kernels.rangefloat_decode(sent, spans, y[1], bits=10)
-        kernels.levels_encode(x, spans, sent, levels.repeat(rows, 1), bits=4, bucket=100)
-        kernels.levels_decode(sent, spans, y[2], bits=4, bucket=100)
-        if rows == 1:
-            whole = y
-    assert torch.equal(whole, y)

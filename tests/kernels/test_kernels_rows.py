@@ -6,7 +6,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from kernel_cases import DTYPES, same, special, values
@@ -77,17 +76,6 @@ def _check(
 def test_same_bits_as_pytorch(dtype: torch.dtype) -> None:
     _check([0, 1, 3, 17, 128, 2047, 2048, 5000, 1], dtype, values, 1)
     _check([300_000, 7], dtype, values, 2, levels=LEVELS[:1], threads=3)
-
-
-@settings(max_examples=20)
-@given(
-    sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=5),
-    gap=st.integers(0, 3),
-    dtype=st.sampled_from(DTYPES),
-    seed=st.integers(0, 1000),
-)
-def test_same_bits_for_any_sizes(sizes: list[int], gap: int, dtype: torch.dtype, seed: int) -> None:
-    _check(sizes, dtype, values, seed, gap, levels=(LEVELS[0], LEVELS[-1]))
 
 
 def test_values_that_are_not_finite_arrive() -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from thinwire.kernels import HAVE_NATIVE, LINE_BYTES, Word
-from thinwire.kernels.native import CORE
 
 pytestmark = pytest.mark.skipif(not HAVE_NATIVE, reason="the native core is not in use")
 
@@ -87,20 +86,6 @@ def test_a_wait_ends_in_time(spin_s: float) -> None:
     assert 0.1 <= time.monotonic() - start < 10.0
 
 
-def test_other_threads_run_meanwhile() -> None:
-    word = Word(memory(), 0)
-    timer = threading.Timer(0.05, lambda: word.post(1))
-    timer.start()
-    assert word.wait(1, timeout_s=10.0, spin_s=10.0)
-    timer.join()
-
-
-def test_a_word_keeps_its_memory() -> None:
-    word = Word(memory(), LINE_BYTES)
-    _ = [torch.ones(2 * LINE_BYTES, dtype=torch.uint8) for _ in range(100)]
-    assert word.value == 0
-
-
 def test_a_place_that_is_none_raises() -> None:
     area = memory()
     for offset in (-4, 2 * LINE_BYTES - 3, 2 * LINE_BYTES, 1 << 62, 2):
@@ -109,17 +94,3 @@ def test_a_place_that_is_none_raises() -> None:
     for other in (area.view(torch.int32), area.view(2, LINE_BYTES), area[::2]):
         with pytest.raises(ValueError, match="contiguous"):
             Word(other, 0)
-
-
-def test_the_core_refuses_what_cannot_be() -> None:
-    for name, arguments, error in (
-        *(("shared_post", wrong, ValueError) for wrong in ((0, 1), (4097, 1), (4096, WRAP), (4096, -1))),
-        ("shared_post", (4096,), TypeError),
-        ("shared_read", (0,), ValueError),
-        *(("shared_wait", wrong, ValueError) for wrong in ((0, 1, 0, 0), (4096, 1, -1, 0), (4096, 1, 0, -1))),
-        ("shared_wait", (4096, 1, 0, 0, 0), ValueError),
-        ("shared_wait", (4096, 1, 1 << 63, 0), OverflowError),
-        ("shared_wait", ("x", 1, 0, 0), TypeError),
-    ):
-        with pytest.raises(error):
-            getattr(CORE, name)(*arguments)

@@ -15,7 +15,7 @@ from thinwire import kernels
 from thinwire.collectives import DeviceLoopbackTransport, LoopbackTransport
 from thinwire.kernels import native
 from thinwire.plan import Plan
-from thinwire.runtime import Wire
+from thinwire.runtime import BucketEngine, Wire
 
 pytest.importorskip("triton", reason="triton is not installed: pip install --no-deps triton")
 
@@ -69,11 +69,11 @@ def steps(spec: str, transport, num_steps: int, poison: int = -1) -> tuple[int, 
     """
     with Pretend() as mode:
         plan = Plan.build(SHAPES, spec)
-        wire = Wire(plan, SHAPES, transport)
+        wire = Wire(BucketEngine(plan, SHAPES, transport))
         found = []
         for step in range(num_steps):
             mode.strict = _thread.strict = step >= 2
-            wire.begin_step()
+            wire.engine.begin_step()
             for names in (("c", "d"), ("a", "b")):
                 layers = tuple((name, SHAPES[name]) for name in names)
                 numel = sum(math.prod(shape) for _, shape in layers)
@@ -82,7 +82,7 @@ def steps(spec: str, transport, num_steps: int, poison: int = -1) -> tuple[int, 
                 if step == poison and transport.rank == 1:
                     held[7] = torch.inf
                 flat = Pretended(held)
-                assert wire.reduce(flat, layers, loss_scale=2.0).wait() is flat
+                assert wire.engine.reduce(flat, layers, loss_scale=2.0).wait() is flat
                 found.append(held)
         mode.strict = _thread.strict = False
         wire.state_dict()

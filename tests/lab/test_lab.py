@@ -8,15 +8,16 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from thinwire_tools import lab
-from thinwire_tools.lab import relay, tools
+from thinwire_tools.lab import relay
 from thinwire_tools.lab.network import address
 
 MISSING = lab.unavailable()
@@ -61,18 +62,21 @@ class Stream:
     def __init__(self, network: lab.Network, source: int, target: int) -> None:
         port = str(6000 + 16 * source + target)
         self.receiver = network.popen(target, [*PYTHON, RECEIVER, port])
-        self.sender = network.popen(
-            source,
-            [*PYTHON, SENDER, port, address(target // network.ranks_per_node)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        argv = [*PYTHON, SENDER, port, address(target // network.ranks_per_node)]
+        self.sender: Any = network.popen(source, argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.seconds(1)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sender.stdin.close()
+        self.sender.wait()
+        self.sender.stdout.close()
+        self.receiver.wait()
 
     def seconds(self, num_bytes: int) -> float:
         """Seconds from the first byte sent until the receiver's answer that it has all of them."""
-        assert self.sender.stdin is not None
-        assert self.sender.stdout is not None
         self.sender.stdin.write(f"{num_bytes}\n")
         self.sender.stdin.flush()
         return float(self.sender.stdout.readline())
@@ -80,24 +84,6 @@ class Stream:
     def rate(self, num_bytes: int) -> float:
         """Goodput in bits per second."""
         return num_bytes * 8 / self.seconds(num_bytes)
-
-    def close(self) -> None:
-        assert self.sender.stdin is not None
-        assert self.sender.stdout is not None
-        self.sender.stdin.close()
-        self.sender.wait()
-        self.sender.stdout.close()
-        self.receiver.wait()
-
-
-@contextlib.contextmanager
-def stream_between(network: lab.Network, source: int, target: int):
-    stream = Stream(network, source, target)
-    try:
-        stream.seconds(1)
-        yield stream
-    finally:
-        stream.close()
 
 
 def reached(least: float, measure: Callable[[], float]) -> float:
@@ -110,52 +96,26 @@ def reached(least: float, measure: Callable[[], float]) -> float:
     return best
 
 
-def in_threads(*calls: Callable[[], float]) -> list[float]:
-    answers = [0.0] * len(calls)
-
-    def store(index: int) -> None:
-        answers[index] = calls[index]()
-
-    threads = [threading.Thread(target=store, args=(index,)) for index in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return answers
-
-
 @pytest.mark.parametrize(("rate", "num_bytes", "least"), [("100mbit", 4_000_000, 0.7), ("1gbit", 40_000_000, 0.5)])
 def test_a_rate_is_reached_both_ways_at_once_and_not_passed(rate: str, num_bytes: int, least: float) -> None:
     asked = lab.parse_rate(rate)
-    with (
-        lab.Network(2, rate=rate) as network,
-        stream_between(network, 0, 1) as there,
-        stream_between(network, 1, 0) as back,
-    ):
+    with lab.Network(2, rate=rate) as network, Stream(network, 0, 1) as there, Stream(network, 1, 0) as back:
         # The first burst is free.
         most = (MOST + 2 * network.describe()["burst_bytes"][0] / num_bytes + 0.01) * asked
 
         def slower() -> float:
-            rates = in_threads(lambda: there.rate(num_bytes), lambda: back.rate(num_bytes))
+            with ThreadPoolExecutor() as pool:
+                rates = list(pool.map(lambda stream: stream.rate(num_bytes), (there, back)))
             assert max(rates) < most
             return min(rates)
 
         assert reached(least * asked, slower) > least * asked
 
 
-def test_uneven_links_carry_what_the_slower_end_carries() -> None:
-    with lab.Network(3, rate=["200mbit", "40mbit", "200mbit"]) as network:
-        expected = {(0, 1): 40e6, (1, 0): 40e6, (0, 2): 200e6}
-        for (source, target), rate in expected.items():
-            with stream_between(network, source, target) as stream:
-                measured = reached(0.7 * rate, lambda stream=stream, rate=rate: stream.rate(round(rate / 16)))
-                assert 0.7 * rate < measured < rate
-
-
 @pytest.mark.parametrize("rtt", ["20ms", "3ms"])
 def test_a_round_trip_takes_what_was_asked(rtt: str) -> None:
     asked = lab.parse_time(rtt)
-    with lab.Network(2, rate="100mbit", rtt=rtt) as network, stream_between(network, 0, 1) as stream:
+    with lab.Network(2, rate="100mbit", rtt=rtt) as network, Stream(network, 0, 1) as stream:
         # The quickest of many: other work on this machine may delay most of them.
         quickest = min(stream.seconds(1) for _ in range(50))
         assert asked <= quickest <= 1.15 * asked + 0.001
@@ -163,11 +123,7 @@ def test_a_round_trip_takes_what_was_asked(rtt: str) -> None:
         counters = network.describe()["relay"]
         # The kernel makes frames of about 1 ms of data, so far fewer than packets.
         assert counters["forwarded"] > 100
-        assert {name: counters[name] for name in ("memory_full", "read_late", "failed")} == {
-            "memory_full": 0,
-            "read_late": 0,
-            "failed": 0,
-        }
+        assert counters["memory_full"] == counters["read_late"] == counters["failed"] == 0
 
 
 def test_packets_are_lost_each_by_itself_and_a_stream_gets_through() -> None:
@@ -176,23 +132,20 @@ def test_packets_are_lost_each_by_itself_and_a_stream_gets_through() -> None:
     with lab.Network(2, rate="100mbit", loss="20%") as network:
         assert network.popen(0, [*PYTHON, datagrams, address(1)]).wait(60.0) == 0
         deadline = time.monotonic() + 60.0
-        while True:
-            relayed = network.describe()["relay"]
-            if relayed["lost"] + relayed["forwarded"] >= 3000 or time.monotonic() > deadline:
-                break
+        while sum(network.describe()["relay"][at] for at in ("lost", "forwarded")) < 3000:
+            assert time.monotonic() < deadline
             time.sleep(0.05)
         # Seven standard deviations.
-        assert 450 < relayed["lost"] < 750
-        assert "20 % of packets lost each way" in lab.link_text(network.describe())
+        assert 450 < network.describe()["relay"]["lost"] < 750
     # Segments of the MTU, not frames of 64 KiB, are what is lost: a stream of 1 MB has about 690.
-    with lab.Network(2, rate="100mbit", loss="2%") as network, stream_between(network, 0, 1) as stream:
+    with lab.Network(2, rate="100mbit", loss="2%") as network, Stream(network, 0, 1) as stream:
         assert stream.seconds(1_000_000) > 0
         assert network.describe()["relay"]["forwarded"] > 600
 
 
 def test_nobody_connects_to_a_rank_behind_nat() -> None:
     with lab.Network(2, rate="100mbit", nat=[1]) as network:
-        with stream_between(network, 1, 0) as stream:
+        with Stream(network, 1, 0) as stream:
             assert stream.seconds(100_000) > 0
         try_it = "import socket, sys\ntry: socket.create_connection((sys.argv[1], 6000), timeout=0.5)\n"
         try_it += "except TimeoutError: sys.exit(3)"
@@ -202,16 +155,14 @@ def test_nobody_connects_to_a_rank_behind_nat() -> None:
         assert network.popen(0, [*PYTHON, try_it, address(1)]).wait(60.0) == 3
         assert server.poll() is None
         assert network.describe()["relay"]["refused"] > 0
-        assert "behind NAT: 1" in lab.link_text(network.describe())
 
 
 def test_shape_and_unshape_while_processes_run() -> None:
-    with lab.Network(2) as network, stream_between(network, 0, 1) as stream:
+    with lab.Network(2) as network, Stream(network, 0, 1) as stream:
         assert network.describe()["rate_bps"] is None
         fast = 0.1e9
         assert reached(fast, lambda: stream.rate(20_000_000)) > fast
         network.shape("50mbit")
-        assert network.describe()["rate_bps"] == [50_000_000, 50_000_000]
         assert 0.7 * 50e6 < reached(0.7 * 50e6, lambda: stream.rate(3_000_000)) < 50e6
         network.shape("25mbit,100mbit")
         assert 0.7 * 25e6 < reached(0.7 * 25e6, lambda: stream.rate(1_500_000)) < 25e6
@@ -221,7 +172,10 @@ def test_shape_and_unshape_while_processes_run() -> None:
 
 def test_interface_bytes_are_those_sent_with_headers() -> None:
     size = 4_000_000
-    with lab.Network(2, rate="200mbit") as network, stream_between(network, 0, 1) as stream:
+    with lab.Network(2, rate="200mbit") as network, contextlib.ExitStack() as stack:
+        time.sleep(0.5)
+        assert [network.interface_bytes(rank) for rank in range(2)] == [(0, 0)] * 2, "links are silent by themselves"
+        stream = stack.enter_context(Stream(network, 0, 1))
         before = [network.interface_bytes(rank) for rank in range(2)]
         stream.seconds(size // 2)
         network.unshape()
@@ -235,12 +189,6 @@ def test_interface_bytes_are_those_sent_with_headers() -> None:
     assert other_received == pytest.approx(sent, rel=0.005)
     assert 0 < received < 0.05 * size
     assert other_sent == pytest.approx(received, abs=2000)
-
-
-def test_links_are_silent_by_themselves() -> None:
-    with lab.Network(2, rate="1mbit") as network:
-        time.sleep(0.5)
-        assert [network.interface_bytes(rank) for rank in range(2)] == [(0, 0), (0, 0)]
 
 
 def test_connections_have_the_congestion_control_that_is_described() -> None:
@@ -274,19 +222,17 @@ def test_ranks_of_a_node_share_its_link_and_nothing_shapes_what_they_say_to_each
     with lab.Network(4, ranks_per_node=2, rate="50mbit") as network:
         asked = [network.popen(rank, [*PYTHON, show], stdout=subprocess.PIPE) for rank in range(4)]
         environments, namespaces = zip(*(json.loads(process.communicate()[0]) for process in asked), strict=True)
-        assert [namespaces.index(namespace) for namespace in namespaces] == [0, 0, 2, 2]
-        for name, expected in {"RANK": "0123", "LOCAL_RANK": "0101", "GROUP_RANK": "0011"}.items():
-            assert "".join(environment[name] for environment in environments) == expected
-        for name, expected in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}.items():
-            assert {environment[name] for environment in environments} == {expected}
         hosts = [environment["NCCL_HOSTID"] for environment in environments]
-        assert [hosts.index(host) for host in hosts] == [0, 0, 2, 2]
-        assert network.describe()["rate_bps"] == [50_000_000] * 2
+        for nodes in (namespaces, hosts):
+            assert [nodes.index(node) for node in nodes] == [0, 0, 2, 2]
+        told = {"RANK": "0123", "LOCAL_RANK": "0101", "GROUP_RANK": "0011", "WORLD_SIZE": "4444"}
+        for name, expected in (told | {"LOCAL_WORLD_SIZE": "2222", "GROUP_WORLD_SIZE": "2222"}).items():
+            assert "".join(environment[name] for environment in environments) == expected
         before = network.interface_bytes(0)
-        with stream_between(network, 0, 1) as inside:
+        with Stream(network, 0, 1) as inside:
             assert reached(0.1e9, lambda: inside.rate(20_000_000)) > 0.1e9
         assert network.interface_bytes(1) == before
-        with stream_between(network, 1, 3) as across:
+        with Stream(network, 1, 3) as across:
             assert 0.7 * 50e6 < reached(0.7 * 50e6, lambda: across.rate(3_000_000)) < 50e6
         # The link is the node's: both of its ranks see the bytes.
         assert network.interface_bytes(0) == network.interface_bytes(1)
@@ -296,9 +242,8 @@ def test_ranks_of_a_node_share_its_link_and_nothing_shapes_what_they_say_to_each
 def test_wrong_arguments_are_errors() -> None:
     with pytest.raises(ValueError, match="1 to 250 ranks"):
         lab.Network(0)
-    for per_node in (0, 2):
-        with pytest.raises(ValueError, match=f"3 ranks do not fill nodes of {per_node}"):
-            lab.Network(3, ranks_per_node=per_node)
+    with pytest.raises(ValueError, match="3 ranks do not fill nodes of 2"):
+        lab.Network(3, ranks_per_node=2)
     for message, link in {
         "loses packets": {"rate": "1gbit", "loss": "1%"},
         "needs a rate": {"loss": "1%"},
@@ -313,28 +258,9 @@ def test_wrong_arguments_are_errors() -> None:
         assert network.describe()["rate_bps"] == [10**8, 10**8]
         with pytest.raises(ValueError, match="rank 2 of a network with ranks 0 to 1"):
             network.interface_bytes(2)
-        with pytest.raises(FileNotFoundError, match="no-such-command"):
-            network.popen(0, ["no-such-command"])
         network.close()
         with pytest.raises(RuntimeError, match="closed"):
             network.popen(0, ["true"])
-        network.close()
-
-
-def test_a_missing_tool_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for tool in ("ip", "nsenter", "cat"):
-        (tmp_path / tool).symlink_to(tools.find(tool))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(tools, "SYSTEM_DIRECTORIES", ())
-    with pytest.raises(lab.LabUnavailable, match="`tc` is missing: install the package iproute2"):
-        lab.Network(2)
-    assert "iproute2" in (lab.unavailable() or "")
-
-
-def test_a_refusal_names_the_setting_that_forbids(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "setting").write_text("0\n")
-    monkeypatch.setattr(tools, "USER_NAMESPACE_SETTINGS", ((str(tmp_path / "setting"), "0", "user.namespaces=1"),))
-    assert "`sysctl -w user.namespaces=1`" in str(tools.refused("cannot make a user namespace"))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="without root every test here is in a user namespace")

@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sharded
 import thinwire
-from harness import run_ranks
+from harness import on_ranks, run_ranks
+from ranks import alike, assert_alike, of_ranks
 from thinwire.local import DiLoCo, Nesterov, send_nothing
 from thinwire.local.fragments import balanced_fragments, exchange_plan
 from thinwire.runtime.checkpoint import sealed
@@ -73,21 +74,20 @@ TORCHFT = {
 }
 
 
-def _all_trajectories(rank: int) -> tuple[dict[tuple[int, float], Any], list[list[float]]]:
+@on_ranks(2)
+def test_trajectories_of_torchft_also_with_a_worker_that_is_replaced(rank: int) -> None:
     """Of all settings, and that of a worker that gets the weights and the state of rank 0 after nine steps."""
-    found = {key: _trajectory(rank, *key)[0][3::3] for key in TORCHFT}
+    for key, expected in TORCHFT.items():
+        assert [tuple(weights) for weights in _trajectory(rank, *key)[0][3::3]] == expected
     states = [_trajectory(rank, 0, 0.0, steps=9)[1]]
     dist.broadcast_object_list(states, 0)
-    return found, _trajectory(rank, 0, 0.0, states[0], 12)[0][::3]
+    replaced = _trajectory(rank, 0, 0.0, states[0], 12)[0][::3]
+    assert replaced == [[-35, -29], [-41, -47], [-59, -53], [-65, -71], [-83, -77]]
 
 
-def test_trajectories_of_torchft_also_with_a_worker_that_is_replaced() -> None:
-    for found, replaced in run_ranks(_all_trajectories, 2):
-        assert {key: [tuple(weights) for weights in history] for key, history in found.items()} == TORCHFT
-        assert replaced == [[-35, -29], [-41, -47], [-59, -53], [-65, -71], [-83, -77]]
-
-
-def _maxtext(rank: int) -> tuple[list[float], list[float]]:
+@on_ranks(2)
+def test_the_trajectory_of_maxtext(rank: int) -> None:
+    """Worked by hand in MaxText's tests: two replicas, inner SGD at 0.1, three steps, outer Nesterov (1.0, 0.9)."""
     model = nn.Linear(2, 1)
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[2.0, 1.0]]))
@@ -97,26 +97,15 @@ def _maxtext(rank: int) -> tuple[list[float], list[float]]:
         local = DiLoCo(model, optimizer, every=3, outer=Nesterov(lr=1.0, momentum=0.9), compressor="raw")
     inputs = torch.tensor([[[0.0, 1.0], [1.0, 0.0]], [[1.0, 0.0], [0.0, 1.0]]])[rank]
     labels = torch.tensor([[[1.0], [2.0]], [[2.0], [3.0]]])[rank]
-    losses, weights = [], []
-    for step in range(4):
+    for step, expected in enumerate((1.0, 0.65, 0.4481, 0.574244)):
         optimizer.zero_grad()
         loss = (model(inputs) - labels).square().mean()
         loss.backward()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        losses.append(mean.item() / 2)
+        assert sum(of_ranks(loss.item())) / 2 == pytest.approx(expected, rel=1e-5, abs=1e-5)
         optimizer.step()
         local.step()
         if step == 2:
-            weights = [*model.weight.detach().flatten().tolist(), model.bias.item()]
-    return losses, weights
-
-
-def test_the_trajectory_of_maxtext() -> None:
-    """Worked by hand in MaxText's tests: two replicas, inner SGD at 0.1, three steps, outer Nesterov (1.0, 0.9)."""
-    for losses, weights in run_ranks(_maxtext, 2):
-        torch.testing.assert_close(losses, [1.0, 0.65, 0.4481, 0.574244], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(weights, [1.5345, 1.0494, 0.5839], rtol=1e-4, atol=1e-5)
+            assert _flat(model).tolist() == pytest.approx([1.5345, 1.0494, 0.5839], rel=1e-4)
 
 
 class Net(nn.Module):
@@ -168,35 +157,26 @@ OPTIONS = {
     "ring": {"every": 10, "compressor": "minmax(bits=4)", "network": thinwire.Network("ring")},
     "whole, no feedback": {"every": 10, "compressor": "minmax(bits=4)", "feedback": False},
     "low rank": {"every": 10, "compressor": "powersgd(rank=2)"},
-    "streaming": {"every": 10, "fragments": 2, "overlap": 2, "compressor": "minmax(bits=4)"},
     "mixing": {"every": 12, "fragments": 3, "overlap": 1, "mix": 0.5, "compressor": "minmax(bits=4)"},
+    "streaming": {"every": 10, "fragments": 2, "overlap": 2, "compressor": "minmax(bits=4)"},
 }
-ON_THE_CPU = OPTIONS["streaming"] | {"outer_device": "cpu"}
+OPTIONS["on the CPU"] = OPTIONS["streaming"] | {"outer_device": "cpu"}
 
 
-def _ends_alike(rank: int, options: dict) -> tuple[torch.Tensor, torch.Tensor, float, float]:
-    training = Training(rank, **options)
-    start = training.loss()
-    training.run(63)
-    training.local.finish()
-    buffers = torch.cat([b.flatten().float() for b in training.model.buffers() if b.is_floating_point()])
-    end = training.loss()
-    training.local.close()
-    return training.weights(), buffers, start, end
-
-
-def _all_end_alike(rank: int) -> dict[str, Any]:
-    return {name: _ends_alike(rank, options) for name, options in (OPTIONS | {"on the CPU": ON_THE_CPU}).items()}
-
-
-def test_workers_learn_and_end_with_the_same_weights() -> None:
+@on_ranks(2)
+def test_workers_learn_and_end_with_the_same_weights(rank: int) -> None:
     """Wherever the outer state is kept, with the same bits."""
-    first, second = run_ranks(_all_end_alike, 2)
-    for name, (weights, buffers, start, end) in first.items():
-        assert end < 0.75 * start, name
-        assert torch.equal(second[name][0], weights), name
-        assert torch.equal(second[name][1], buffers), name
-    assert torch.equal(first["on the CPU"][0], first["streaming"][0])
+    found = {}
+    for name, options in OPTIONS.items():
+        training = Training(rank, **options)
+        start = training.loss()
+        training.run(63)
+        training.local.finish()
+        assert training.loss() < 0.75 * start, name
+        training.local.close()
+        found[name] = training.weights()
+        assert_alike(found[name], [b for b in training.model.buffers() if b.is_floating_point()])
+    assert torch.equal(found["on the CPU"], found["streaming"])
 
 
 class Strided(nn.Module):
@@ -215,56 +195,36 @@ class Strided(nn.Module):
         self.register_buffer("complex", torch.complex(values, -values).t())
 
 
-def _strided(rank: int) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor]:
-    model = Strided(rank)
+@on_ranks(2)
+def test_buffers_of_any_strides_start_from_rank_0s_and_are_averaged(rank: int) -> None:
+    model, expected = Strided(rank), dict(Strided(0).named_buffers())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     local = _quiet(model, optimizer, every=2, compressor="raw")
-    states = [copy.deepcopy(dict(model.named_buffers()))]
+    torch.testing.assert_close(dict(model.named_buffers()), expected, rtol=0, atol=0)
     model.slice.add_(4.0 * rank)
     model.expanded[:1].add_(4.0 * rank)
     model.transposed.add_(4.0 * rank)
     for _ in range(2):
         local.step()
     local.close()
-    return [*states, dict(model.named_buffers())], model.table
+    means = {name: buffer if buffer.is_complex() else buffer + 2.0 for name, buffer in expected.items()}
+    torch.testing.assert_close(dict(model.named_buffers()), means, rtol=0, atol=0)
+    assert bool((model.table[:, 2:] == 7.0).all())
 
 
-def test_buffers_of_any_strides_start_from_rank_0s_and_are_averaged() -> None:
-    expected = dict(Strided(0).named_buffers())
-    for (start, end), table in run_ranks(_strided, 2):
-        for name, buffer in expected.items():
-            torch.testing.assert_close(start[name], buffer, rtol=0, atol=0)
-            torch.testing.assert_close(end[name], buffer if buffer.is_complex() else buffer + 2.0, rtol=0, atol=0)
-        assert bool((table[:, 2:] == 7.0).all())
-
-
-def _shown(rank: int, *options: dict) -> list[tuple[str, int, list[int]]]:
-    shown = [Training(rank, **each).local for each in options]
-    return [(repr(each), round(each.bytes_per_step * each.every), [len(n) for n in each.fragments]) for each in shown]
-
-
-def test_local_updates_are_shown_with_workers_steps_compressors_and_bytes() -> None:
-    feedback = {"every": 10, "compressor": "ef(minmax(bits=4))"}
-    for (text, sent, _), (streaming, sent_streaming, counts) in run_ranks(
-        _shown, 2, feedback, OPTIONS["streaming"] | {"weighted": True}
-    ):
-        head, *rows = text.splitlines()
-        assert head.startswith(f"DiLoCo of 2 workers: exchange of the model every 10 steps, {sent:,} bytes a round, ")
-        assert 5 < float(head.split()[-5]) < 8, "times less than fp32"
-        assert rows == [
-            "  compressor  ef(minmax(bits=4, bucket=128)), 5 of 6 layers",
-            "              raw, 1 of 6 layers",
-            "  outer       Nesterov(lr=0.7, momentum=0.5)",
-        ]
-        rows = streaming.splitlines()
-        assert rows[-4].endswith("Nesterov(lr=0.7, momentum=0.5), workers weighted by their tokens")
-        assert rows[-3] == "  fragments   2, one every 5 steps, used 2 steps after it is sent"
-        assert [int(row.split()[2]) for row in rows[-2:]] == counts
-        assert sum(int(row.split()[-2].replace(",", "")) for row in rows[-2:]) == pytest.approx(sent_streaming, abs=2)
-    (((alone, *_),),) = run_ranks(_shown, 1, {"every": 10})
-    assert alone.startswith(
-        "DiLoCo of one worker, which sends nothing: exchange of the model every 10 steps, 0 bytes a round"
-    )
+@on_ranks(2)
+def test_local_updates_are_shown_with_workers_steps_compressors_and_bytes(rank: int) -> None:
+    local = Training(rank, every=10, compressor="ef(minmax(bits=4))").local
+    head, *rows = repr(local).splitlines()
+    sent = round(local.bytes_per_step * 10)
+    assert head.startswith(f"DiLoCo of 2 workers: exchange of the model every 10 steps, {sent:,} bytes a round, ")
+    assert 5 < float(head.split()[-5]) < 8, "times less than fp32"
+    assert "ef(minmax(bits=4, bucket=128)), 5 of 6 layers" in rows[0]
+    local = Training(rank, **OPTIONS["streaming"], weighted=True).local
+    rows = repr(local).splitlines()[-2:]
+    assert [int(row.split()[2]) for row in rows] == [len(names) for names in local.fragments]
+    sent = sum(int(row.split()[-2].replace(",", "")) for row in rows)
+    assert sent == pytest.approx(local.bytes_per_step * 10, abs=2)
 
 
 SHAPES = {"hidden": (64, 64), "bias": (64,), "scale": (8,), "small": (16, 16)}
@@ -287,7 +247,8 @@ def test_quantisers_with_feedback_take_biases_and_small_layers_too() -> None:
         assert all(plan[name].wire_bytes(shape) <= raw[name].wire_bytes(shape) for name, shape in SHAPES.items())
 
 
-def _drifting(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+@on_ranks(2)
+def test_what_2_bits_leave_out_of_a_bias_is_sent_later(rank: int) -> None:
     """A bias that each worker pulls its own way, by steps that only 2 bits are there for."""
     model = nn.Linear(1, 256)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -300,53 +261,38 @@ def _drifting(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         local.step()
     assert str(local.wire.plan["bias"]) == "ef(gaussian(bits=2, bucket=256))"
     local.close()
-    return (start - model.bias.detach()) / 100, pull.mean(0)
+    moved, mean = (start - model.bias.detach()) / 100, pull.mean(0)
+    assert (moved - mean).norm() < 0.05 * mean.norm()  # 2 bits lose 0.34 of a normal distribution's norm
 
 
-def test_what_2_bits_leave_out_of_a_bias_is_sent_later() -> None:
-    for moved, mean in run_ranks(_drifting, 2):
-        assert (moved - mean).norm() < 0.05 * mean.norm()  # 2 bits lose 0.34 of a normal distribution's norm
-
-
-def _resumed(rank: int, options: dict, *stops: int) -> bool:
-    """Whether trainings that are stopped after so many steps end as one that is not."""
-    straight = Training(rank, **options)
+@on_ranks(2)
+def test_a_training_that_streams_resumes_bit_for_bit_before_and_after_an_exchange_and_while_one_is_under_way(
+    rank: int,
+) -> None:
+    """Trainings that are stopped after so many steps end as one that is not."""
+    straight = Training(rank, **OPTIONS["streaming"])
     straight.run(37)
     straight.local.finish()
-    same = True
-    for at in stops:
-        stopped = Training(rank, **options)
+    for at in (19, 20, 21, 24):
+        stopped, again = (Training(rank, **OPTIONS["streaming"]) for _ in range(2))
         stopped.run(at)
         saved = stopped.local.state_dict()
         parts = copy.deepcopy((stopped.model.state_dict(), stopped.optimizer.state_dict()))
         stopped.run(3, first=at)
-        again = Training(rank, **options)
         again.model.load_state_dict(parts[0])
         again.optimizer.load_state_dict(parts[1])
         again.local.load_state_dict(saved)
         again.run(37 - at, first=at)
         again.local.finish()
-        same &= torch.equal(straight.weights(), again.weights())
-    return same
+        assert torch.equal(straight.weights(), again.weights()), at
 
 
-def test_a_training_that_streams_resumes_bit_for_bit_before_and_after_an_exchange_and_while_one_is_under_way() -> None:
-    assert run_ranks(_resumed, 2, OPTIONS["streaming"], 19, 20, 21, 24) == [True, True]
-
-
-def _of_other_compressors(rank: int) -> list[str]:
+@on_ranks(2)
+def test_a_state_of_other_compressors_says_so(rank: int) -> None:
     saved = Training(rank, every=10, compressor="minmax(bits=4)").local.gather_state_dict()
     local = Training(rank, every=10, compressor="minmax(bits=8)").local
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with pytest.warns(UserWarning, match=r"with the compressors of the checkpoint.*bits=4.*, not ef\(minmax\(bits=8"):
         local.load_state_dict(saved)
-    return [f"{each.filename.rsplit('/', 1)[-1]}: {each.message}" for each in seen]
-
-
-def test_a_state_of_other_compressors_says_so() -> None:
-    for (warned,) in run_ranks(_of_other_compressors, 2):
-        assert warned.startswith("test_diloco.py: load_state_dict() continues with the compressors of the checkpoint")
-        assert "minmax(bits=4, bucket=128)), not ef(minmax(bits=8" in warned
 
 
 State = dict[str, torch.Tensor]
@@ -367,51 +313,35 @@ DAMAGES: dict[str, Callable[[State], State]] = {
 }
 
 
-def _damaged(rank: int) -> tuple[list[str], str, bool]:
+@on_ranks(2)
+def test_a_state_that_is_damaged_or_of_another_run_on_one_worker_is_refused_on_all(rank: int) -> None:
     training, other_run = (Training(rank, **OPTIONS["streaming"]) for _ in range(2))
     training.run(13)
     other_run.run(13, first=100)
     state, states = training.local.state_dict(), (training.local.state_dict(), other_run.local.state_dict())
     training.run(3, first=13)
-    before, messages = training.local.state_dict(), []
+    before = training.local.state_dict()
     for damage in DAMAGES.values():
-        with pytest.raises((ValueError, thinwire.PeerFailedError)) as error:
+        with pytest.raises(ValueError if rank == 1 else thinwire.PeerFailedError) as error:
             training.local.load_state_dict(damage(state) if rank == 1 else state)
-        messages.append(f"{type(error.value).__name__}: {error.value}")
-    with pytest.raises(thinwire.DisagreementError) as differing:
+        theirs, own = of_ranks(str(error.value))
+        assert own in theirs
+    with pytest.raises(thinwire.DisagreementError, match=r"rank 0 has 'anchor/first\.weight: checksum 0x") as differing:
         training.local.load_state_dict(states[rank])
-    after = training.local.state_dict()
+    assert_alike(str(differing.value))
+    assert alike(training.local.state_dict(), before)
     training.local.load_state_dict(state)
-    return messages, str(differing.value), all(torch.equal(after[key], value) for key, value in before.items())
 
 
-def test_a_state_that_is_damaged_or_of_another_run_on_one_worker_is_refused_on_all() -> None:
-    (others, differing_there, same_there), (own, differing, same) = run_ranks(_damaged, 2)
-    for here, there in zip(own, others, strict=True):
-        assert here.startswith("ValueError: ")
-        assert there.startswith("PeerFailedError: ")
-        assert here.removeprefix("ValueError: ") in there
-    assert differing == differing_there
-    assert "rank 0 has 'anchor/first.weight: checksum 0x" in differing
-    assert same
-    assert same_there
-
-
-def _of_unequal_steps(rank: int) -> torch.Tensor:
-    training = Training(rank, every=10)
+@on_ranks(2)
+def test_workers_may_have_saved_after_unequal_numbers_of_steps(rank: int) -> None:
+    training, again = (Training(rank, every=10) for _ in range(2))
     training.run(12 + rank)
-    state = training.local.state_dict()
-    again = Training(rank, every=10)
     again.model.load_state_dict(training.model.state_dict())
-    again.local.load_state_dict(state)
+    again.local.load_state_dict(training.local.state_dict())
     again.run(8 - rank, first=12 + rank)
     again.local.finish()
-    return again.weights()
-
-
-def test_workers_may_have_saved_after_unequal_numbers_of_steps() -> None:
-    first, second = run_ranks(_of_unequal_steps, 2)
-    assert torch.equal(first, second)
+    assert_alike(again.weights())
 
 
 def _gathered(rank: int) -> tuple[State, torch.Tensor]:
@@ -419,70 +349,43 @@ def _gathered(rank: int) -> tuple[State, torch.Tensor]:
     training.run(14)
     state = training.local.gather_state_dict()
     with training.local.shared_weights():
+        assert_alike(state, training.weights())
         return state, training.weights()
 
 
-def _continued(rank: int, state: State) -> torch.Tensor:
+def _continues(rank: int, state: State, shared: torch.Tensor) -> None:
     training = Training(rank, **OPTIONS["whole"])
-    with pytest.warns(UserWarning, match=f"is of 2 workers, and now there are {dist.get_world_size()}: tune"):
+    with pytest.warns(UserWarning, match="is of 2 workers, and now there are 3: tune"):
         training.local.load_state_dict(state)
-    return training.weights()
+    assert torch.equal(training.weights(), shared)
 
 
 def test_another_number_of_workers_starts_from_the_shared_weights_of_the_gathered_state() -> None:
-    (state, shared), (other_state, other_shared) = run_ranks(_gathered, 2)
-    assert torch.equal(shared, other_shared)
-    assert state.keys() == other_state.keys()
-    assert all(torch.equal(state[key], other_state[key]) for key in state)
-    assert all(torch.equal(loaded, shared) for loaded in run_ranks(_continued, 3, state))
+    run_ranks(_continues, 3, *run_ranks(_gathered, 2)[0])
 
 
-def _weighted(rank: int, at: int | None) -> list[float]:
+@on_ranks(2)
+def test_workers_count_by_the_tokens_of_the_steps_since_a_fragments_last_exchange(rank: int) -> None:
     """Two steps, each of which exchanges one of two fragments; then what is left. The state is loaded after ``at``."""
-    model = Two()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     options = {"every": 2, "fragments": 2, "outer": AVERAGING, "compressor": "raw", "weighted": True}
-    local = DiLoCo(model, optimizer, total_steps=99, **options)
-    for step, tokens in enumerate(((100, 300), (300, 100))):
-        for p in model.parameters():
-            p.grad = torch.full_like(p, 4.0 * rank)
-        optimizer.step()
-        local.step(tokens=tokens[rank])
-        if step == at:
-            states = copy.deepcopy(model.state_dict()), local.state_dict()
-            local = DiLoCo(model, optimizer, total_steps=99, **options)
-            model.load_state_dict(states[0])
-            local.load_state_dict(states[1])
-    local.finish()
-    return [p.item() for p in model.parameters()]
-
-
-def _weighted_and_resumed(rank: int) -> list[list[float]]:
-    return [_weighted(rank, at) for at in (None, 1)]
-
-
-def test_workers_count_by_the_tokens_of_the_steps_since_a_fragments_last_exchange() -> None:
-    # The first fragment is at -2 after its exchange, and rank 1's last step takes it to -6 with a quarter of the
-    # tokens. The second one's exchange is after both steps, of which rank 1 has -8, with the same weight.
-    assert run_ranks(_weighted_and_resumed, 2) == [[[-3.0, -1.0]] * 2] * 2
-
-
-def _not_finite(rank: int) -> tuple[int, bool]:
-    training = Training(rank, every=2, compressor="minmax(bits=4)", total_steps=10)
-    training.run(4)
-    shared = training.weights()
-    if rank == 1:
-        with torch.no_grad():
-            training.model.first.weight[0, 0] = float("nan")
-    training.local.step()
-    with pytest.warns(UserWarning, match="not finite") as seen:
-        training.local.step()
-    assert [each.filename for each in seen] == [__file__], "the line that called step()"
-    return training.local.skipped_rounds, torch.equal(training.weights(), shared)
-
-
-def test_a_worker_that_is_not_finite_costs_one_round() -> None:
-    assert run_ranks(_not_finite, 2) == [(1, True)] * 2
+    for at in (None, 1):
+        model = Two()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        local = DiLoCo(model, optimizer, total_steps=99, **options)
+        for step, tokens in enumerate(((100, 300), (300, 100))):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, 4.0 * rank)
+            optimizer.step()
+            local.step(tokens=tokens[rank])
+            if step == at:
+                states = copy.deepcopy(model.state_dict()), local.state_dict()
+                local = DiLoCo(model, optimizer, total_steps=99, **options)
+                model.load_state_dict(states[0])
+                local.load_state_dict(states[1])
+        local.finish()
+        # The first fragment is at -2 after its exchange, and rank 1's last step takes it to -6 with a quarter of the
+        # tokens. The second one's exchange is after both steps, of which rank 1 has -8, with the same weight.
+        assert [p.item() for p in model.parameters()] == [-3.0, -1.0]
 
 
 def _said(model: nn.Module, **options: Any) -> tuple[Nesterov, str]:
@@ -494,67 +397,16 @@ def _said(model: nn.Module, **options: Any) -> tuple[Nesterov, str]:
     return local.outer, "\n".join(str(warning.message) for warning in caught)
 
 
-def _few(rank: int) -> tuple[list[Nesterov], list[bool]]:
+@on_ranks(2)
+def test_a_training_of_few_exchanges_averages_weights_and_is_warned_of_too_few(rank: int) -> None:
     outers = [_said(Two(), every=8, total_steps=total)[0] for total in (96, 159, 160, None)]
-    return outers, ["every=25 leaves" in _said(Two(), every=25, total_steps=total)[1] for total in (40, 50)]
+    assert outers == [AVERAGING, AVERAGING, Nesterov(), Nesterov()]
+    for total in (40, 50):
+        assert ("every=25 leaves" in _said(Two(), every=25, total_steps=total)[1]) == (total == 40)
 
 
-def test_a_training_of_few_exchanges_averages_weights_and_is_warned_of_too_few() -> None:
-    assert run_ranks(_few, 2) == [([AVERAGING, AVERAGING, Nesterov(), Nesterov()], [True, False])] * 2
-
-
-class Loop:
-    """A loop with accumulated, scaled and clipped gradients, and a schedule, that knows nothing of other workers."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Linear(8, 4)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2, gamma=0.5)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-
-    def step(self, rank: int, step: int) -> None:
-        for half in range(2):
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + 10 * half + rank))
-            self.scaler.scale(self.model(x).square().mean() / 2).backward()
-        if (rank, step) == (1, 4):  # that worker's scaler leaves this step out
-            self.model.bias.grad[0] = float("inf")
-        self.scaler.unscale_(self.optimizer)
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.2)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
-        self.schedule.step()
-
-
-def _looped(rank: int) -> tuple[torch.Tensor, float]:
-    loop = Loop()
-    local = DiLoCo(loop.model, loop.optimizer, every=3, outer=AVERAGING, compressor="raw")
-    for step in range(9):
-        loop.step(rank, step)
-        local.step()
-    local.close()
-    return _flat(loop.model), loop.scaler.get_scale()
-
-
-def test_scalers_clipping_accumulation_and_schedules_are_as_ever() -> None:
-    loops = [Loop(), Loop()]
-    for step in range(9):
-        for rank, loop in enumerate(loops):
-            loop.step(rank, step)
-        if step % 3 == 2:
-            with torch.no_grad():
-                for pair in zip(*(loop.model.parameters() for loop in loops), strict=True):
-                    mean = (pair[0] + pair[1]) / 2
-                    for parameter in pair:
-                        parameter.copy_(mean)
-    answers = run_ranks(_looped, 2)
-    assert [scale for _, scale in answers] == [1024.0, 512.0]
-    for weights, _ in answers:
-        torch.testing.assert_close(weights, _flat(loops[0].model), rtol=1e-5, atol=1e-6)
-
-
-def _half(rank: int) -> tuple[torch.dtype, bool]:
+@on_ranks(2)
+def test_shared_weights_of_a_bf16_model_are_fp32(rank: int) -> None:
     model = nn.Linear(64, 64).to(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     local = DiLoCo(model, optimizer, every=2, compressor="minmax(bits=4)")
@@ -563,14 +415,8 @@ def _half(rank: int) -> tuple[torch.dtype, bool]:
         optimizer.step()
         optimizer.zero_grad()
         local.step()
-    weights = model.weight.detach().float()
-    other = weights.clone()
-    dist.broadcast(other, 0)
-    return model.weight.dtype, torch.equal(weights, other)
-
-
-def test_shared_weights_of_a_bf16_model_are_fp32() -> None:
-    assert run_ranks(_half, 2) == [(torch.bfloat16, True)] * 2
+    assert model.weight.dtype is torch.bfloat16
+    assert_alike(model.weight.detach())
 
 
 DIFFERENCES = {
@@ -601,26 +447,21 @@ def _quiet(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -
         return DiLoCo(model, optimizer, **options)
 
 
-def _disagree(rank: int) -> dict[str, str]:
-    errors = {}
+def _disagree(rank: int) -> None:
     for name, given in DIFFERENCES.items():
         model = nn.Linear(64, 64)
         options = {"every": 10, **({name.split(".")[0]: given} if rank else {})}
         optimizer = torch.optim.SGD(model.parameters())
-        with pytest.raises(thinwire.DisagreementError) as error:
+        with pytest.raises(thinwire.DisagreementError, match=f"'{NAMED.get(name, name).split('.')[-1]}") as error:
             _quiet(model, optimizer, **options)
-        errors[name] = str(error.value)
+        assert_alike(str(error.value))
     # Two workers gather each other's messages by default.
     _quiet(model, optimizer, every=10, network=thinwire.Network("allgather" if rank else None)).close()
-    return errors
 
 
 def test_every_argument_that_differs_is_named() -> None:
     assert {name.split(".")[0] for name in DIFFERENCES} | NO_DIFFERENCE == set(inspect.signature(DiLoCo).parameters)
-    first, second = run_ranks(_disagree, 2, timeout_s=60.0)
-    assert first == second
-    for name, message in first.items():
-        assert f"'{NAMED.get(name, name).split('.')[-1]}" in message, (name, message)
+    run_ranks(_disagree, 2, timeout_s=60.0)
 
 
 def test_fragments_are_balanced_and_strided() -> None:
@@ -641,41 +482,35 @@ def _flat(model: nn.Module) -> torch.Tensor:
     return torch.cat([(p.to_local() if isinstance(p, DTensor) else p).flatten() for p in values])
 
 
-def _sharded(rank: int, outer_device: str | None = None, steps: int = 42) -> tuple[torch.Tensor, float, float]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    model = sharded.build(mesh["shards"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    options = {"every": 5, "compressor": "minmax(bits=4)", "outer_device": outer_device}
-    local = DiLoCo(model, optimizer, group=mesh.get_group("replicas"), **options)
-    own = sum(p.to_local().numel() for p in model.parameters())
-    assert sum(v.numel() for key, v in local.state_dict().items() if key.startswith("anchor/")) == own
-    losses = []
-    for step in range(steps):
-        x, y = sharded.batch(step, rank, size=16)
-        loss = (model(x) - y).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        local.step()
-        losses.append(loss.item())
-    local.finish()
-    return _flat(model), sum(losses[:5]), sum(losses[-5:])
+@on_ranks(4)
+def test_shards_are_exchanged_with_their_peers(rank: int) -> None:
+    for outer_device, steps in ((None, 42), ("cpu", 7)):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        model = sharded.build(mesh["shards"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        options = {"every": 5, "compressor": "minmax(bits=4)", "outer_device": outer_device}
+        local = DiLoCo(model, optimizer, group=mesh.get_group("replicas"), **options)
+        own = sum(p.to_local().numel() for p in model.parameters())
+        assert sum(v.numel() for key, v in local.state_dict().items() if key.startswith("anchor/")) == own
+        losses = []
+        for step in range(steps):
+            x, y = sharded.batch(step, rank, size=16)
+            loss = (model(x) - y).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            local.step()
+            losses.append(loss.item())
+        local.finish()
+        first, second, third, fourth = of_ranks(_flat(model))
+        assert torch.equal(first, third)
+        assert torch.equal(second, fourth)
+        assert not torch.equal(first, second)
+        assert sum(losses[-5:]) < 0.7 * sum(losses[:5]) or outer_device
 
 
-def _sharded_both_ways(rank: int) -> list[tuple[torch.Tensor, float, float]]:
-    return [_sharded(rank), _sharded(rank, "cpu", 7)]
-
-
-def test_shards_are_exchanged_with_their_peers() -> None:
-    for steps, ranks in zip((42, 7), zip(*run_ranks(_sharded_both_ways, 4), strict=True), strict=True):
-        weights = [found[0] for found in ranks]
-        assert torch.equal(weights[0], weights[2])
-        assert torch.equal(weights[1], weights[3])
-        assert not torch.equal(weights[0], weights[1])
-        assert all(last < 0.7 * first for _, first, last in ranks) or steps < 42
-
-
-def _in_nodes(rank: int) -> torch.Tensor:
+@on_ranks(4)
+def test_workers_of_a_node_average_gradients_and_nodes_exchange_progress(rank: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
@@ -688,59 +523,19 @@ def _in_nodes(rank: int) -> torch.Tensor:
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
         local.step()
-    before = _flat(model)
-    others = [torch.empty_like(before) for _ in range(4)]
-    dist.all_gather(others, before)
-    assert torch.equal(others[0], others[1])
-    assert not torch.equal(others[0], others[2])
+    first, second, third, _ = of_ranks(_flat(model))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, third)
     local.finish()
-    return _flat(model)
+    assert_alike(_flat(model))
 
 
-def _wrapped(rank: int) -> list[bool]:
+@on_ranks(2)
+def test_a_warning_says_that_ddp_sends_what_local_updates_are_to_save(rank: int) -> None:
     own = [dist.new_group([r]) for r in range(2)][rank]
-    told = []
     for group, sends in ((None, True), (None, False), (own, True)):
         model = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
         if not sends:
             send_nothing(model)
-        told.append("all-reduces the gradients of all workers" in _said(model)[1])
-    return told
-
-
-def test_a_warning_says_that_ddp_sends_what_local_updates_are_to_save() -> None:
-    assert run_ranks(_wrapped, 2) == [[True, False, False]] * 2
-
-
-def test_workers_of_a_node_average_gradients_and_nodes_exchange_progress() -> None:
-    first, *others = run_ranks(_in_nodes, 4)
-    assert all(torch.equal(first, other) for other in others)
-
-
-def _under_a_default_device(rank: int) -> bool:
-    """``meta`` stands for ``cuda``, which scripts set."""
-    on_the_cpu = True
-    for tokens in ({}, {"tokens": 5 + rank}):
-        model = Two()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        torch.set_default_device("meta")
-        try:
-            local = DiLoCo(model, optimizer, every=2, compressor="minmax(bits=8)", weighted=bool(tokens))
-            for _ in range(3):
-                for p in model.parameters():
-                    p.grad = torch.full_like(p, 2.0)
-                optimizer.step()
-                local.step(**tokens)
-            state = local.state_dict()
-            local.load_state_dict(state)
-            local.load_state_dict(local.gather_state_dict())
-            local.finish()
-            local.close()
-        finally:
-            torch.set_default_device(None)
-        on_the_cpu &= all(value.device.type == "cpu" for value in (*state.values(), *model.parameters()))
-    return on_the_cpu
-
-
-def test_a_default_device_is_not_that_of_what_is_exchanged() -> None:
-    assert run_ranks(_under_a_default_device, 2) == [True, True]
+        told = "all-reduces the gradients of all workers" in _said(model)[1]
+        assert told == (sends and group is None)

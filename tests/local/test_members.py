@@ -7,27 +7,33 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from members import Group, Lighthouse, Manager
+from ranks import alike
 from thinwire.collectives import owned_parts
 from thinwire.compressors import Coded, parse
 from thinwire.local import ManagedDiLoCo, Nesterov
 from thinwire.runtime.checkpoint import sealed
 from thinwire.runtime.slots import moved_residual
 
+AVERAGING = Nesterov(lr=1.0, momentum=0.0)
+
 
 class Worker:
     """Learns a linear map; its gradients depend on its name and its step alone where ``constant`` says so."""
 
-    def __init__(self, lighthouse: Lighthouse, name: str, *, constant: bool = False, **options) -> None:
+    def __init__(
+        self, lighthouse: Lighthouse, name: str, *, constant: bool = False, momentum: float = 0.0, **options
+    ) -> None:
         torch.manual_seed(ord(name))
         self.name, self.constant = name, constant
         self.model = nn.Sequential(nn.Linear(16, 128), nn.BatchNorm1d(128), nn.Linear(128, 4))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=momentum)
         self.group = Group()
         self.manager = Manager(lighthouse, name, self.group)
         self.options = {"every": 5, "outer": Nesterov(lr=1.0, momentum=0.5)} | options
@@ -85,6 +91,14 @@ def _until(step: int, *workers: Worker) -> None:
     _together(*(lambda w=w: w.train(step) for w in workers))
 
 
+def _begun(names: str, later: str = "", **options: Any) -> tuple[Any, ...]:
+    """A lighthouse, workers that have begun, and others that will."""
+    lighthouse = Lighthouse(*names)
+    workers = [Worker(lighthouse, name, **options) for name in names + later]
+    _together(*(w.begin for w in workers[: len(names)]))
+    return lighthouse, *workers
+
+
 def _assert_same(*workers: Worker) -> None:
     first, *others = workers
     for other in others:
@@ -95,9 +109,7 @@ def _assert_same(*workers: Worker) -> None:
 
 @pytest.mark.parametrize("compressor", ["gaussian(bits=2)", "powersgd(rank=2)"])
 def test_a_worker_leaves_and_another_joins(compressor: str) -> None:
-    lighthouse = Lighthouse("a", "b", "c")
-    a, b, c, d = (Worker(lighthouse, name, compressor=compressor) for name in "abcd")
-    _together(a.begin, b.begin, c.begin)
+    lighthouse, a, b, c, d = _begun("abc", "d", compressor=compressor)
     assert torch.equal(a.weights(), b.weights())
     _until(10, a, b, c)
     lighthouse.remove("c")
@@ -120,9 +132,7 @@ def test_a_worker_leaves_and_another_joins(compressor: str) -> None:
 
 
 def test_a_damaged_state_leaves_the_worker_as_it_was() -> None:
-    lighthouse = Lighthouse("a")
-    a = Worker(lighthouse, "a")
-    a.begin()
+    _, a = _begun("a")
     a.train(5)
     state = a.local.state_dict()
     a.train(13)
@@ -132,9 +142,8 @@ def test_a_damaged_state_leaves_the_worker_as_it_was() -> None:
     for damaged, load in itertools.product(damages, (a.local.load_state_dict, a.manager.load)):
         with pytest.raises(ValueError, match="state"):
             load(damaged)
-        after = a.local.state_dict()
         assert torch.equal(a.weights(), weights)
-        assert all(torch.equal(after[key], value) for key, value in before.items())
+        assert alike(a.local.state_dict(), before)
     a.local.load_state_dict(state)
     assert a.local.steps == 5
     assert torch.equal(a.anchor(), a.shared[5])
@@ -142,9 +151,7 @@ def test_a_damaged_state_leaves_the_worker_as_it_was() -> None:
 
 def test_a_worker_whose_first_exchange_fails_counts_the_others_steps() -> None:
     """It has the shared state from then on, and the others have trained further when it joins."""
-    lighthouse = Lighthouse("a", "b")
-    a, b, c = (Worker(lighthouse, name) for name in "abc")
-    _together(a.begin, b.begin)
+    lighthouse, a, b, c = _begun("ab", "c")
     _until(5, a, b)
     lighthouse.add("c")
     c.manager.break_after[0] = 0
@@ -159,9 +166,7 @@ def test_a_joining_worker_has_no_say_before_it_has_trained() -> None:
     """The exchange in which it joins moves the shared weights as if it were not there."""
 
     def trained(joins: bool) -> torch.Tensor:
-        lighthouse = Lighthouse("a", "b")
-        a, b, c = (Worker(lighthouse, name, compressor="raw", constant=True) for name in "abc")
-        _together(a.begin, b.begin)
+        lighthouse, a, b, c = _begun("ab", "c", compressor="raw", constant=True)
         _until(5, a, b)
         if joins:
             lighthouse.add("c")
@@ -174,14 +179,7 @@ def test_a_joining_worker_has_no_say_before_it_has_trained() -> None:
 
 def test_an_exchange_every_step_is_training_on_the_mean_gradient() -> None:
     """SGD with momentum is linear in its gradients, so that the mean of the workers' updates is that of their mean."""
-    lighthouse = Lighthouse("a", "b")
-    workers = [
-        Worker(lighthouse, name, every=1, outer=Nesterov(lr=1.0, momentum=0.0), compressor="raw", constant=True)
-        for name in "ab"
-    ]
-    for w in workers:
-        w.optimizer = torch.optim.SGD(w.model.parameters(), lr=0.05, momentum=0.9)
-    _together(*(w.begin for w in workers))
+    _, *workers = _begun("ab", every=1, outer=AVERAGING, compressor="raw", constant=True, momentum=0.9)
     expected = [p.detach().clone().requires_grad_() for p in workers[0].model.parameters()]
     synchronous = torch.optim.SGD(expected, lr=0.05, momentum=0.9)
     _until(12, *workers)
@@ -195,10 +193,7 @@ def test_an_exchange_every_step_is_training_on_the_mean_gradient() -> None:
 
 def test_an_exchange_every_step_goes_on_when_workers_come_and_go() -> None:
     """With four bits and error feedback, as gradients are compressed in every step."""
-    lighthouse = Lighthouse("a", "b", "c")
-    options = {"every": 1, "outer": Nesterov(lr=1.0, momentum=0.0), "compressor": "minmax(bits=4)"}
-    a, b, c, d = (Worker(lighthouse, name, **options) for name in "abcd")
-    _together(a.begin, b.begin, c.begin)
+    lighthouse, a, b, c, d = _begun("abc", "d", every=1, outer=AVERAGING, compressor="minmax(bits=4)")
     _until(10, a, b, c)
     lighthouse.remove("c")
     b.manager.break_after[b.manager.exchanges + 3] = 0  # two workers send each other one message
@@ -212,9 +207,8 @@ def test_an_exchange_every_step_goes_on_when_workers_come_and_go() -> None:
 
 
 def test_an_exchange_that_breaks_changes_nothing() -> None:
-    lighthouse = Lighthouse("a", "b", "c")
-    workers = a, _, c = [Worker(lighthouse, name) for name in "abc"]
-    _together(*(w.begin for w in workers))
+    _, *workers = _begun("abc")
+    a, _, c = workers
     _until(10, *workers)
     before = [w.local.state_dict() for w in workers]
     residuals = [w.local.wire.state_dict() for w in workers]
@@ -226,7 +220,7 @@ def test_an_exchange_that_breaks_changes_nothing() -> None:
         for key in [key for key in shared if key.startswith(("anchor", "momentum"))] + ["rounds", "exchange"]:
             assert torch.equal(after[key], shared[key]), f"{w.name}: {key} is half applied"
         w.local.members.wire.discard_step()
-        engine = w.local.members.wire._engine
+        engine = w.local.members.wire.engine
         for key, value in own.items():
             if key.startswith("rank") and key.endswith(".weight"):
                 slot, name = key.split("/", 1)[1].split("/", 1)[0], key.rsplit("/", 1)[1]
@@ -237,36 +231,34 @@ def test_an_exchange_that_breaks_changes_nothing() -> None:
     assert a.local.members.left == 0
 
 
-@pytest.mark.parametrize("trouble", ["doubtful", "broken"])
-def test_progress_is_counted_once_whatever_fails(trouble: str) -> None:
+def test_progress_is_counted_once_whatever_fails() -> None:
     """With constant gradients and raw exchanges, plain averages end where undisturbed ones do.
 
     ``doubtful``: the exchange succeeds on the others, and one worker does not hear of it.
     """
 
-    def trained(disturbed: bool) -> torch.Tensor:
-        lighthouse = Lighthouse("a", "b", "c")
-        options = {"compressor": "raw", "outer": Nesterov(lr=1.0, momentum=0.0), "constant": True}
-        workers = *_, c = [Worker(lighthouse, name, **options) for name in "abc"]
-        _together(*(w.begin for w in workers))
+    def trained(trouble: str) -> torch.Tensor:
+        _, *workers = _begun("abc", compressor="raw", outer=AVERAGING, constant=True)
+        *_, c = workers
         _until(5, *workers)
-        if disturbed and trouble == "doubtful":
+        if trouble == "doubtful":
             c.manager.doubtful.add(c.manager.exchanges)
-        elif disturbed:
+        elif trouble == "broken":
             c.manager.break_after[c.manager.exchanges] = 1
         _until(20, *workers)
         _assert_same(*workers)
-        assert c.local.members.failed == disturbed
+        assert c.local.members.failed == bool(trouble)
         return workers[0].weights()
 
-    torch.testing.assert_close(trained(True), trained(False), rtol=1e-5, atol=1e-5)
+    undisturbed = trained("")
+    for trouble in ("doubtful", "broken"):
+        torch.testing.assert_close(trained(trouble), undisturbed, rtol=1e-5, atol=1e-5)
 
 
 def test_a_late_worker_goes_on_from_the_shared_weights() -> None:
     """It was away for several exchanges: what it had learned is dropped, and the next exchange takes it in again."""
-    lighthouse = Lighthouse("a", "b", "c")
-    workers = a, b, c = [Worker(lighthouse, name, compressor="raw", constant=True) for name in "abc"]
-    _together(*(w.begin for w in workers))
+    lighthouse, *workers = _begun("abc", compressor="raw", constant=True)
+    a, b, c = workers
     _until(5, *workers)
     lighthouse.remove("c")
     _until(20, a, b)
@@ -278,9 +270,7 @@ def test_a_late_worker_goes_on_from_the_shared_weights() -> None:
 
 
 def test_a_single_worker_goes_on_alone() -> None:
-    lighthouse = Lighthouse("a", "b")
-    a, b = (Worker(lighthouse, name) for name in "ab")
-    _together(a.begin, b.begin)
+    lighthouse, a, b = _begun("ab")
     _until(10, a, b)
     lighthouse.remove("b")
     start = a.anchor()
@@ -288,10 +278,9 @@ def test_a_single_worker_goes_on_alone() -> None:
     assert not torch.equal(a.anchor(), start)
     assert repr(a.local).startswith("ManagedDiLoCo of one worker, which sends nothing: exchange of the model every ")
     lighthouse.add("b")
-    _together(lambda: a.train(30), lambda: b.train(30))
-    _together(lambda: a.train(40), lambda: b.train(40))
+    _until(30, a, b)
+    _until(40, a, b)
     _assert_same(a, b)
-    assert repr(a.local).startswith("ManagedDiLoCo of 2 workers: exchange of the model every ")
 
 
 def test_a_residual_keeps_its_part_of_the_mean() -> None:
@@ -314,15 +303,14 @@ def test_a_residual_keeps_its_part_of_the_mean() -> None:
 
 
 def test_arguments_are_checked_before_others_are_waited_for() -> None:
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    manager = Manager(Lighthouse("a"), "a", Group())
+    model, manager = nn.Linear(4, 4), Manager(Lighthouse("a"), "a", Group())
+    whole, part = (torch.optim.SGD(given, lr=0.1) for given in (model.parameters(), [model.weight]))
     with pytest.raises(TypeError, match="ProcessGroupGloo"):
-        ManagedDiLoCo(model, optimizer, manager, None)
+        ManagedDiLoCo(model, whole, manager, None)
     with pytest.raises(ValueError, match="every"):
-        ManagedDiLoCo(model, optimizer, manager, Group(), every=0)
+        ManagedDiLoCo(model, whole, manager, Group(), every=0)
     with pytest.raises(ValueError, match="does not hold bias"):
-        ManagedDiLoCo(model, torch.optim.SGD([model.weight], lr=0.1), manager, Group())
+        ManagedDiLoCo(model, part, manager, Group())
 
 
 def test_torchft_is_not_imported() -> None:

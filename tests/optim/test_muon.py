@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from harness import run_ranks
+from harness import on_ranks, run_ranks
+from ranks import assert_alike
 from thinwire.optim import Muon
 from thinwire.optim.muon import iteration_dtype, newton_schulz, polar_factors
 from thinwire.optim.shards import as_whole
@@ -91,27 +92,19 @@ def _stepped(rank: int, how: str) -> dict[str, torch.Tensor]:
     return {name: as_whole(p.detach()).clone() for name, p in model.named_parameters()}
 
 
-def _both_ways(rank: int) -> list[dict[str, torch.Tensor]]:
-    return [_stepped(rank, how) for how in ("divided", "sharded")]
-
-
-def test_ranks_that_divide_the_work_or_the_model_step_as_one() -> None:
-    alone = _stepped(0, "alone")
-    for first, second, third in zip(*run_ranks(_both_ways, 3), strict=True):
+@on_ranks(3)
+def test_ranks_that_divide_the_work_or_the_model_step_as_one(rank: int) -> None:
+    alone = _stepped(rank, "alone")
+    for how in ("divided", "sharded"):
+        found = _stepped(rank, how)
+        assert_alike(found)
         for name, expected in alone.items():
-            assert torch.equal(first[name], second[name])
-            assert torch.equal(first[name], third[name])
             # One matrix of a shape or several in a product: they round differently in bfloat16.
-            torch.testing.assert_close(first[name], expected, rtol=0, atol=3e-4 if name in HIDDEN else 1e-6)
+            torch.testing.assert_close(found[name], expected, rtol=0, atol=3e-4 if name in HIDDEN else 1e-6)
 
 
 def test_matrices_are_divided_by_their_work() -> None:
-    matrices = [torch.randn(*shape) for shape in ((64, 8), (8, 8), (8, 8), (8, 64), (16, 8), (8, 16))]
-    together = polar_factors(matrices)
-    for parts in run_ranks(_factors, 3, matrices):
-        for part, factor, matrix in zip(parts, together, matrices, strict=True):
-            assert part.shape == matrix.shape
-            torch.testing.assert_close(part, factor, rtol=0, atol=2e-2)
+    run_ranks(_factors, 3)
     assert polar_factors([]) == []
 
 
@@ -141,8 +134,13 @@ def test_a_cpu_iterates_in_the_dtype_that_it_is_fast_in(monkeypatch: pytest.Monk
         assert float(nn.functional.cosine_similarity(factor.float().flatten(), exact.flatten(), 0)) > 0.98
 
 
-def _factors(rank: int, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [factor.clone() for factor in polar_factors(matrices, dist.group.WORLD)]
+def _factors(rank: int) -> None:
+    torch.manual_seed(0)
+    matrices = [torch.randn(*shape) for shape in ((64, 8), (8, 8), (8, 8), (8, 64), (16, 8), (8, 16))]
+    together = polar_factors(matrices)
+    for part, factor, matrix in zip(polar_factors(matrices, dist.group.WORLD), together, matrices, strict=True):
+        assert part.shape == matrix.shape
+        torch.testing.assert_close(part, factor, rtol=0, atol=2e-2)
 
 
 @pytest.mark.parametrize(("dtype", "room"), [(torch.float32, 0.0), (torch.bfloat16, 0.2)])

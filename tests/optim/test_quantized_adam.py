@@ -14,8 +14,9 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 import thinwire
-from harness import run_ranks
-from nets import DDP_OPTIONS, batch as batch_of, loss_of, make, trained
+from harness import on_ranks
+from nets import DDP_OPTIONS, assert_replicas_identical, batch as batch_of, loss_of, make, train, trained
+from ranks import alike, of_ranks
 from thinwire.collectives import owned_parts
 from thinwire.compressors import parse
 from thinwire.integrations.momentum import Momentum
@@ -113,52 +114,36 @@ SPECS = {FOUR_BITS: 0.03, "maxabs(bits=4, bucket=128)": 0.03, "onebit(bucket=512
 """By how much losses may be larger than those of momenta that are not compressed."""
 
 
-def _fed(rank: int) -> dict[str, dict[str, Any]]:
+@on_ranks(2)
+def test_momenta_are_sent_compressed_after_the_warm_up(rank: int) -> None:
     """Runs whose momenta travel in each of `SPECS`, and one in which nothing is compressed."""
-    found: dict[str, dict[str, Any]] = {}
-    for spec in ("raw", *SPECS):
+    exact: list[float] = []
+    for spec, margin in {"raw": 0.0, **SPECS}.items():
         model = make(rank)
         optimizer = QuantizedAdam(trained(model), lr=3e-3, betas=(0.9, 0.99), warmup=4)
-        wire = thinwire.compress(model, spec, **_options(optimizer)) if spec != "raw" else None
+        wire = thinwire.compress(model, spec, **_options(optimizer)) if exact else None
         losses, sent = [], [0]
         for step in range(60):
-            optimizer.zero_grad()
-            loss = loss_of(model, batch_of(rank, step))
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
+            losses += train(model, rank, 1, first=step, optimizer=optimizer)
             sent.append(wire.stats.payload_sent_bytes if wire else 0)
-        found[spec] = {"losses": losses, "weights": [p.detach().clone() for p in model.module.parameters()]}
-        if wire is not None:
-            found[spec] |= {"sent": [b - a for a, b in pairwise(sent)], "dense": wire.stats.dense_bytes / 60}
-            found[spec]["fed back"] = any(str(c).startswith("ef(") for c in wire.plan.layers.values())
-    return found
+        if wire is None:
+            exact = losses
+            continue
+        dense, steps = wire.stats.dense_bytes / 60, [after - before for before, after in pairwise(sent)]
+        assert losses[:5] == pytest.approx(exact[:5], rel=1e-5)
+        assert sum(losses[-8:]) < (1 + margin) * sum(exact[-8:])
+        assert all(each == pytest.approx(dense, rel=0.01) for each in steps[:4])
+        assert max(steps[4:]) < dense / 2
+        assert any(str(c).startswith("ef(") for c in wire.plan.layers.values())
+        assert_replicas_identical(model)
 
 
-def test_momenta_are_sent_compressed_after_the_warm_up() -> None:
-    first, second = run_ranks(_fed, 2)
-    for answer in (first, second):
-        exact = answer["raw"]["losses"]
-        for spec, margin in SPECS.items():
-            coded = answer[spec]
-            assert coded["losses"][:5] == pytest.approx(exact[:5], rel=1e-5)
-            assert sum(coded["losses"][-8:]) < (1 + margin) * sum(exact[-8:])
-            assert all(sent == pytest.approx(coded["dense"], rel=0.01) for sent in coded["sent"][:4])
-            assert all(sent < coded["dense"] / 2 for sent in coded["sent"][4:])
-            assert coded["fed back"]
-    for spec in SPECS:
-        pairs = zip(first[spec]["weights"], second[spec]["weights"], strict=True)
-        assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
-
-
-def _unsent(name: str, states: list[dict[str, Tensor]]) -> Tensor:
+def _unsent(rank: int, name: str, residual: Tensor) -> Tensor:
     """The mean residual of a layer: all of what its owner keeps, half of what the other rank does."""
-    residuals = [state[f"rank{rank}/residual/{name}"].reshape(-1) for rank, state in enumerate(states)]
-    unsent = torch.zeros_like(residuals[0])
-    for owner, begin, end in owned_parts(name, parse("ef(minmax(bits=3, bucket=128))"), unsent.numel(), [1, 1]):
-        for rank, residual in enumerate(residuals):
-            unsent[begin:end] += residual[begin:end] * (1.0 if rank == owner else 0.5)
-    return unsent
+    share = torch.full((residual.numel(),), 0.5)
+    for owner, begin, end in owned_parts(name, parse("ef(minmax(bits=3, bucket=128))"), residual.numel(), [1, 1]):
+        share[begin:end] = 1.0 if rank == owner else 0.5
+    return sum(of_ranks(residual.reshape(-1) * share))
 
 
 class _Recorded:
@@ -207,42 +192,35 @@ def test_a_gradient_becomes_a_momentum_and_itself_again(dtype: torch.dtype) -> N
 CLIPPED = [(FOUR_BITS, "default"), *(("minmax(bits=2, bucket=128)", d) for d in DDP_OPTIONS if d != "bf16 model")]
 
 
-def _norms(rank: int) -> list[list[tuple[float, float]]]:
-    return [_Recorded(rank, spec, 1e9, 6, ddp).norms[1:] for spec, ddp in CLIPPED]
-
-
-def test_clipping_sees_the_norm_of_the_mean_gradient() -> None:
+@on_ranks(4)
+def test_clipping_sees_the_norm_of_the_mean_gradient(rank: int) -> None:
     # A layer's length errs by 8 to 12 %. Without lengths all norms are too long: 12 % in sum in 4 bits, threefold in 2.
-    for case, norms in zip(CLIPPED, run_ranks(_norms, 4)[0], strict=True):
+    for case in CLIPPED:
+        norms = _Recorded(rank, case[0], 1e9, 6, case[1]).norms[1:]
         assert all(seen == pytest.approx(true, rel=0.2) for seen, true in norms), case
         assert sum(seen for seen, _ in norms) == pytest.approx(sum(true for _, true in norms), rel=0.05), case
 
 
-MAX_NORMS = (1e9, 0.2)
-
-
-def _clipped(rank: int) -> list[tuple[Any, ...]]:
-    recorded = [_Recorded(rank, "minmax(bits=3, bucket=128)", max_norm, 6) for max_norm in MAX_NORMS]
-    return [(each.norms, each.mine, each.momenta, each.state) for each in recorded]
-
-
-def test_the_residual_is_all_that_is_missing_whether_gradients_are_clipped_or_not() -> None:
+@on_ranks(2)
+def test_the_residual_is_all_that_is_missing_whether_gradients_are_clipped_or_not(rank: int) -> None:
     """Clipping discards none of the momentum that error feedback sent."""
     name = "layers.0.weight"
-    for max_norm, answers in zip(MAX_NORMS, zip(*run_ranks(_clipped, 2), strict=True), strict=True):
-        norms, gradients, made, _ = answers[0]
-        total = torch.zeros_like(made[0][name])
+    for max_norm in (1e9, 0.2):
+        recorded = _Recorded(rank, "minmax(bits=3, bucket=128)", max_norm, 6)
+        total = torch.zeros_like(recorded.momenta[0][name])
         for step in range(1, 6):
-            kept = min(1.0, max_norm / (norms[step][0] + 1e-6))
+            kept = min(1.0, max_norm / (recorded.norms[step][0] + 1e-6))
             assert kept < 0.9 or max_norm > 1.0
-            total += 0.9 * made[step - 1][name] + 0.1 * kept * gradients[step][name] - made[step][name]
-        unsent = _unsent(name, [state for *_, state in answers])
+            total += 0.9 * recorded.momenta[step - 1][name] + 0.1 * kept * recorded.mine[step][name]
+            total -= recorded.momenta[step][name]
+        unsent = _unsent(rank, name, recorded.state[f"rank{rank}/residual/{name}"])
         assert float(unsent.abs().max()) > 1e-5
         torch.testing.assert_close(total.reshape(-1), unsent, rtol=1e-3, atol=1e-6)
 
 
-def _skipped(rank: int) -> float:
-    """How much of the momentum of two backward passes without a step between them arrives."""
+@on_ranks(2)
+def test_gradients_of_two_backward_passes_add_up_in_one_step(rank: int) -> None:
+    """All of the momentum of two backward passes without a step between them arrives."""
     answers = []
     for spec in ("minmax(bits=2, bucket=128)", "raw"):
         model = make(rank)
@@ -256,14 +234,10 @@ def _skipped(rank: int) -> float:
         optimizer.step()
         answers.append(torch.cat([optimizer.momentum(p).reshape(-1) for p in trained(model)]))
     coded, exact = answers
-    return float(coded.dot(exact) / exact.dot(exact))
+    assert float(coded.dot(exact) / exact.dot(exact)) == pytest.approx(1.0, abs=0.03)
 
 
-def test_gradients_of_two_backward_passes_add_up_in_one_step() -> None:
-    assert all(share == pytest.approx(1.0, abs=0.03) for share in run_ranks(_skipped, 2))
-
-
-def _with_everything(rank: int, stop: int | None) -> Any:
+def _with_everything(rank: int, stop: int | None) -> tuple[list[float], dict[str, Tensor]]:
     """Clipping, a schedule, groups, and a loss scale; stopped and resumed after ``stop`` steps."""
 
     def fresh() -> tuple[Any, ...]:
@@ -298,26 +272,19 @@ def _with_everything(rank: int, stop: int | None) -> Any:
             parts = fresh()
             for part, state in zip((parts[0].module, *parts[1:]), states, strict=True):
                 part.load_state_dict(state)
-    whole = {n: p.detach().clone() for n, p in parts[0].module.named_parameters()}
-    return losses, whole, parts[1].frozen_at, parts[4].stats.nonfinite_steps
+    assert (parts[1].frozen_at, parts[4].stats.nonfinite_steps) == (3, 1)
+    assert losses[-1] < losses[0]
+    assert_replicas_identical(parts[0])
+    return losses, {n: p.detach().clone() for n, p in parts[0].module.named_parameters()}
 
 
-def _straight_and_resumed(rank: int) -> tuple[Any, Any]:
-    return _with_everything(rank, None), _with_everything(rank, 7)
+@on_ranks(2)
+def test_clipping_schedules_scalers_and_checkpoints(rank: int) -> None:
+    assert alike(_with_everything(rank, None), _with_everything(rank, 7))
 
 
-def test_clipping_schedules_scalers_and_checkpoints() -> None:
-    answers = run_ranks(_straight_and_resumed, 2)
-    for (losses, whole, frozen_at, skipped), (again, same, *_) in answers:
-        assert losses == again
-        assert all(torch.equal(whole[name], same[name]) for name in whole)
-        assert (frozen_at, skipped) == (3, 1)
-        assert losses[-1] < losses[0]
-    (((_, first, *_), _), ((_, second, *_), _)) = answers
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def _refused(rank: int) -> None:
+@on_ranks(2)
+def test_an_optimizer_of_some_parameters_or_of_one_rank_alone_is_refused(rank: int) -> None:
     model = make(rank)
     with pytest.raises(ValueError, match="give it all trained parameters of the model"):
         thinwire.compress(model, **_options(QuantizedAdam(trained(model)[:2], lr=1e-3)))
@@ -325,10 +292,6 @@ def _refused(rank: int) -> None:
     differing = "rank 0 has 'optimizer: QuantizedAdam', rank 1 has 'optimizer: AdamW'"
     with pytest.raises(thinwire.DisagreementError, match=differing):
         thinwire.compress(model, **_options(mine))
-
-
-def test_an_optimizer_of_some_parameters_or_of_one_rank_alone_is_refused() -> None:
-    run_ranks(_refused, 2)
 
 
 def test_a_parameter_that_joins_late_counts_its_own_steps() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -77,35 +78,14 @@ def test_messages_are_decoded_ahead_in_order_and_no_more_than_a_few() -> None:
 
 @pytest.mark.parametrize("order", [[1, 0, 3, 2], [3, 2, 1, 0], [2, 0, 1, 3]])
 def test_another_order_does_not_wait_for_what_is_sent_after_it(order: list[int]) -> None:
-    side = Side(4)
-    for chunk in order:
-        side.come(chunk)
-        assert side.arrivals.take(chunk) == [torch.tensor(chunk)]
-    assert sorted(side.decoded) == [0, 1, 2, 3]
-    assert side.arrivals.complete
-
-
-def test_another_order_finds_room() -> None:
-    side = Side(5)
-    side.come(*range(5))
-    assert side.done[AHEAD - 1].wait(_LONG_S)
-    taken = [side.arrivals.take(chunk) for chunk in (AHEAD, 4, 3, 1, 0)]
-    assert [int(tensors[0]) for tensors in taken] == [AHEAD, 4, 3, 1, 0]
-    assert sorted(side.decoded) == list(range(5))
-
-
-def test_what_is_not_expected_yet_is_waited_for_only_when_it_is_taken() -> None:
-    side = Side(3, expected=0)
-    side.arrivals.expect()
-    side.come(0, 1, 2)
-    assert side.done[0].wait(_LONG_S)
-    side.arrivals.take(0)
-    assert side.decoded == [0], "the timeout of the second counts from when it is expected"
-    side.arrivals.take(1)
-    side.arrivals.expect()
-    side.arrivals.expect()
-    assert side.done[2].wait(_LONG_S)
-    side.arrivals.take(2)
+    for at_once in (False, True):
+        side = Side(4)
+        side.come(*range(4 * at_once))
+        for chunk in order:
+            side.come(chunk)
+            assert side.arrivals.take(chunk) == [torch.tensor(chunk)]
+        assert sorted(side.decoded) == [0, 1, 2, 3]
+        assert side.arrivals.complete
 
 
 def test_a_damaged_message_is_raised_where_it_is_taken_and_nothing_is_decoded_after_it() -> None:
@@ -167,8 +147,6 @@ def test_a_step_that_is_given_up_waits_for_what_is_being_decoded() -> None:
 
 
 def test_what_was_taken_is_not_held_on_to() -> None:
-    import weakref
-
     side = Side(2)
     side.come(0)
     tensors = side.arrivals.take(0)

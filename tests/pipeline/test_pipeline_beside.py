@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import gc
+import sys
 import threading
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
-from harness import run_ranks
+from harness import on_ranks
 from pipelines import BATCH, SINGLE, Pipe, check_sides, samples
+from ranks import of_ranks
+from thinwire.collectives import PeerFailedError
 from thinwire.pipeline.boundary import BoundarySide
 from thinwire.store import MemoryStore
-from thinwire.threads import Worker
 
 FW3_BW6: dict[str, Any] = {"forward": "delta(maxabs(bits=3))", "backward": "maxabs(bits=6)"}
 _LONG_S = 20.0
 
 
-def computes_while_it_sends(rank: int, name: str, store: bool) -> bool:
+@pytest.mark.parametrize("name", SINGLE)
+@on_ranks(2, timeout_s=60)
+def test_a_stage_computes_while_its_messages_are_made_and_its_records_saved(rank: int, name: str) -> None:
     """No message of micro-batch 0 is made, and no record saved, before the stage computes micro-batch 1."""
     second = threading.Event()
     late = []
@@ -49,19 +51,16 @@ def computes_while_it_sends(rank: int, name: str, store: bool) -> bool:
     stage.forward_one_chunk = noticed
     if rank == 0:
         BoundarySide.pack = slow_pack
-    elif store:
+    elif name == "gpipe":
+        # Under 1F1B the last stage has sent a gradient, which is made after the record is saved, before it computes.
         MemoryStore._write = slow_write
     pipe.step(x[:BATCH], y[:BATCH], list(range(BATCH)))
-    return not late
+    assert not late
 
 
 @pytest.mark.parametrize("name", SINGLE)
-def test_a_stage_computes_while_its_messages_are_made_and_its_records_saved(name: str) -> None:
-    # Under 1F1B the last stage has sent a gradient, which is made after the record is saved, before it computes again.
-    assert run_ranks(computes_while_it_sends, 2, name, name == "gpipe", timeout_s=60) == [True, True]
-
-
-def decodes_while_it_computes(rank: int, name: str) -> bool:
+@on_ranks(2, timeout_s=60)
+def test_a_stage_computes_while_what_it_needs_next_is_decoded(rank: int, name: str) -> None:
     """Micro-batch 1 is decoded while the stage computes micro-batch 0."""
     second, late = threading.Event(), []
     unpack = BoundarySide.unpack
@@ -86,15 +85,11 @@ def decodes_while_it_computes(rank: int, name: str) -> bool:
     else:
         stage.submod.register_forward_pre_hook(wait)
     pipe.step(x[:BATCH], y[:BATCH], list(range(BATCH)))
-    return not late
+    assert not late
 
 
-@pytest.mark.parametrize("name", SINGLE)
-def test_a_stage_computes_while_what_it_needs_next_is_decoded(name: str) -> None:
-    assert run_ranks(decodes_while_it_computes, 2, name, timeout_s=60) == [True, True]
-
-
-def fails_to_save(rank: int) -> str:
+@on_ranks(2, timeout_s=60)
+def test_a_record_that_cannot_be_saved_is_an_error_on_every_rank_and_training_can_go_on(rank: int) -> None:
     pipe = Pipe(rank, 2, **FW3_BW6)
     x, y = samples()
     pipe.epoch(0, x, y)
@@ -105,65 +100,21 @@ def fails_to_save(rank: int) -> str:
             raise OSError("the disk is full")
 
         MemoryStore._write = fail
-    error = ""
-    try:
+    with pytest.raises(OSError if rank == 1 else PeerFailedError, match="the disk is full" if rank == 1 else "rank 1"):
         pipe.epoch(1, x, y)
-    except Exception as problem:  # noqa: BLE001 - what it says is tested
-        error = f"{type(problem).__name__}: {problem}"
     MemoryStore._write = write
     pipe.schedule = pipe.new_schedule()
     # What one side could not keep is sent whole again.
     pipe.epoch(2, x, y)
     pipe.epoch(3, x, y)
-    return f"{error} {list(pipe.digests().values())}"
+    check_sides(of_ranks(pipe.digests()), [0])
 
 
-def test_a_record_that_cannot_be_saved_is_an_error_on_every_rank_and_training_can_go_on() -> None:
-    first, second = run_ranks(fails_to_save, 2, timeout_s=60)
-    assert "rank 1" in first
-    assert second.startswith("OSError: the disk is full")
-    assert first.split("[")[1] == second.split("[")[1]
-
-
-def test_many_small_steps_keep_both_sides_alike_under_load() -> None:
-    answers = run_ranks(many_steps, 2, timeout_s=60)
-    check_sides([digests for digests, _ in answers], [0, 1, 2])
-    assert all(not stats.resets and not stats.corrupt for _, stages in answers for stats in stages)
-
-
-def many_steps(rank: int) -> Any:
-    import sys
-
+@on_ranks(2, timeout_s=60)
+def test_many_small_steps_keep_both_sides_alike_under_load(rank: int) -> None:
     sys.setswitchinterval(1e-6)
     pipe = Pipe(rank, 2, "interleaved", **FW3_BW6, precision=8, check_every=1)
-    x, y = samples()
     for epoch in range(12):
-        pipe.epoch(epoch, x, y)
-    return pipe.digests(), [stage.stats for stage in pipe.stages]
-
-
-def test_jobs_run_in_order_and_their_errors_are_theirs_alone() -> None:
-    beside, done = Worker("thinwire pipeline"), []
-
-    def fail() -> None:
-        raise ValueError("no")
-
-    jobs = [beside.submit(lambda i=i: done.append(i)) for i in range(50)]
-    bad = beside.submit(fail)
-    last = beside.submit(lambda: torch.ones(3))
-    beside.wait()
-    assert done == list(range(50))
-    assert all(job.done() for job in jobs)
-    with pytest.raises(ValueError, match="no"):
-        bad.result()
-    assert torch.equal(last.result(), torch.ones(3))
-
-
-def test_the_thread_ends_with_what_it_works_beside() -> None:
-    beside = Worker("thinwire pipeline")
-    thread = beside.submit(threading.current_thread).result()
-    assert thread is not threading.current_thread()
-    del beside
-    gc.collect()
-    thread.join(60.0)
-    assert not thread.is_alive()
+        pipe.epoch(epoch, *samples())
+    check_sides(of_ranks(pipe.digests()), [0, 1, 2])
+    assert not any(stage.stats.resets or stage.stats.corrupt for stage in pipe.stages)

@@ -206,27 +206,6 @@ def test_both_sides_have_the_same_centres_whatever_happens(steps, num, dtype, se
     assert pair.earlier.stats.resets + pair.later.stats.resets == resets
 
 
-def test_a_sample_that_one_side_lost_is_sent_whole_and_is_kept_again_by_both() -> None:
-    pair = Pair(forward="delta(maxabs(bits=3))")
-    batch = Batch.from_ids([4, 9], None, None, ())
-    for step in range(3):
-        if step == 2:
-            assert pair.later.store is not None
-            pair.later.store.forget(9)
-        pair.begin(batch, 1)
-        expected = (
-            [Encoding.RAW, Encoding.RAW]
-            if step == 0
-            else [Encoding.CODED, Encoding.RAW if step == 2 else Encoding.CODED]
-        )
-        tensors = pair.tensors(0, 1, step)
-        arrived = pair.send("forward", 0, tensors)
-        assert list(pair.earlier.layout("forward", 0).kinds) == expected
-        assert torch.equal(arrived[0][1], tensors[0][1]) == (step != 1)
-        assert pair.same()
-    assert (pair.earlier.stats.resets, pair.later.stats.resets) == (1, 0)
-
-
 def test_messages_of_another_step_chunk_direction_or_batch_are_refused() -> None:
     pair = Pair(forward="maxabs(bits=3)", backward="maxabs(bits=3)")
     batch = Batch.from_ids([0, 1, 2, 3], None, None, ())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import thinwire
-from harness import run_ranks, run_threads
+from harness import on_ranks, run_threads
+from ranks import of_ranks
 from thinwire.collectives import MessageError
 from thinwire.compressors import parse
 from thinwire.pipeline.sample_sum import SampleSum
@@ -36,15 +39,14 @@ def sums(function: Callable[[SampleSum, int], Any], num_ranks: int, spec: str, *
     return run_threads(lambda transport: function(sample_sum(transport, spec, **options), transport.rank), num_ranks)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("shape", [(5,), (3, 7), (3, 130)])
-def test_a_first_visit_is_the_sum_and_raw_changes_are_too(num_ranks: int, shape: tuple[int, ...]) -> None:
-    def visits(own: SampleSum, rank: int) -> list[Tensor]:
-        return [own(values(2, *shape, seed=10 * visit + rank), [7, 9]) for visit in range(3)]
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_first_visit_is_the_sum_and_raw_changes_are_too(num_ranks: int) -> None:
+    for spec, shape in itertools.product(("delta(raw)", f"delta({BITS_4})", "raw"), ((5,), (3, 7), (3, 130))):
 
-    for spec in ("delta(raw)", f"delta({BITS_4})", "raw"):
-        answers = sums(visits, num_ranks, spec)
-        for visit, arrived in enumerate(zip(*answers, strict=True)):
+        def visits(own: SampleSum, rank: int, shape: tuple[int, ...] = shape) -> list[Tensor]:
+            return [own(values(2, *shape, seed=10 * visit + rank), [7, 9]) for visit in range(3)]
+
+        for visit, arrived in enumerate(zip(*sums(visits, num_ranks, spec), strict=True)):
             assert all(torch.equal(one, arrived[0]) for one in arrived), "all ranks have the same"
             expected = sum(values(2, *shape, seed=10 * visit + rank) for rank in range(num_ranks))
             if visit == 0 or "raw" in spec:
@@ -64,24 +66,20 @@ def test_what_is_left_out_shrinks_from_visit_to_visit_and_stays_where_nothing_is
 
 
 def test_bytes_are_those_of_messages_and_kept_is_what_is_said() -> None:
-    def visit(own: SampleSum, rank: int) -> tuple[list[int], int, int]:
-        sent = []
-        for _ in range(3):
-            before = own.stats.forward_sent_bytes
-            own(values(2, 8, 64, seed=rank), [4, 5])
-            sent.append(own.stats.forward_sent_bytes - before)
-        assert own.store is not None
-        return sent, own.store.num_bytes, own.stats.dense_bytes
-
     for num_ranks in (2, 4):
-        for sent, kept, dense in sums(visit, num_ranks, f"delta({BITS_4})"):
-            share, numel = 512 // num_ranks, 2 * 512
-            message = lambda num_bytes: 64 + num_bytes  # noqa: E731 - a header and what follows
-            assert sent[0] == 2 * (num_ranks - 1) * message(4 * numel // num_ranks)
+        share, numel, links = 512 // num_ranks, 2 * 512, 2 * (num_ranks - 1)
+
+        def visit(own: SampleSum, rank: int, share=share, numel=numel, links=links) -> None:
             coded = 2 * parse(BITS_4).wire_bytes((share,))
-            assert sent[1] == sent[2] == 2 * (num_ranks - 1) * message(coded)
-            assert kept == 2 * 4 * (2 * 512 + share)
-            assert dense == 3 * 2 * (num_ranks - 1) * 4 * numel // num_ranks
+            for payload in (4 * numel // own.transport.world_size, coded, coded):
+                before = own.stats.forward_sent_bytes
+                own(values(2, 8, 64, seed=rank), [4, 5])
+                assert own.stats.forward_sent_bytes - before == links * (64 + payload), "a header and what follows"
+            assert own.store is not None
+            assert own.store.num_bytes == 2 * 4 * (numel // 2 * 2 + share)
+            assert own.stats.dense_bytes == 3 * links * 4 * numel // own.transport.world_size
+
+        sums(visit, num_ranks, f"delta({BITS_4})")
 
 
 def test_samples_without_room_are_sent_whole_and_those_with_nan_are_not_kept() -> None:
@@ -103,36 +101,31 @@ def test_samples_without_room_are_sent_whole_and_those_with_nan_are_not_kept() -
 
 
 def test_a_sum_goes_on_from_its_state_bit_by_bit() -> None:
-    def visits(own: SampleSum, rank: int) -> tuple[Tensor, Tensor]:
+    spec = "delta(maxabs(bits=3, rounding=stochastic))"
+
+    def visits(own: SampleSum, rank: int) -> None:
+        again = sample_sum(own.transport, spec)
         for step in range(4):
             if step == 2:
-                again = sample_sum(own.transport, "delta(maxabs(bits=3, rounding=stochastic))")
                 again.load_state_dict(own.state_dict())
-            whole = own(values(2, 8, 32, seed=10 * step + rank), [0, 1])
-            part = again(values(2, 8, 32, seed=10 * step + rank), [0, 1]) if step >= 2 else whole
-        return whole, part
+            x = values(2, 8, 32, seed=10 * step + rank)
+            whole = own(x, [0, 1])
+            assert step < 2 or torch.equal(again(x, [0, 1]), whole)
 
-    for whole, part in sums(visits, 2, "delta(maxabs(bits=3, rounding=stochastic))"):
-        assert torch.equal(whole, part)
-
-
-def test_other_samples_on_another_rank_are_an_error() -> None:
-    def visit(own: SampleSum, rank: int) -> None:
-        own(values(1, 8, 32, seed=0), [rank])
-
-    with pytest.raises(MessageError, match="out of step"):
-        sums(visit, 2, f"delta({BITS_4})")
+    sums(visits, 2, spec)
 
 
-def test_shapes_are_checked() -> None:
+def test_samples_and_shapes_are_checked() -> None:
     def visit(own: SampleSum, rank: int) -> None:
         with pytest.raises(ValueError, match="are not those of 3 samples"):
             own(torch.zeros(2, 8), [0, 1, 2])
         own(torch.zeros(2, 8), [0, 1])
         with pytest.raises(ValueError, match="pad samples to one length"):
             own(torch.zeros(2, 9), [0, 1])
+        own(torch.zeros(1, 8), [rank])
 
-    sums(visit, 2, f"delta({BITS_4})")
+    with pytest.raises(MessageError, match="out of step"):
+        sums(visit, 2, f"delta({BITS_4})")
 
 
 # --- layers
@@ -175,47 +168,39 @@ def train(style: Any, net: Net, steps: range) -> list[float]:
     return losses
 
 
-def trained_with(rank: int, specs: list[str | None]) -> list[tuple[list[float], Tensor, Any]]:
-    return [trained(spec) for spec in specs]
+@on_ranks(2)
+def test_raw_layers_train_as_pytorchs_do_and_compressed_ones_nearly(rank: int) -> None:
+    ends = {}
+    for spec in (None, "raw", f"delta({BITS_4})", "direct(maxabs(bits=2))"):
+        style = RowwiseParallel() if spec is None else thinwire.CompressedRowwiseParallel(spec)
+        net = network(style)
+        losses = train(style, net, range(18))
+        net.eval()
+        with torch.no_grad():
+            out = net(values(2, LENGTH, WIDTH, seed=2))
+        (one, one_out), (other, other_out) = of_ranks((losses, out))
+        assert one == other, "ranks have the same outputs, and so the same losses"
+        assert torch.equal(one_out, other_out)
+        if spec == "raw":
+            torch.testing.assert_close(losses, ends[None][0], rtol=1e-5, atol=0)
+            torch.testing.assert_close(out, ends[None][1], rtol=1e-4, atol=1e-5)
+        elif isinstance(style, thinwire.CompressedRowwiseParallel) and "delta" in str(spec):
+            assert style.stats.kept_samples == 2 * SAMPLES
+            assert style.stats.store_bytes == 2 * SAMPLES * 4 * LENGTH * WIDTH * 5 // 2
+        ends[spec] = losses, out
+    plain, _, delta, rough = (losses[-1] for losses, _ in ends.values())
+    assert abs(delta - plain) < 0.02 * plain < abs(rough - plain)
 
 
-def trained(spec: str | None) -> tuple[list[float], Tensor, Any]:
-    style = RowwiseParallel() if spec is None else thinwire.CompressedRowwiseParallel(spec)
-    net = network(style)
-    losses = train(style, net, range(18))
-    net.eval()
-    with torch.no_grad():
-        out = net(values(2, LENGTH, WIDTH, seed=2))
-    return losses, out, None if spec is None else style.stats  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def test_raw_layers_train_as_pytorchs_do_and_compressed_ones_nearly() -> None:
-    specs = [None, "raw", f"delta({BITS_4})", "direct(maxabs(bits=2))"]
-    plain, raw, delta, rough = zip(*run_ranks(trained_with, 2, specs), strict=True)
-    for answers in (plain, raw, delta, rough):
-        assert answers[0][0] == answers[1][0], "ranks have the same outputs, and so the same losses"
-        assert torch.equal(answers[0][1], answers[1][1])
-    torch.testing.assert_close(raw[0][0], plain[0][0], rtol=1e-5, atol=0)
-    torch.testing.assert_close(raw[0][1], plain[0][1], rtol=1e-4, atol=1e-5)
-    ends = [answers[0][0][-1] for answers in (plain, delta, rough)]
-    assert abs(ends[1] - ends[0]) < 0.02 * ends[0] < abs(ends[2] - ends[0])
-    stats = delta[0][2]
-    assert stats.kept_samples == 2 * SAMPLES
-    assert stats.store_bytes == 2 * SAMPLES * 4 * LENGTH * WIDTH * 5 // 2
-
-
-def resumed(rank: int) -> None:
+@on_ranks(2)
+def test_a_style_goes_on_from_its_state_bit_by_bit(rank: int) -> None:
     spec = "delta(maxabs(bits=3, rounding=stochastic))"
-    style = thinwire.CompressedRowwiseParallel(spec)
-    net = network(style)
+    style, again = (thinwire.CompressedRowwiseParallel(spec) for _ in range(2))
+    net, other = network(style), network(again)
     train(style, net, range(5))
-    weights, state = [p.detach().clone() for p in net.parameters()], style.state_dict()
+    weights, state = copy.deepcopy(net.state_dict()), style.state_dict()
     rest = train(style, net, range(5, 9))
-    again = thinwire.CompressedRowwiseParallel(spec)
-    other = network(again)
-    with torch.no_grad():
-        for parameter, weight in zip(other.parameters(), weights, strict=True):
-            parameter.copy_(weight)
+    other.load_state_dict(weights)
     again.load_state_dict(state)
     assert train(again, other, range(5, 9)) == rest
     with pytest.raises(ValueError, match="checksum differs"):
@@ -225,29 +210,20 @@ def resumed(rank: int) -> None:
         again.load_state_dict(few)
 
 
-def test_a_style_goes_on_from_its_state_bit_by_bit() -> None:
-    run_ranks(resumed, 2)
-
-
-def replicated(rank: int) -> list[Tensor]:
+@on_ranks(4)
+def test_replicas_of_a_layer_round_apart(rank: int) -> None:
     """What two replicas of a layer make of the same samples, by rounding."""
-    mesh, x, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), values(2, LENGTH, WIDTH, seed=1), []
+    mesh, x = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), values(2, LENGTH, WIDTH, seed=1)
     for rounding in ("nearest", "stochastic"):
         net = network(thinwire.CompressedRowwiseParallel(f"maxabs(bits=4, rounding={rounding})"), mesh["tp"])
-        found.append(net(x).detach())
-    return found
+        found = of_ranks(net(x).detach())
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[2], found[3])
+        assert torch.equal(found[0], found[2]) == (rounding == "nearest")
 
 
-def test_replicas_of_a_layer_round_apart() -> None:
-    answers = run_ranks(replicated, 4)
-    for one, other in ((0, 1), (2, 3)):
-        assert all(torch.equal(a, b) for a, b in zip(answers[one], answers[other], strict=True))
-    nearest, stochastic = (torch.equal(a, b) for a, b in zip(answers[0], answers[2], strict=True))
-    assert nearest
-    assert not stochastic
-
-
-def misused(rank: int) -> None:
+@on_ranks(2)
+def test_misuse_is_an_error_that_says_what_to_do(rank: int) -> None:
     style = thinwire.CompressedRowwiseParallel()
     net = network(style)
     x = values(BATCH, LENGTH, WIDTH, seed=1)
@@ -259,7 +235,3 @@ def misused(rank: int) -> None:
         net(x)
     with pytest.raises(thinwire.DisagreementError, match="compressor"):
         network(thinwire.CompressedRowwiseParallel("maxabs(bits=4)" if rank else "maxabs(bits=5)"))
-
-
-def test_misuse_is_an_error_that_says_what_to_do() -> None:
-    run_ranks(misused, 2)

@@ -47,39 +47,35 @@ def test_specs_and_patterns() -> None:
         assert matches(pattern, name) is expected
 
 
-WORDS: list[tuple[str, set[str]]] = [
-    ("0.weight", {"0.weight"}),
-    ("10.weight", {"10.weight"}),
-    ("w", {"w"}),
-    ("head.weight", {"0.weight"}),
-    ("frozen.weight", set()),
-    ("weight", {"0.weight", "10.weight", "h.weight", "my_frozen.weight", "other_head.weight"}),
-    ("0", {"0.weight", "10.weight"}),
-    ("?.weight", {"0.weight", "h.weight"}),
-    ("a[0].weight", {"a[0].weight"}),
-]
+WORDS: dict[str, set[str]] = {
+    "0.weight": {"0.weight"},
+    "10.weight": {"10.weight"},
+    "w": {"w"},
+    "head.weight": {"0.weight"},
+    "frozen.weight": set(),
+    "weight": {"0.weight", "10.weight", "h.weight", "my_frozen.weight", "other_head.weight"},
+    "0": {"0.weight", "10.weight"},
+    "?.weight": {"0.weight", "h.weight"},
+    "a[0].weight": {"a[0].weight"},
+}
 
 
-def test_a_full_name_is_that_layer_alone() -> None:
-    for word, raw in WORDS:
-        check_layers_kept_raw(word, raw)
+def named(plan: Plan, raw: bool) -> set[str]:
+    return {name for name, compressor in plan.layers.items() if (str(compressor) == "raw()") == raw}
 
 
-def check_layers_kept_raw(word: str, raw: set[str]) -> None:
+@pytest.mark.parametrize("word", WORDS)
+def test_a_full_name_is_that_layer_alone(word: str) -> None:
     layers = ["0.weight", "10.weight", "w", "h.weight", "my_frozen.weight", "other_head.weight"]
     layers += ["a[0].weight"] * word.startswith("a")
     shapes = dict.fromkeys(layers, (64, 64))
     names = {**{name: name for name in (*layers, "frozen.weight")}, "head.weight": "0.weight"}
-    keep = Filter(exclude=(word,), names=names)
-    plan = Plan.build(shapes, "minmax(bits=4)", keep)
-    assert {name for name, compressor in plan.layers.items() if str(compressor) == "raw()"} == raw
+    keep, raw = Filter(exclude=(word,), names=names), WORDS[word]
+    assert named(Plan.build(shapes, "minmax(bits=4)", keep), raw=True) == raw
     sharded = sharded_plan(shapes, {"weights": "minmax(bits=8)", "gradients": "minmax(bits=4)"}, keep)
-    assert {name for name, compressor in sharded.layers.items() if str(compressor) == "raw()"} == {
-        at_site(site, name) for site in ("weights", "gradients") for name in raw
-    }
+    assert named(sharded, raw=True) == {at_site(site, name) for site in ("weights", "gradients") for name in raw}
     if raw:
-        by_rule = Plan.build(shapes, {word: "minmax(bits=2)"}, Filter(names=names))
-        assert {name for name, compressor in by_rule.layers.items() if str(compressor) != "raw()"} == raw
+        assert named(Plan.build(shapes, {word: "minmax(bits=2)"}, Filter(names=names)), raw=False) == raw
 
 
 def test_all_names_of_a_parameter_are_known_without_those_of_wrappers() -> None:

@@ -11,11 +11,11 @@ from hypothesis import assume, given, settings, strategies as st
 
 from experiments.papers.lgreco.buckets import fit_quality
 from thinwire import parse
-from thinwire.compressors import FFT, ef
+from thinwire.compressors import ef
 from thinwire.policies import Sync, allocate, errors, family
 from thinwire.policies.candidates import LayerCandidates
 from thinwire.policies.errors import squared_errors
-from thinwire.policies.families import parameter_name, parameter_value, with_share
+from thinwire.policies.families import parameter_value, with_share
 from thinwire.policies.lgreco import seconds_per_byte
 
 
@@ -64,14 +64,11 @@ def test_shares_of_a_spectrum_and_of_coded_values_are_twelve() -> None:
     }
 
 
-def test_a_family_has_its_default_and_keeps_all_else() -> None:
+def test_a_family_has_its_default_keeps_all_else_and_has_bounds_in_units_of_the_parameter() -> None:
     for spec in ("ef(topk(density=0.013, select=sampled))", "minmax(bits=3, bucket=64, rounding=nearest)"):
         assert parse(spec) in family(parse(spec))
     assert {member.bucket for member in family(parse("minmax(bits=3, bucket=64)"))} == {64}
     assert all(str(member).startswith("ef(") for member in family(ef(parse("topk"))))
-
-
-def test_bounds_and_step_are_in_units_of_the_parameter() -> None:
     assert strengths("powersgd(rank=32)", bounds=(8, 64), step=8) == [8, 16, 24, 32, 40, 48, 56, 64]
     assert strengths("topk(density=0.01)", bounds=(0.01, 0.03), step=0.01) == [0.01, 0.02, 0.03]
 
@@ -87,12 +84,6 @@ def test_weaker_is_at_least_the_least_there_is() -> None:
         ("topk(density=0.2) | minmax(bits=8)", 1 / 2, "topk(density=0.1) | minmax(bits=8)"),
     ):
         assert with_share(parse(spec), factor) == parse(expected)
-
-
-def test_parameters_have_names() -> None:
-    specs = ("ef(minmax(bits=4))", "powersgd(rank=2)", "topk(density=0.1) | minmax", "fft(theta=0.9)")
-    assert [parameter_name(parse(spec)) for spec in specs] == ["bits", "rank", "density", "kept"]
-    assert parameter_value(FFT(theta=0.9)) == pytest.approx(0.1)
 
 
 def test_densities_of_one_sort_err_as_they_would_one_by_one() -> None:
@@ -118,13 +109,6 @@ def test_ranks_err_what_singular_values_leave(shape: tuple[int, ...]) -> None:
     assert squared_errors(gradient, members) == pytest.approx(expected, rel=1e-4)
 
 
-def test_no_factorisation_of_such_a_rank_errs_less() -> None:
-    gradient = normal(60, 8) @ normal(8, 50, seed=1) + 0.1 * normal(60, 50, seed=2)
-    members = [parse(f"powersgd(rank={rank})") for rank in (2, 4, 8)]
-    for member, found in zip(members, squared_errors(gradient, members), strict=True):
-        assert found <= direct(member, gradient) * (1 + 1e-4)
-
-
 def test_power_steps_on_a_large_matrix_are_close_to_its_singular_values() -> None:
     rows, columns = errors.LARGEST_GRAM + 16, errors.LARGEST_GRAM + 40
     gradient = normal(rows, 48) * torch.arange(1, 49) ** -1.0 @ normal(48, columns, seed=1)
@@ -137,30 +121,16 @@ def test_power_steps_on_a_large_matrix_are_close_to_its_singular_values() -> Non
         assert 0.999 * expected <= found <= 1.03 * expected
 
 
-@pytest.mark.parametrize("spec", ["minmax(bits=3)", "qsgd(bits=4)", "rangefloat(bits=8)", "fft(theta=0.8)", "randk"])
-def test_other_errors_are_those_of_a_round_trip(spec: str) -> None:
+def test_other_errors_are_those_of_a_round_trip_and_feedback_and_dtypes_change_none() -> None:
     gradient = normal(64, 48)
-    compressor = parse(spec)
-    assert squared_errors(gradient, [compressor]) == pytest.approx([direct(compressor, gradient)], rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    "spec", ["minmax(bits=3, rounding=nearest)", "topk(density=0.05)", "powersgd(rank=2)", "fft(theta=0.8)"]
-)
-def test_error_feedback_changes_no_error(spec: str) -> None:
-    gradient = normal(64, 48)
-    plain, fed_back = squared_errors(gradient, [parse(spec), ef(parse(spec))])
-    assert plain == fed_back > 0
-
-
-def test_bf16_gradients_are_taken() -> None:
-    gradient = normal(64, 48).bfloat16()
-    found = squared_errors(gradient, [parse("topk(density=0.1)"), parse("powersgd(rank=2)"), parse("minmax(bits=4)")])
-    assert found == pytest.approx(
-        squared_errors(
-            gradient.float(), [parse("topk(density=0.1)"), parse("powersgd(rank=2)"), parse("minmax(bits=4)")]
-        )
-    )
+    for spec in ("minmax(bits=3)", "qsgd(bits=4)", "rangefloat(bits=8)", "fft(theta=0.8)", "randk"):
+        assert squared_errors(gradient, [parse(spec)]) == pytest.approx([direct(parse(spec), gradient)], rel=1e-5)
+    for spec in ("minmax(bits=3, rounding=nearest)", "topk(density=0.05)", "powersgd(rank=2)", "fft(theta=0.8)"):
+        plain, fed_back = squared_errors(gradient, [parse(spec), ef(parse(spec))])
+        assert plain == fed_back > 0
+    some = [parse(spec) for spec in ("topk(density=0.1)", "powersgd(rank=2)", "minmax(bits=4)")]
+    half = gradient.bfloat16()
+    assert squared_errors(half, some) == pytest.approx(squared_errors(half.float(), some))
 
 
 def test_what_arrives_as_nan_is_not_to_be_chosen(monkeypatch) -> None:
@@ -176,14 +146,10 @@ def test_what_arrives_as_nan_is_not_to_be_chosen(monkeypatch) -> None:
 
 
 def test_choices_leave_out_what_a_layer_cannot_have() -> None:
-    of = LayerCandidates.evaluate(
-        "w", normal(64, 64), family(parse("powersgd(rank=8)")), parse("powersgd(rank=8)"), lambda *_: 1.0
-    )
-    assert sorted(parameter_value(c) for c in of.candidates) == [4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
-    of = LayerCandidates.evaluate(
-        "w", normal(20, 20), family(parse("powersgd(rank=4)")), parse("powersgd(rank=4)"), lambda *_: 1.0
-    )
-    assert sorted(parameter_value(c) for c in of.candidates) == [2, 3, 4, 5]
+    for size, rank, ranks in ((64, 8, range(4, 17)), (20, 4, range(2, 6))):
+        compressor = parse(f"powersgd(rank={rank})")
+        of = LayerCandidates.evaluate("w", normal(size, size), family(compressor), compressor, lambda *_: 1.0)
+        assert sorted(parameter_value(c) for c in of.candidates) == list(ranks)
 
 
 tables = st.integers(1, 4).flatmap(
@@ -250,9 +216,8 @@ def realistic(
     return of_errors, [size * (bits + 0.5) for size in sizes]
 
 
-@pytest.mark.parametrize("seed", [0, 2])
-def test_the_dynamic_programme_is_within_a_hundredth_of_the_optimum(seed: int) -> None:
-    of_errors, costs = realistic(np.random.default_rng(seed), 60, 16)
+def test_the_dynamic_programme_is_within_a_hundredth_of_the_optimum() -> None:
+    of_errors, costs = realistic(np.random.default_rng(0), 60, 16)
     reference = [5] * 60
     budget = allocate.total(of_errors, reference)
     found = allocate.dynamic_programme(of_errors, costs, budget)

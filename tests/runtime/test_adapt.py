@@ -5,25 +5,25 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import thinwire
-from harness import run_ranks, run_threads
-from nets import assert_replicas_identical, batch, fingerprint, loss_of, make, train, trained
+from harness import on_ranks, on_threads, run_threads
+from nets import assert_replicas_identical, fingerprint, make, train, trained
 from thinwire.collectives import ScatterReduceAllGather
 from thinwire.plan import Plan
 from thinwire.policies import Evidence, LGreco, Policy, Proposal, Sync
-from thinwire.runtime import DisagreementError, Wire, WireSettings
+from thinwire.runtime import BucketEngine, DisagreementError, Wire, WireSettings
 from thinwire.runtime.adapt import Adapter
 from thinwire.runtime.probe import settle
 from thinwire.runtime.slots import Slots
-from thinwire.runtime.table import LayerRow
 from thinwire_tools.compare.plan_plot import draw
 
 SHAPES = {"w": (64, 48), "v": (48, 48), "b": (10,)}
@@ -55,13 +55,15 @@ def wires(policy: Policy, spec: str, steps: int, *, start: int = 0, num_ranks: i
     seen.clear()
 
     def run(transport):
-        wire = Wire(Plan.build(SHAPES, spec), SHAPES, transport, WireSettings(adapt=policy, start=start))
+        wire = Wire(BucketEngine(Plan.build(SHAPES, spec), SHAPES, transport, WireSettings(adapt=policy, start=start)))
         arrived = []
         for step in range(steps):
-            wire.begin_step()
+            wire.engine.begin_step()
             flat = torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * step + wire.rank)) * loss_scale
-            wire.observe(flat, LAYERS, loss_scale=loss_scale)
-            arrived.append(flat if wire.dense else wire.reduce(flat, LAYERS, loss_scale=loss_scale).wait())
+            wire.engine.observe(flat, LAYERS, loss_scale=loss_scale)
+            arrived.append(
+                flat if wire.engine.dense else wire.engine.reduce(flat, LAYERS, loss_scale=loss_scale).wait()
+            )
         return wire, arrived
 
     return run_threads(run, num_ranks)
@@ -99,15 +101,19 @@ def test_sums_are_the_same_however_buckets_are_formed() -> None:
         seen.clear()
 
         def run(transport, formed=formed):
-            wire = Wire(Plan.build(SHAPES), SHAPES, transport, WireSettings(adapt=Scripted(every=5, window=4, lag=1)))
+            wire = Wire(
+                BucketEngine(
+                    Plan.build(SHAPES), SHAPES, transport, WireSettings(adapt=Scripted(every=5, window=4, lag=1))
+                )
+            )
             for step in range(6):
-                wire.begin_step()
+                wire.engine.begin_step()
                 gradients = {
                     name: torch.randn(shape, generator=torch.Generator().manual_seed(10 * step + at))
                     for at, (name, shape) in enumerate(LAYERS)
                 }
                 for bucket in formed[step] if step < 4 else whole:
-                    wire.observe(torch.cat([gradients[name].view(-1) for name, _ in bucket]), bucket)
+                    wire.engine.observe(torch.cat([gradients[name].view(-1) for name, _ in bucket]), bucket)
                 if step == 2:
                     wire.state_dict()
 
@@ -125,21 +131,6 @@ def test_after_a_dense_warm_up_the_first_compressed_step_has_a_plan_already() ->
         assert [d.step for d in wire.decisions] == [4]
         assert wire.plan["w"] == thinwire.compressors.MinMax(bits=2)
         assert wire.stats.compressed_steps == 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trying(Scripted):
-    """Tries its first plans."""
-
-    def propose(self, evidence: Evidence) -> Proposal:
-        return replace(super().propose(evidence), trial=evidence.trials < 2)
-
-
-def test_a_plan_that_is_tried_stays_for_fifty_steps() -> None:
-    for wire, _ in wires(Trying(every=70, window=2, lag=1), "minmax(bits=4)", 215):
-        # The second trial ends at 170; from there on decisions are where they would have been.
-        assert [d.step for d in wire.decisions] == [70, 120, 170, 210]
-    assert [evidence.trials for evidence in seen] == [0, 1, 2, 2]
 
 
 FIVE = dict.fromkeys("abcde", (64, 48))
@@ -188,71 +179,52 @@ def test_plans_that_are_all_alike_are_not_tried_for_ever() -> None:
     assert "all bytes count alike" in notes[-1]
 
 
-def test_simulated_communication_takes_no_time_to_measure() -> None:
-    def run(transport):
-        settings = WireSettings(adapt=LGreco(objective="time"))
-        with pytest.raises(ValueError, match="simulate=True has none: leave out objective=time"):
-            Wire(Plan.build(SHAPES), SHAPES, transport, settings, simulated=True)
-
-    run_threads(run, 1)
+@on_threads(1)
+def test_simulated_communication_takes_no_time_to_measure(transport) -> None:
+    settings = WireSettings(adapt=LGreco(objective="time"))
+    with pytest.raises(ValueError, match="simulate=True has none: leave out objective=time"):
+        Wire(BucketEngine(Plan.build(SHAPES), SHAPES, transport, settings, simulated=True))
 
 
-def test_a_policy_that_fails_costs_nothing_but_its_plan() -> None:
-    for wire, _ in wires(Scripted(every=3, window=1, lag=1, specs=("", "fail", "minmax(bits=2)")), "minmax", 7):
-        assert [d.changed for d in wire.decisions] == [0, 2]
+def test_a_policy_that_fails_or_proposes_nothing_costs_nothing_but_its_plan() -> None:
+    specs = ("", "fail", "nothing", "minmax(bits=2)")
+    for wire, _ in wires(Scripted(every=3, window=1, lag=1, specs=specs), "minmax", 10):
+        assert [d.changed for d in wire.decisions] == [0, 0, 2]
         assert "no idea" in wire.decisions[0].note
+        assert "the policy failed" in wire.decisions[1].note
         assert wire.plan["w"] == thinwire.compressors.MinMax(bits=2)
-
-
-def test_a_policy_that_proposes_nothing_leaves_the_plan_on_all_ranks() -> None:
-    for wire, _ in wires(Scripted(every=3, window=1, lag=1, specs=("", "nothing")), "minmax", 4):
-        assert "the policy failed" in wire.decisions[0].note
 
 
 def test_a_nonfinite_gradient_is_left_out_of_the_sum() -> None:
     seen.clear()
 
     def run(transport):
-        wire = Wire(Plan.build(SHAPES), SHAPES, transport, WireSettings(adapt=Scripted(every=4, window=3, lag=1)))
+        wire = Wire(
+            BucketEngine(Plan.build(SHAPES), SHAPES, transport, WireSettings(adapt=Scripted(every=4, window=3, lag=1)))
+        )
         for step in range(4):
-            wire.begin_step()
+            wire.engine.begin_step()
             flat = torch.full((NUMEL,), 1.0 if step != 1 else float("inf"))
-            wire.observe(flat, LAYERS)
-            wire.reduce(flat, LAYERS).wait()
-        wire.begin_step()
+            wire.engine.observe(flat, LAYERS)
+            wire.engine.reduce(flat, LAYERS).wait()
+        wire.engine.begin_step()
 
     run_threads(run, 2)
     assert float(seen[0].gradients["w"].max()) == 2.0
 
 
-@pytest.mark.parametrize(
-    "told",
-    [
+def test_what_rank_0_sends_is_read_and_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for told in (
         "nonsense",
         "[]",
         '{"layers": {"w": "nonsense"}, "note": ""}',
         '{"layers": {"other": "minmax"}, "note": ""}',
         '{"layers": 3, "note": ""}',
         '{"layers": {"v": "powersgd(rank=40)"}, "note": ""}',
-    ],
-)
-def test_what_rank_0_sends_is_read_and_not_trusted(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thinwire.runtime.adapt.exchange_texts", lambda mine, transport: [told] * 2)
-    with pytest.raises(DisagreementError, match="rank 0 sent a plan"):
-        wires(Scripted(every=2, window=1, lag=1), "minmax", 3)
-
-
-def test_ranks_with_different_policies_are_reported_before_training() -> None:
-    def run(transport):
-        return Wire(
-            Plan.build(SHAPES),
-            SHAPES,
-            transport,
-            WireSettings(adapt=thinwire.policies.LGreco(every=10 + transport.rank)),
-        )
-
-    with pytest.raises(DisagreementError, match="every=11"):
-        run_threads(run, 2)
+    ):
+        monkeypatch.setattr("thinwire.runtime.adapt.exchange_texts", lambda mine, transport, told=told: [told] * 2)
+        with pytest.raises(DisagreementError, match="rank 0 sent a plan"):
+            wires(Scripted(every=2, window=1, lag=1), "minmax", 3)
 
 
 # --- what survives a change ------------------------------------------------------------------------------------------
@@ -263,15 +235,14 @@ def _sums(wire: Wire, shapes: dict[str, tuple[int, ...]], num_steps: int) -> tup
     layers = tuple(shapes.items())
     arrived, sent = torch.zeros(2, sum(math.prod(shape) for shape in shapes.values()), dtype=torch.float64)
     for step in range(num_steps):
-        wire.begin_step()
+        wire.engine.begin_step()
         flat = torch.randn(sent.numel(), generator=torch.Generator().manual_seed(10 * step + wire.rank))
         sent += flat
-        wire.observe(flat, layers)
-        arrived += wire.reduce(flat, layers).wait()
+        wire.engine.observe(flat, layers)
+        arrived += wire.engine.reduce(flat, layers).wait()
     return arrived, sent
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -283,13 +254,14 @@ def _sums(wire: Wire, shapes: dict[str, tuple[int, ...]], num_steps: int) -> tup
         ("ef(powersgd(rank=4))", "ef(minmax(bits=3))"),
     ],
 )
-def test_the_residual_stays(old: str, new: str, num_ranks: int) -> None:
+def test_the_residual_stays(old: str, new: str) -> None:
     """All that arrives, and the residual in the end, is all that was given: to the last bit that fp32 has."""
+    num_ranks = 3
     policy = Scripted(every=4, window=1, lag=1, specs=(old, new))
     shapes = {"w": (64, 48)}
 
     def run(transport):
-        wire = Wire(Plan.build(shapes, old), shapes, transport, WireSettings(adapt=policy))
+        wire = Wire(BucketEngine(Plan.build(shapes, old), shapes, transport, WireSettings(adapt=policy)))
         arrived, sent = _sums(wire, shapes, 7)
         assert wire.plan["w"] == thinwire.parse(new)
         # One more change, back to what every rank has a residual of its own for: it holds what this rank has not sent.
@@ -300,17 +272,9 @@ def test_the_residual_stays(old: str, new: str, num_ranks: int) -> None:
     mean = sum(sent for _, sent, _, _ in answers) / num_ranks
     unsent = torch.zeros_like(mean)
     for rank, (_, _, residual, wire) in enumerate(answers):
-        slots = Slots()
+        slots, each, last = Slots(), [1] * num_ranks, thinwire.parse("ef(topk(density=0.5))")
         slots.replace({("w", "residual"): residual.float()})
-        slots.hand_over(
-            "w",
-            shapes["w"],
-            wire.plan["w"],
-            thinwire.parse("ef(topk(density=0.5))"),
-            rank,
-            [1] * num_ranks,
-            [1] * num_ranks,
-        )
+        slots.hand_over("w", shapes["w"], wire.plan["w"], last, rank, each, each)
         unsent += slots.value("w", thinwire.parse("ef(topk)").slots[-1], shapes["w"]).double() / num_ranks
     assert torch.allclose(answers[0][0] + unsent, mean, atol=1e-4)
     assert float(unsent.abs().max()) > 0.01
@@ -324,14 +288,14 @@ def test_another_family_is_handed_the_mean_residual_and_not_how_ranks_differ() -
     shared, apart = torch.randn(2, 64 * 48, generator=draw)
 
     def run(transport):
-        wire = Wire(Plan.build(shapes, policy.specs[0]), shapes, transport, WireSettings(adapt=policy))
+        wire = Wire(BucketEngine(Plan.build(shapes, policy.specs[0]), shapes, transport, WireSettings(adapt=policy)))
         unsent = torch.zeros(64 * 48)
         while True:
-            wire.begin_step()
+            wire.engine.begin_step()
             flat = shared + (apart if wire.rank else -apart)
             unsent += shared
-            wire.observe(flat, tuple(shapes.items()))
-            arrived = wire.reduce(flat, tuple(shapes.items())).wait()
+            wire.engine.observe(flat, tuple(shapes.items()))
+            arrived = wire.engine.reduce(flat, tuple(shapes.items())).wait()
             if wire.plan["w"] == thinwire.parse(policy.specs[1]):
                 return float(torch.cosine_similarity(arrived, unsent, dim=0))
             unsent -= arrived
@@ -346,7 +310,7 @@ def test_a_layer_that_turns_raw_sends_its_residual_first() -> None:
     policy = Scripted(every=4, window=1, lag=1, specs=("ef(topk(density=0.1))", "ef(raw)", "raw"))
 
     def run(transport):
-        wire = Wire(Plan.build(shapes, policy.specs[0]), shapes, transport, WireSettings(adapt=policy))
+        wire = Wire(BucketEngine(Plan.build(shapes, policy.specs[0]), shapes, transport, WireSettings(adapt=policy)))
         arrived, sent = _sums(wire, shapes, 10)
         assert wire.plan["w"] == thinwire.compressors.Raw()
         return arrived, sent
@@ -355,66 +319,51 @@ def test_a_layer_that_turns_raw_sends_its_residual_first() -> None:
     assert torch.allclose(arrived, (mine + other) / 2, atol=1e-4)
 
 
-def _arrives_in_all(
-    rank: int, spec: str, policy: Policy, loss_scale: float, infinite: tuple[int, ...] = ()
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """All means of ten steps of DDP on a loss that is linear in its weights, and all gradients of this rank.
+def _arrives_in_all(rank: int, spec: str, loss_scale: float, infinite: tuple[int, ...] = ()) -> None:
+    """All means of ten steps of DDP on a loss that is linear in its weights are the gradients of both ranks.
 
     In the steps ``infinite`` a gradient of rank 0 is infinite: they are skipped, and count neither as sent nor as
     arrived. They must be the first without compression.
     """
+    policy = Scripted(every=4, window=1, lag=1, specs=(spec, "raw", "raw"))
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 48, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=loss_scale, enabled=loss_scale != 1.0)
+    options = {"optimizer": optimizer, "grad_scaler": scaler}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        wire = thinwire.compress(
-            model, spec, adapt=policy, skip_if_slower=False, optimizer=optimizer, grad_scaler=scaler
-        )
+        wire = thinwire.compress(model, spec, adapt=policy, skip_if_slower=False, **options)
     (weight,) = model.parameters()
     arrived, given = torch.zeros(2, 48, 64, dtype=torch.float64)
     for step in range(10):
         direction = torch.randn(48, 64, generator=torch.Generator().manual_seed(10 * step + rank))
         if step in infinite and rank == 0:
             direction[1, 2] = torch.inf
-        was_dense = wire.dense
+        was_dense = wire.engine.dense
         model.zero_grad()
         scaler.scale((model(torch.eye(64)).T * direction).sum()).backward()
         assert weight.grad is not None
         if step in infinite:
-            assert wire.dense
+            assert wire.engine.dense
             assert was_dense == (step > infinite[0])
             assert not bool(weight.grad.isfinite().all())
             continue
         arrived += weight.grad / loss_scale
         given += direction
-    assert wire.dense
-    return arrived, given
+    assert wire.engine.dense
+    dist.all_reduce(given)
+    assert torch.allclose(arrived, given / 2, atol=1e-4), spec
 
 
-@pytest.mark.parametrize(
-    ("spec", "loss_scale"),
-    [
-        ("ef(topk(density=0.1))", 1.0),
-        ("ef(minmax(bits=2))", 1024.0),
-        ("ef(powersgd(rank=2))", 1.0),
-        ("ef(topk(density=0.1), units=update)", 1.0),
-    ],
-)
-def test_the_residual_is_sent_with_the_first_gradient_after_compression_is_switched_off(
-    spec: str, loss_scale: float
-) -> None:
+@on_ranks(2)
+def test_the_residual_is_sent_with_the_first_gradient_after_compression_is_switched_off(rank: int) -> None:
     """`Auto` turns all layers raw at once, and gradients go by a native all-reduce from then on."""
-    policy = Scripted(every=4, window=1, lag=1, specs=(spec, "raw", "raw"))
-    (arrived, mine), (_, other) = run_ranks(_arrives_in_all, 2, spec, policy, loss_scale)
-    assert torch.allclose(arrived, (mine + other) / 2, atol=1e-4)
-
-
-def test_the_residual_is_sent_again_if_the_step_that_it_went_with_was_skipped() -> None:
-    spec = "ef(topk(density=0.1))"
-    policy = Scripted(every=4, window=1, lag=1, specs=(spec, "raw", "raw"))
-    (arrived, mine), (_, other) = run_ranks(_arrives_in_all, 2, spec, policy, 1024.0, (4, 5))
-    assert torch.allclose(arrived, (mine + other) / 2, atol=1e-4)
+    _arrives_in_all(rank, "ef(topk(density=0.1))", 1.0)
+    _arrives_in_all(rank, "ef(minmax(bits=2))", 1024.0)
+    _arrives_in_all(rank, "ef(powersgd(rank=2))", 1.0)
+    _arrives_in_all(rank, "ef(topk(density=0.1), units=update)", 1.0)
+    # Again if the step that they went with was skipped.
+    _arrives_in_all(rank, "ef(topk(density=0.1))", 1024.0, (4, 5))
 
 
 def test_a_layer_that_the_rank_does_not_suit_gets_a_lower_one() -> None:
@@ -425,14 +374,14 @@ def test_a_layer_that_the_rank_does_not_suit_gets_a_lower_one() -> None:
         plan = Plan.build(shapes, "powersgd(rank=16)")
         assert plan["conv"] == thinwire.compressors.Raw()
         policy = thinwire.policies.LGreco(every=4, window=2, lag=1, alpha=2.0)
-        wire = Wire(plan, shapes, transport, WireSettings(adapt=policy))
+        wire = Wire(BucketEngine(plan, shapes, transport, WireSettings(adapt=policy)))
         for step in range(6):
-            wire.begin_step()
+            wire.engine.begin_step()
             draw = torch.Generator().manual_seed(10 * step + wire.rank)
             low_rank = torch.randn(16, 1, generator=draw) @ torch.randn(1, 144, generator=draw)
             flat = torch.cat([torch.randn(256 * 256, generator=draw), low_rank.view(-1)])
-            wire.observe(flat, layers)
-            wire.reduce(flat, layers).wait()
+            wire.engine.observe(flat, layers)
+            wire.engine.reduce(flat, layers).wait()
         state = wire.state_dict()
         wire.load_state_dict(state)
         return str(wire.plan["conv"]), wire.decisions[0].note
@@ -444,25 +393,23 @@ def test_a_layer_that_the_rank_does_not_suit_gets_a_lower_one() -> None:
 
 def test_low_rank_factors_keep_their_columns() -> None:
     policy = Scripted(every=4, window=1, lag=1, specs=("powersgd(rank=2)", "powersgd(rank=4)", "powersgd(rank=1)"))
-    first = policy.specs[0]
-    columns = []
+    shapes, changes = {"w": (64, 48)}, []
 
     def run(transport):
-        wire = Wire(Plan.build({"w": (64, 48)}, first), {"w": (64, 48)}, transport, WireSettings(adapt=policy))
+        wire = Wire(BucketEngine(Plan.build(shapes, policy.specs[0]), shapes, transport, WireSettings(adapt=policy)))
         before = torch.empty(0)
         for step in range(9):
-            wire.begin_step()
+            wire.engine.begin_step()
             if wire.rank == 0 and step in (4, 8):
-                columns.append((before, wire.state_dict()["rank0/q/w"]))
+                changes.append((before, wire.state_dict()["rank0/q/w"]))
             flat = torch.randn(64 * 48, generator=torch.Generator().manual_seed(step + wire.rank))
-            wire.observe(flat, (("w", (64, 48)),))
-            wire.reduce(flat, (("w", (64, 48)),)).wait()
+            wire.engine.observe(flat, tuple(shapes.items()))
+            wire.engine.reduce(flat, tuple(shapes.items())).wait()
             before = wire.state_dict()[f"rank{wire.rank}/q/w"]
 
     run_threads(run, 2)
-    (two, four), (of_four, one) = columns
-    assert two.shape == (48, 2)
-    assert four.shape == (48, 4)
+    (two, four), (of_four, one) = changes
+    assert [q.shape[1] for q in (two, four, of_four, one)] == [2, 4, 4, 1]
     assert torch.equal(four[:, :2], two)
     assert bool(four[:, 2:].any(0).all())
     assert torch.equal(one, of_four[:, :1])
@@ -477,120 +424,87 @@ def _norms(errors: Mapping[str, float]) -> float:
     return sum(error**0.5 for error in errors.values())
 
 
-def _adapts(rank: int, spec: str, policy: str, simulate: bool = False) -> dict:
+def _adapts(rank: int, spec: str, policy: str, simulate: bool = False) -> Wire:
     model = make(rank)
     wire = thinwire.compress(model, spec, adapt=policy, skip_if_slower=False, simulate=simulate)
     train(model, rank, 10)
     assert_replicas_identical(model)
-    errors = [(_norms(d.errors), _norms(d.reference_errors), d.note) for d in wire.decisions]
-    return {
-        "errors": errors,
-        "steps": [d.step for d in wire.decisions],
-        "plans": [d.plan.hash for d in wire.decisions],
-        "specs": sorted({str(c) for c in wire.plan.layers.values()}),
-        "sent": wire.stats.payload_sent_bytes,
-        "adapt_s": wire.stats.adapt_s,
-    }
+    plans: list[object] = [None] * 2
+    dist.all_gather_object(plans, [d.plan.hash for d in wire.decisions])
+    assert plans[0] == plans[1]
+    return wire
 
 
-@pytest.mark.parametrize("simulate", [False, True])
-@pytest.mark.parametrize(
-    "spec", ["minmax(bits=4)", "topk(density=0.1)", "powersgd(rank=8)", "rangefloat(bits=8)", "fft(theta=0.8)"]
-)
-def test_lgreco_sends_less_at_no_more_error(spec: str, simulate: bool) -> None:
-    first, second = run_ranks(_adapts, 2, spec, LGRECO, simulate)
-    assert first["plans"] == second["plans"]
-    assert first["steps"] == [4, 8]
-    assert all(0 < error <= most * (1 + 1e-9) or note for error, most, note in first["errors"])
-    assert second["errors"] == [(0, 0, note) for _, _, note in first["errors"]]
-    uniform, _ = run_ranks(_adapts, 2, spec, "lgreco(every=1000)", simulate)
-    assert first["sent"] <= uniform["sent"]
-    assert first["adapt_s"] > 0
+@on_ranks(2)
+def test_lgreco_sends_less_at_no_more_error(rank: int) -> None:
+    for simulate in (False, True):
+        for spec in ("minmax(bits=4)", "topk(density=0.1)", "powersgd(rank=8)", "rangefloat(bits=8)"):
+            wire = _adapts(rank, spec, LGRECO, simulate)
+            assert [d.step for d in wire.decisions] == [4, 8]
+            for d in wire.decisions:
+                error, most = _norms(d.errors), _norms(d.reference_errors)
+                assert (error, most) == (0, 0) if rank else 0 < error <= most * (1 + 1e-9) or d.note, d.note
+            assert rank or wire.stats.adapt_s > 0
+            uniform = _adapts(rank, spec, "lgreco(every=1000)", simulate)
+            assert wire.stats.payload_sent_bytes <= uniform.stats.payload_sent_bytes
 
 
-def test_a_hybrid_plan_trains() -> None:
-    families = ("minmax(bits=4)", "topk(density=0.1)", "powersgd(rank=4)")
-    first, _ = run_ranks(_adapts, 2, "minmax(bits=4)", f"lgreco(every=4, window=2, lag=1, families={families!r})")
-    assert all(spec.startswith("ef(") or spec == "raw()" for spec in first["specs"])
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
+@on_ranks(2)
+def test_every_policy_trains(rank: int) -> None:
+    for policy in (
         "lgreco(every=4, objective=time)",
         "lgreco(every=4, objective=link)",
         "lgreco(every=4, reference=accordion())",
         "kmeans(every=4)",
         "accordion(every=4)",
-    ],
-)
-def test_every_policy_trains(policy: str) -> None:
-    first, second = run_ranks(_adapts, 2, "minmax(bits=4)", policy)
-    assert first["plans"] == second["plans"]
-    assert first["steps"] == [4, 8]
-    assert not any("failed" in note for _, _, note in first["errors"])
-
-
-def _unfit(rank: int) -> str:
-    with pytest.raises(ValueError, match="has no bits, rank, density") as error:
+    ):
+        wire = _adapts(rank, "minmax(bits=4)", policy)
+        assert [d.step for d in wire.decisions] == [4, 8]
+        assert not any("failed" in d.note for d in wire.decisions)
+    families = ("minmax(bits=4)", "topk(density=0.1)", "powersgd(rank=4)")
+    wire = _adapts(rank, "minmax(bits=4)", f"lgreco(every=4, window=2, lag=1, families={families!r})")
+    assert all(str(c).startswith(("ef(", "raw()")) for c in wire.plan.layers.values())
+    with pytest.raises(ValueError, match=r"natural.* has no bits, rank, density"):
         thinwire.compress(make(rank), "natural()", adapt="lgreco()", skip_if_slower=False)
-    return str(error.value)
-
-
-def test_rules_without_anything_to_choose_are_refused() -> None:
-    assert "natural" in run_ranks(_unfit, 2)[0]
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def _steps(model, wire, optimizer, rank: int, first: int, last: int) -> None:
-    for step in range(first, last):
-        optimizer.zero_grad()
-        loss_of(model, batch(rank, step)).backward()
-        optimizer.step()
+@pytest.mark.parametrize("at", [5, 7, 8])
+@on_ranks(2)
+def test_a_run_that_resumes_decides_as_it_would_have(rank: int, at: int, tmp_path: Path) -> None:
+    """Saved before, amid and after a decision's steps."""
+    policy = "lgreco(every=4, window=2, lag=2, reference=accordion(eta=0.1))"
 
-
-def _resumes(rank: int, spec: str, policy: str, at: int, folder: str) -> tuple[bytes, bytes, int]:
     def begin():
         model = make(rank)
         optimizer = torch.optim.SGD(trained(model), lr=0.05)
-        return model, thinwire.compress(model, spec, adapt=policy, skip_if_slower=False, optimizer=optimizer), optimizer
+        wire = thinwire.compress(model, "powersgd(rank=4)", adapt=policy, skip_if_slower=False, optimizer=optimizer)
+        return model, wire, optimizer
 
     model, wire, optimizer = begin()
-    _steps(model, wire, optimizer, rank, 0, at)
+    train(model, rank, at, optimizer=optimizer)
     # What DDP's first buckets looked like is no part of a checkpoint.
-    dcp.save({"model": model.module.state_dict(), "wire": wire.state_dict()}, checkpoint_id=folder)
-    _steps(model, wire, optimizer, rank, at, 13)
+    dcp.save({"model": model.module.state_dict(), "wire": wire.state_dict()}, checkpoint_id=tmp_path)
+    train(model, rank, 13 - at, first=at, optimizer=optimizer)
     straight = fingerprint(model)
     model, wire, optimizer = begin()
     saved = {"wire": {"plan": wire.state_dict()["plan"]}}
-    dcp.load(saved, checkpoint_id=folder)
+    dcp.load(saved, checkpoint_id=tmp_path)
     state = {"model": model.module.state_dict(), "wire": wire.state_dict_of(2, saved["wire"])}
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, checkpoint_id=tmp_path)
     model.module.load_state_dict(state["model"])
     wire.load_state_dict(state["wire"])
-    _steps(model, wire, optimizer, rank, at, 13)
-    return straight, fingerprint(model), len({d.plan.hash for d in wire.decisions})
-
-
-@pytest.mark.parametrize("at", [5, 7, 8])
-@pytest.mark.parametrize(
-    ("spec", "policy"),
-    [
-        ("powersgd(rank=4)", "lgreco(every=4, window=2, lag=2)"),
-        ("ef(minmax(bits=3))", "lgreco(every=4, window=2, lag=2, reference=accordion(eta=0.1))"),
-    ],
-)
-def test_a_run_that_resumes_decides_as_it_would_have(spec: str, policy: str, at: int, tmp_path: Path) -> None:
-    """Saved before, amid and after a decision's steps."""
-    for straight, resumed, _ in run_ranks(_resumes, 2, spec, policy, at, str(tmp_path)):
-        assert straight == resumed
+    train(model, rank, 13 - at, first=at, optimizer=optimizer)
+    assert fingerprint(model) == straight
 
 
 def test_a_state_without_sums_is_reported(tmp_path: Path) -> None:
     def run(transport):
-        wire = Wire(Plan.build(SHAPES), SHAPES, transport, WireSettings(adapt=Scripted(every=4, window=2, lag=1)))
+        wire = Wire(
+            BucketEngine(Plan.build(SHAPES), SHAPES, transport, WireSettings(adapt=Scripted(every=4, window=2, lag=1)))
+        )
         state = wire.state_dict()
         del state["adapt/sum/w"]
         wire.load_state_dict(state)
@@ -602,59 +516,22 @@ def test_a_state_without_sums_is_reported(tmp_path: Path) -> None:
 # --- what people read ------------------------------------------------------------------------------------------------
 
 
-def _shown(rank: int, folder: str) -> tuple[list[LayerRow], dict[str, str]]:
+@on_ranks(2)
+def test_the_present_plan_is_shown_drawn_and_taken_again(rank: int, tmp_path: Path) -> None:
     model = make(rank)
     wire = thinwire.compress(model, "topk(density=0.1)", adapt=LGRECO, skip_if_slower=False)
     train(model, rank, 6)
-    if rank == 0 and find_spec("matplotlib"):
-        draw(wire, Path(folder) / "plan.svg")
-    rows, specs = wire.plan_rows(), wire.plan.to_dict()
-    wire.detach()
-    assert thinwire.compress(model, specs, skip_if_slower=False).plan.to_dict() == specs
-    return rows, specs
-
-
-def test_the_present_plan_is_shown_drawn_and_taken_again(tmp_path: Path) -> None:
-    found, specs = run_ranks(_shown, 2, str(tmp_path))[0]
+    found, specs = wire.engine.plan_rows(), wire.plan.to_dict()
     rows = {row.name: row for row in found}
     assert {name: str(row.compressor) for name, row in rows.items()} == specs
     # DDP reduces the last layers first.
     assert rows["layers.3.weight"].bucket < rows["embed.weight"].bucket
-    assert 0 < sum(row.error or 0 for row in found) <= sum(row.reference_error or 0 for row in found)
-    if find_spec("matplotlib"):
+    assert rank or 0 < sum(row.error or 0 for row in found) <= sum(row.reference_error or 0 for row in found)
+    if rank == 0 and find_spec("matplotlib"):
+        draw(wire, tmp_path / "plan.svg")
         picture = (tmp_path / "plan.svg").read_text()
         assert picture.startswith("<?xml")
         for text in ("layers.3.weight", "bits sent an element", "MB sent a step", "chosen", "reference"):
             assert f"<!-- {text}" in picture
-
-
-def test_policies_are_plain_values() -> None:
-    policy = thinwire.policies.LGreco(every=10, reference=thinwire.policies.Accordion(every=20))
-    assert thinwire.policies.parse_policy(str(policy)) == policy
-    assert replace(policy, every=30).every == 30
-    with pytest.raises(ValueError, match="do not fit"):
-        thinwire.policies.LGreco(every=10, window=8, lag=4)
-
-
-def test_a_schedule_of_ranks_trains_and_a_resumed_run_goes_on_with_it() -> None:
-    """Fewer bytes from its second stage on; columns of Q that remain keep their warm start, also through a state."""
-    shapes = {"w": (64, 48)}
-    spec = "powersgd(rank=((0, 6), (3, 2)))"
-
-    def run(transport):
-        def step(wire: Wire, number: int) -> torch.Tensor:
-            wire.begin_step()
-            flat = torch.randn(64 * 48, generator=torch.Generator().manual_seed(10 * number + wire.rank))
-            return wire.reduce(flat, tuple(shapes.items())).wait().clone()
-
-        wire = Wire(Plan.build(shapes, spec), shapes, transport)
-        arrived = [step(wire, number) for number in range(4)]
-        saved = wire.state_dict()
-        arrived += [step(wire, number) for number in range(4, 6)]
-        resumed = Wire(Plan.build(shapes, spec), shapes, transport)
-        resumed.load_state_dict(saved)
-        again = [step(resumed, number) for number in range(4, 6)]
-        ranks = [int(torch.linalg.matrix_rank(mean.view(64, 48), rtol=1e-4)) for mean in arrived]
-        return ranks, [torch.equal(*pair) for pair in zip(arrived[4:], again, strict=True)]
-
-    assert run_threads(run, 2) == [([6, 6, 6, 2, 2, 2], [True, True])] * 2
+    wire.detach()
+    assert thinwire.compress(model, specs, skip_if_slower=False).plan.to_dict() == specs

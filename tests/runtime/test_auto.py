@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import re
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 import thinwire
-from auto_training import advance, recorded_decisions, wrapped
-from harness import run_ranks
+from auto_training import advance, wrapped
+from harness import on_ranks
+from nets import assert_replicas_identical, fingerprint
 from thinwire.plan.forecast.ddp import Bucket, Pace
 from thinwire.plan.forecast.links import Curve, Links
 from thinwire.policies import Evidence, StepTime
@@ -118,39 +120,23 @@ def test_the_middle_of_steps_with_the_buckets_of_now() -> None:
     assert middle_pace([StepTime(pace, 1.0, False) for pace in paces]).compute_s == 0.02
 
 
-def _misused(rank: int) -> list[str]:
-    model = wrapped(0.0)
-    found = []
-    for arguments, options in (
-        (("auto",), {"adapt": "lgreco()"}),
-        (("auto",), {"simulate": True}),
-        ((), {"adapt": "auto"}),
-        (("auto(errors=1)",), {}),
+@on_ranks(1)
+def test_misuse_says_what_to_do(rank: int) -> None:
+    for arguments, options, said in (
+        (("auto",), {"adapt": "lgreco()"}, "give one of them"),
+        (("auto",), {"simulate": True}, "give a compressor instead"),
+        ((), {"adapt": "auto"}, "takes the place of the compressor"),
+        (("auto(errors=1)",), {}, r"Did you mean 'auto\(error=1\)'\?"),
     ):
-        try:
-            thinwire.compress(model, *arguments, **options)
-        except ValueError as error:
-            found.append(str(error))
-    return found
-
-
-def test_misuse_says_what_to_do() -> None:
-    for texts in run_ranks(_misused, 1):
-        parts = (
-            "give one of them",
-            "give a compressor instead",
-            "takes the place of the compressor",
-            "Did you mean 'auto(error=1)'?",
-        )
-        assert len(texts) == len(parts)
-        for part, text in zip(parts, texts, strict=True):
-            assert part in text
+        with pytest.raises(ValueError, match=said):
+            thinwire.compress(wrapped(0.0), *arguments, **options)
 
 
 OPTIONS = thinwire.policies.Auto(every=8, warmup=5, window=2, lag=2, gain=0.6)
 
 
-def _hidden(rank: int) -> tuple[list[dict[str, object]], list[str], int, float]:
+@on_ranks(2)
+def test_is_off_where_computing_takes_the_time(rank: int) -> None:
     torch.set_num_threads(1)
     logged: list[str] = []
     handler = logging.Handler()
@@ -160,46 +146,33 @@ def _hidden(rank: int) -> tuple[list[dict[str, object]], list[str], int, float]:
     model = wrapped(0.02)
     wire = thinwire.compress(model, OPTIONS)
     advance(model, rank, 0, 15)
-    return recorded_decisions(wire), logged, wire.stats.compressed_steps, float(model.module.first.weight.sum())
-
-
-def test_is_off_where_computing_takes_the_time() -> None:
-    (first, logged, compressed, weight), (second, nothing, _, other) = run_ranks(_hidden, 2)
-    assert [d["step"] for d in first] == [5, 13]
-    assert first == second
-    assert all(str(d["note"]).startswith("off") for d in first)
-    assert set(json.loads(str(first[-1]["plan"])).values()) == {"raw()"}
-    assert compressed == 0
+    assert_replicas_identical(model)
+    assert wire.stats.compressed_steps == 0
+    assert [d.step for d in wire.decisions] == [5, 13]
+    assert all(d.note.startswith("off") for d in wire.decisions)
+    assert set(wire.decisions[-1].plan.to_dict().values()) == {"raw()"}
     # Rank 0 decides, and says why.
-    assert logged == [f"step {d['step']}: {d['note']}" for d in first]
-    assert nothing == []
-    assert weight == other
+    assert logged == ([] if rank else [f"step {d.step}: {d.note}" for d in wire.decisions])
 
 
-def _resumed(rank: int) -> tuple[list[dict[str, object]], list[dict[str, object]], bool]:
+@on_ranks(2)
+def test_resumes_between_asking_and_deciding(rank: int) -> None:
     torch.set_num_threads(1)
     model = wrapped(0.01)
     wire = thinwire.compress(model, OPTIONS)
     # The decision of step 13 is asked for in step 11.
     advance(model, rank, 0, 12)
-    saved = {"wire": wire.state_dict(), "model": model.module.state_dict()}
-    kept = {name: {k: v.clone() for k, v in state.items()} for name, state in saved.items()}
+    saved = copy.deepcopy({"wire": wire.state_dict(), "model": model.module.state_dict()})
     advance(model, rank, 12, 6)
     again = wrapped(0.01)
-    again.module.load_state_dict(kept["model"])
+    again.module.load_state_dict(saved["model"])
     resumed = thinwire.compress(again, OPTIONS)
-    resumed.load_state_dict(kept["wire"])
+    resumed.load_state_dict(saved["wire"])
     advance(again, rank, 12, 6)
-    same = all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    return recorded_decisions(wire), recorded_decisions(resumed), same
-
-
-def test_resumes_between_asking_and_deciding() -> None:
-    for whole, resumed, same in run_ranks(_resumed, 2):
-        assert [d["step"] for d in whole] == [5, 13]
-        assert [(d["step"], d["plan"]) for d in resumed] == [(13, whole[-1]["plan"])]
-        assert str(resumed[-1]["note"]).startswith("off: a step takes")
-        assert same
+    assert fingerprint(again) == fingerprint(model)
+    assert [d.step for d in wire.decisions] == [5, 13]
+    assert [(d.step, d.plan.hash) for d in resumed.decisions] == [(13, wire.decisions[-1].plan.hash)]
+    assert resumed.decisions[-1].note.startswith("off: a step takes")
 
 
 @pytest.mark.network

@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 import thinwire
-from experiments.__main__ import main as experiments_main
-from experiments.bench.auto import NetworkSpec
-from harness import run_threads
+from harness import on_threads, run_threads
+from states import resealed
 from thinwire.collectives import Algorithm, Hierarchical, ScatterReduceAllGather, World, parse_algorithm
 from thinwire.plan import Plan
 from thinwire.plan.forecast.ddp import Bucket, Pace, coded_transfer
 from thinwire.plan.forecast.links import Curve, Legs, Links
-from thinwire.policies import Evidence, Policy, Proposal, StepTime
-from thinwire.runtime import DisagreementError, Wire, WireSettings
+from thinwire.policies import Auto, Evidence, Policy, Proposal, StepTime
+from thinwire.runtime import BucketEngine, DisagreementError, Wire, WireSettings
 from thinwire.runtime.checkpoint import sealed
 from thinwire.runtime.probe import measure_links
 from thinwire_tools import lab
@@ -44,7 +43,7 @@ def links(slow: float, *, inside: float | None = None, rates: tuple[float, ...] 
 
 
 def evidence(of: Links, seconds: float = 0.335, **more: Any) -> Evidence:
-    auto = thinwire.policies.Auto()
+    auto = Auto()
     gradient = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
     steps = (StepTime(PACE, seconds, False),) * 3
     codec_s = dict.fromkeys(auto.to_measure(LAYERS), 1e-9)
@@ -53,42 +52,42 @@ def evidence(of: Links, seconds: float = 0.335, **more: Any) -> Evidence:
     )
 
 
+def chosen(of: Links, auto: Auto = Auto(), **more: Any) -> Algorithm | None:  # noqa: B008 - frozen
+    return auto.propose(evidence(of, **more)).algorithm
+
+
 def test_nodes_of_several_ranks_add_up_inside_first() -> None:
-    found = thinwire.policies.Auto().propose(evidence(links(1e7, inside=5e9)))
+    found = Auto().propose(evidence(links(1e7, inside=5e9)))
     assert found.algorithm == Hierarchical("dense")
     assert "by hierarchical(inside=dense, across=slices); " in found.note
     # Where the inside is not much faster than the outside, exact sums would take longer there than they save.
-    assert thinwire.policies.Auto().propose(evidence(links(1e7, inside=2e7))).algorithm == Hierarchical("same")
+    assert chosen(links(1e7, inside=2e7)) == Hierarchical("same")
 
 
 def test_ranks_with_slow_links_own_less() -> None:
-    found = thinwire.policies.Auto().propose(evidence(links(1e7, rates=(1.0, 1.0, 1.0, 0.1))))
-    assert found.algorithm == ScatterReduceAllGather((1.0, 1.0, 1.0, 0.1))
-    assert found.algorithm.shares(World(4))[3] == 0
+    slow, now = ScatterReduceAllGather((1.0, 1.0, 1.0, 0.1)), ScatterReduceAllGather((1.0, 1.0, 0.9, 0.11))
+    assert chosen(links(1e7, rates=(1.0, 1.0, 1.0, 0.1))) == slow
+    assert slow.shares(World(4))[3] == 0
     # About the same rates as now are no reason to change anything.
-    now = ScatterReduceAllGather((1.0, 1.0, 0.9, 0.11))
-    again = thinwire.policies.Auto().propose(evidence(links(1e7, rates=(1.0, 1.0, 1.0, 0.1)), algorithm=now))
-    assert again.algorithm == now
-    assert thinwire.policies.Auto().propose(evidence(links(1e7, rates=(1.0, 0.9, 1.0, 0.95)))).algorithm == SRA
+    assert chosen(links(1e7, rates=(1.0, 1.0, 1.0, 0.1)), algorithm=now) == now
+    assert chosen(links(1e7, rates=(1.0, 0.9, 1.0, 0.95))) == SRA
 
 
 def test_what_was_asked_for_stays() -> None:
-    ring = parse_algorithm("ring")
-    assert (
-        thinwire.policies.Auto().propose(evidence(links(1e7, inside=5e9), asked=ring, algorithm=ring)).algorithm == ring
-    )
-    assert thinwire.policies.Auto(algorithms=("sra",)).propose(evidence(links(1e7, inside=5e9))).algorithm == SRA
-    assert [str(t) for t in thinwire.policies.Auto(algorithms=("sra",)).considers] == ["sra"]
+    ring, nodes = parse_algorithm("ring"), links(1e7, inside=5e9)
+    assert chosen(nodes, asked=ring, algorithm=ring) == ring
+    assert chosen(nodes, Auto(algorithms=("sra",))) == SRA
+    assert [str(t) for t in Auto(algorithms=("sra",)).considers] == ["sra"]
 
 
 def test_nothing_changes_where_it_is_off() -> None:
-    found = thinwire.policies.Auto().propose(evidence(links(1e11, inside=1e12), seconds=0.02))
+    found = Auto().propose(evidence(links(1e11, inside=1e12), seconds=0.02))
     assert found.note.startswith("off")
     assert found.algorithm is None
 
 
 def test_a_majority_needs_a_star() -> None:
-    auto = thinwire.policies.Auto(candidates=("sign(majority=True)",), error=0.999)
+    auto = Auto(candidates=("sign(majority=True)",), error=0.999)
     codec_s = dict.fromkeys(auto.to_measure(LAYERS), 1e-9)
     found = auto.propose(replace(evidence(links(1e7, inside=5e9)), codec_s=codec_s))
     assert found.note.startswith("on")
@@ -106,13 +105,8 @@ def test_a_hierarchy_is_predicted_leg_by_leg() -> None:
     star = coded_transfer(PACE.buckets[0], LAYERS, of, {})
     assert star.after_s == pytest.approx(1.5 * coded / 1e7)
     # The slowest rank owns nothing, and sends a whole tensor in place of one and a half.
-    owned = coded_transfer(
-        PACE.buckets[0],
-        LAYERS,
-        replace(of, rates=(1.0, 1.0, 1.0, 0.1)),
-        {},
-        ScatterReduceAllGather((1.0, 1.0, 1.0, 0.1)),
-    )
+    rates = (1.0, 1.0, 1.0, 0.1)
+    owned = coded_transfer(PACE.buckets[0], LAYERS, replace(of, rates=rates), {}, ScatterReduceAllGather(rates))
     assert owned.after_s == pytest.approx(coded / 1e7)
 
 
@@ -138,22 +132,17 @@ def run(
     algorithms: tuple[str, ...], spec: str, steps: int, then: Callable[[Wire], Any], num_ranks: int = 4
 ) -> list[tuple[Tensor, Tensor, Any]]:
     """By rank: all that arrived, all that was sent, and what ``then`` says of the Wire."""
-    shapes = {"w": (96, 64)}
+    shapes, settings = {"w": (96, 64)}, WireSettings(adapt=Wandering(every=3, lag=1, algorithms=algorithms))
 
     def rank(transport: Any) -> tuple[Tensor, Tensor, Any]:
-        wire = Wire(
-            Plan.build(shapes, spec),
-            shapes,
-            transport,
-            WireSettings(adapt=Wandering(every=3, lag=1, algorithms=algorithms)),
-        )
+        wire = Wire(BucketEngine(Plan.build(shapes, spec), shapes, transport, settings))
         arrived, sent = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL, dtype=torch.float64)
         for step in range(steps):
-            wire.begin_step()
+            wire.engine.begin_step()
             flat = torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * step + wire.rank))
             sent += flat
-            wire.observe(flat, tuple(shapes.items()))
-            arrived += wire.reduce(flat, tuple(shapes.items())).wait()
+            wire.engine.observe(flat, tuple(shapes.items()))
+            arrived += wire.engine.reduce(flat, tuple(shapes.items())).wait()
         return arrived, sent, then(wire)
 
     return run_threads(rank, num_ranks)
@@ -195,75 +184,39 @@ def test_the_residual_survives_another_algorithm() -> None:
     assert float(lost.quantile(0.95)) < 1e-4
 
 
-def test_resumes_with_the_algorithm_that_it_had() -> None:
-    def resumed(wire: Wire) -> list[str]:
+def test_resumes_with_the_algorithm_that_it_had_or_was_asked_for() -> None:
+    def resumed(wire: Wire) -> None:
         state, before = wire.state_dict(), str(wire.algorithm)
         # Another decision, and back.
         for _ in range(3):
-            wire.begin_step()
+            wire.engine.begin_step()
         between = str(wire.algorithm)
         wire.load_state_dict(state)
-        return [before, between, str(wire.algorithm)]
+        assert (before, between, str(wire.algorithm)) == (slow, "sra", slow)
+        # A state that says nothing, and one of another number of ranks.
+        silent = {key: value for key, value in state.items() if not key.startswith("adapt/")}
+        for other in (silent, resealed(state | {"shares": torch.ones(3, dtype=torch.int64)})):
+            wire.load_state_dict(other)
+            assert str(wire.algorithm) == "sra"
+            wire.load_state_dict(state)
 
     slow = "sra(rates=(1.0, 1.0, 1.0, 0.1))"
-    for _, _, found in run((WANDERED[0], slow, "sra"), "ef(minmax(bits=4))", 8, resumed):
-        assert found == [slow, "sra", slow]
+    run((WANDERED[0], slow, "sra"), "minmax(bits=4)", 8, resumed)
 
 
-def test_a_state_that_says_nothing_has_what_was_asked_for() -> None:
-    def resumed(wire: Wire) -> str:
-        wire.load_state_dict({key: value for key, value in wire.state_dict().items() if not key.startswith("adapt/")})
-        return str(wire.algorithm)
-
-    assert [found for _, _, found in run(WANDERED[:1], "minmax(bits=4)", 4, resumed)] == ["sra"] * 4
-
-
-HOSTILE = (
-    b"__import__('os')",
-    b"\xff\xfe",
-    b"sra(rates=(1e999, 1, 1, 1))",
-    b"sra(rates=(5e-324, 5e-324, 5e-324, 5e-324))",
-    b"sra(rates={[1]: 2})",
-    b"sra(rates={1, 2})",
-    b"sra(rates=(1" + b"0" * 400 + b",))",
-    b"sra(rates=" + b"(" * 150 + b")" * 150 + b")",
-    b"-" * 3900 + b"1",
-    b"hierarchical(inside=nothing)",
-    b"hierarchical(inside=5)",
-    b"sra(rates=(1, 2))",
-)
-
-
-def resealed(state: dict[str, Any], changes: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A state with entries that somebody has changed, and checksums that say nothing of it."""
-    keys = [k for k in state if (k.startswith(prefix) if prefix else "/" not in k) and k != f"{prefix}checksums"]
-    return state | sealed({k: state[k] for k in keys} | changes, f"{prefix}checksums")
+HOSTILE = (b"__import__('os')", b"\xff\xfe", b"sra(rates=(1e999, 1, 1, 1))", b"-" * 3900 + b"1", b"sra(rates=(1, 2))")
 
 
 def test_a_state_with_another_text_is_refused() -> None:
-    def hostile(wire: Wire) -> list[str]:
-        state, found = wire.state_dict(), []
-        for text in HOSTILE:
-            hostile = torch.frombuffer(bytearray(text.ljust(4096)), dtype=torch.uint8)
-            try:
-                wire.load_state_dict(resealed(state, {"adapt/algorithm": hostile}, "adapt/"))
-                found.append("loaded")
-            except ValueError as error:
-                found.append(str(error))
-        return found
-
-    for _, _, texts in run(WANDERED[:1], "minmax(bits=4)", 4, hostile):
-        assert texts[-1].startswith("sra(rates=(1, 2)) names 2 rates, and there are 4 ranks")
-        assert all("adapt/algorithm in the state is no collective algorithm" in text for text in texts[:-1])
-
-
-def test_a_state_of_another_number_of_ranks_has_what_was_asked_for() -> None:
-    def resumed(wire: Wire) -> str:
+    def hostile(wire: Wire) -> None:
         state = wire.state_dict()
-        wire.load_state_dict(resealed(state, {"shares": torch.ones(3, dtype=torch.int64)}))
-        return str(wire.algorithm)
+        for text in HOSTILE:
+            entry = torch.frombuffer(bytearray(text.ljust(4096)), dtype=torch.uint8)
+            kept = {k: v for k, v in state.items() if k.startswith("adapt/") and k != "adapt/checksums"}
+            with pytest.raises(ValueError, match=r"names 2 rates, and there are 4|is no collective algorithm"):
+                wire.load_state_dict(state | sealed(kept | {"adapt/algorithm": entry}, "adapt/checksums"))
 
-    assert [found for _, _, found in run(WANDERED[:1], "minmax(bits=4)", 4, resumed)] == ["sra"] * 4
+    run(WANDERED[:1], "minmax(bits=4)", 4, hostile)
 
 
 def test_rank_0_cannot_send_what_this_world_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,36 +226,25 @@ def test_rank_0_cannot_send_what_this_world_cannot_have(monkeypatch: pytest.Monk
     def rank(transport: Any) -> None:
         shapes = {"w": (96, 64)}
         policy = thinwire.policies.LGreco(every=2, window=1, lag=1)
-        wire = Wire(Plan.build(shapes, "minmax(bits=4)"), shapes, transport, WireSettings(adapt=policy))
+        wire = Wire(BucketEngine(Plan.build(shapes, "minmax(bits=4)"), shapes, transport, WireSettings(adapt=policy)))
         for _ in range(4):
-            wire.begin_step()
+            wire.engine.begin_step()
 
     with pytest.raises(DisagreementError, match="needs to know nodes"):
         run_threads(rank, 2)
 
 
-def test_links_of_a_world_with_nodes_are_measured_leg_by_leg() -> None:
-    def rank(transport: Any) -> tuple[Links, Links, Links]:
-        found = [
-            measure_links(transport, rounds=1, long_s=0.0, world=of) for of in (World(4, (0, 1, 2, 3)), PAIRS, None)
-        ]
-        return found[0][0], found[1][0], found[2][0]
-
-    for alone, paired, neither in run_threads(rank, 4):
-        assert alone.legs is None
-        assert paired.legs is not None
-        assert paired.legs.world == PAIRS
-        # Ranks of one node share its link, and measured one by one each would seem to have it to itself.
-        assert paired.rates == neither.rates == ()
-        assert len(alone.rates) == 4
-        assert max(alone.rates) == 1.0
-
-
-@pytest.mark.parametrize("text", ["2x1", "2@100mbit", "twox1@1gbit", "@", "2x@1gbit"])
-def test_networks_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match="2x4@1gbit for two nodes"):
-        NetworkSpec.parse(text)
-    assert experiments_main(["bench", "auto", "--links", text]) == 2
+@on_threads(4)
+def test_links_of_a_world_with_nodes_are_measured_leg_by_leg(transport: Any) -> None:
+    worlds = (World(4, (0, 1, 2, 3)), PAIRS, None)
+    alone, paired, neither = (measure_links(transport, rounds=1, long_s=0.0, world=of)[0] for of in worlds)
+    assert alone.legs is None
+    assert paired.legs is not None
+    assert paired.legs.world == PAIRS
+    # Ranks of one node share its link, and measured one by one each would seem to have it to itself.
+    assert paired.rates == neither.rates == ()
+    assert len(alone.rates) == 4
+    assert max(alone.rates) == 1.0
 
 
 @pytest.mark.alone

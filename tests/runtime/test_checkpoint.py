@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from torch import Tensor
 
 from harness import run_threads
 from thinwire import PeerFailedError, Plan, Wire
-from thinwire.runtime import WireSettings
+from thinwire.runtime import BucketEngine, WireSettings
 from thinwire.runtime.checkpoint import check_sealed, sealed
 
 SHAPES = {"a.weight": (40, 100), "a.bias": (40,), "b.weight": (64, 64)}
@@ -19,7 +17,7 @@ RULES = {"b.weight": "ef(powersgd(rank=2))", "*": "ef(minmax(bits=2))"}
 
 
 def make(transport) -> Wire:
-    return Wire(Plan.build(SHAPES, RULES), SHAPES, transport, WireSettings(seed=3))
+    return Wire(BucketEngine(Plan.build(SHAPES, RULES), SHAPES, transport, WireSettings(seed=3)))
 
 
 def trained_state() -> dict[str, Tensor]:
@@ -27,8 +25,8 @@ def trained_state() -> dict[str, Tensor]:
         wire = make(transport)
         generator = torch.Generator().manual_seed(transport.rank)
         for _ in range(3):
-            wire.begin_step()
-            wire.reduce(torch.randn(40 * 100 + 40 + 64 * 64, generator=generator), LAYERS).wait()
+            wire.engine.begin_step()
+            wire.engine.reduce(torch.randn(40 * 100 + 40 + 64 * 64, generator=generator), LAYERS).wait()
         state = wire.gather_state_dict()
         wire.detach()
         return state
@@ -36,49 +34,26 @@ def trained_state() -> dict[str, Tensor]:
     return run_threads(run, 2)[0]
 
 
-def flipped(values: Tensor, bit: int) -> Tensor:
-    """A copy with one bit changed."""
-    data = values.clone().contiguous()
-    data.view(-1).view(torch.uint8)[bit // 8] ^= 1 << bit % 8
-    return data
-
-
-def test_every_bit_that_changed_is_found() -> None:
+def test_every_bit_that_changed_is_found_and_its_entry_named() -> None:
     state = trained_state()
     generator = torch.Generator().manual_seed(0)
 
-    def run(transport) -> list[str]:
+    def run(transport) -> None:
         wire = make(transport)
         wire.load_state_dict(state)
-        loaded, accepted = wire.state_dict(), []
+        loaded = wire.state_dict()
         for name, value in state.items():
             for _ in range(4):
                 bit = int(torch.randint(0, 8 * value.numel() * value.element_size(), (), generator=generator))
-                try:
-                    wire.load_state_dict({**state, name: flipped(value, bit)})
-                except ValueError:
-                    continue
-                accepted.append(f"bit {bit} of {name}")
+                damaged = value.clone().contiguous()
+                damaged.view(-1).view(torch.uint8)[bit // 8] ^= 1 << bit % 8
+                expected = f"{name} in the state is not what was saved" if "residual" in name else None
+                with pytest.raises(ValueError, match=expected):
+                    wire.load_state_dict({**state, name: damaged})
         assert all(torch.equal(value, loaded[name]) for name, value in wire.state_dict().items())
-        return accepted
 
     # One rank takes both ranks' slots: its world has another size.
-    assert run_threads(run, 1) == [[]]
-
-
-def test_the_entry_that_changed_is_named() -> None:
-    state = trained_state()
-    name = "rank1/residual/a.weight"
-    damaged = {**state, name: flipped(state[name], 1234)}
-
-    def run(transport) -> str:
-        with pytest.raises(ValueError if transport.rank == 1 else PeerFailedError) as refused:
-            make(transport).load_state_dict(damaged)
-        return str(refused.value)
-
-    own, other = (run_threads(run, 2)[rank] for rank in (1, 0))
-    assert re.match(f"{name} in the state is not what was saved", own)
-    assert f"failed on rank 1: ValueError: {name}" in other
+    run_threads(run, 1)
 
 
 def test_state_that_is_not_finite_is_refused() -> None:

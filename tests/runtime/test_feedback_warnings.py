@@ -12,67 +12,44 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from harness import run_ranks
+from harness import on_ranks
 from thinwire.local import DiLoCo
 from thinwire.optim import CompressedAdamW, QuantizedAdam
 
-SPEC = "ef(minmax(bits=1))"
 OPTIONS: dict[str, Any] = {"min_numel": 0, "skip_if_slower": False}
+Optimizer = Callable[..., torch.optim.Optimizer] | None
 
 
 def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
 
 
-def _ddp(spec: str, make: Callable[..., torch.optim.Optimizer] | None = None) -> None:
+def _ddp(spec: str, make: Optimizer = None) -> None:
     model = DistributedDataParallel(_model())
     optimizer = None if make is None else make(model.parameters(), lr=0.01)
     thinwire.compress(model, spec, optimizer=optimizer, **OPTIONS)
 
 
-def _fsdp(spec: str, make: Callable[..., torch.optim.Optimizer] | None = None) -> None:
+def _fsdp(spec: str, make: Optimizer = None) -> None:
     model = fully_shard(_model())
     optimizer = None if make is None else make(model.parameters(), lr=0.01)
     thinwire.compress(model, weights="raw", gradients=spec, optimizer=optimizer, **OPTIONS)
 
 
-def _diloco(spec: str) -> None:
+def _diloco(spec: str, make: Optimizer = None) -> None:
     model = _model()
     DiLoCo(model, torch.optim.SGD(model.parameters(), 0.1), every=2, compressor=spec)
 
 
-# Optimizers that send momenta put error feedback around what they are given.
-WAYS: dict[str, Callable[[], None]] = {
-    "ddp": lambda: _ddp(SPEC),
-    "ddp, QuantizedAdam": lambda: _ddp("minmax(bits=1)", QuantizedAdam),
-    "ddp, CompressedAdamW": lambda: _ddp("minmax(bits=1)", CompressedAdamW),
-    "fsdp": lambda: _fsdp(SPEC),
-    "fsdp, CompressedAdamW": lambda: _fsdp("minmax(bits=1)", CompressedAdamW),
-    "diloco": lambda: _diloco(SPEC),
-}
-
-
-def _warned(rank: int) -> dict[str, int]:
-    counts = {}
-    for name, attach in WAYS.items():
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            attach()
-        counts[name] = sum("can err by more than its input" in str(w.message) for w in warned)
-    return counts
-
-
-def test_every_attachment_warns_once_of_feedback_that_grows() -> None:
-    for counts in run_ranks(_warned, 2):
-        assert counts == dict.fromkeys(WAYS, 1)
-
-
-def _silent(rank: int) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for attach in (_ddp, _fsdp, _diloco):
-            attach("ef(minmax(bits=4))")
-
-
-def test_none_warns_of_feedback_that_contracts() -> None:
-    run_ranks(_silent, 2)
+@on_ranks(2)
+def test_every_attachment_warns_once_of_feedback_that_grows_and_not_of_what_contracts(rank: int) -> None:
+    # Optimizers that send momenta put error feedback around what they are given.
+    ways = [(attach, None) for attach in (_ddp, _fsdp, _diloco)]
+    ways += [(_ddp, QuantizedAdam), (_ddp, CompressedAdamW), (_fsdp, CompressedAdamW)]
+    for attach, make in ways:
+        for bits in (1, 4):
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                attach(f"minmax(bits={bits})" if make else f"ef(minmax(bits={bits}))", make)
+            said = sum("can err by more than its input" in str(w.message) for w in warned)
+            assert said == (bits == 1), (attach, make, bits)

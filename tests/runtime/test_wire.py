@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import math
 import time
 
 import pytest
 import torch
 
-from harness import run_threads
+from harness import on_threads, run_threads
 from states import resealed
 from thinwire import DisagreementError, Plan, TransportError, Wire
 from thinwire.plan import Filter
-from thinwire.runtime import WireSettings
+from thinwire.runtime import BucketEngine, WireSettings
 
 SHAPES = {"a.weight": (40, 100), "a.bias": (40,), "b.weight": (64, 64), "c.weight": (30, 70), "scalar": ()}
 MIXED = {"a.weight": "ef(minmax(bits=2))", "b.weight": "ef(randk(density=0.2))", "c.*": "cast(bf16)", "scalar": "raw"}
@@ -21,7 +20,7 @@ BUCKETS = (("scalar", "c.weight"), ("b.weight", "a.bias", "a.weight"))
 
 
 def make(transport, rules, **settings) -> Wire:
-    return Wire(Plan.build(SHAPES, rules, Filter()), SHAPES, transport, WireSettings(**settings))
+    return Wire(BucketEngine(Plan.build(SHAPES, rules, Filter()), SHAPES, transport, WireSettings(**settings)))
 
 
 def gradients(rank: int, step: int, poison: float | None = None) -> dict[str, torch.Tensor]:
@@ -34,12 +33,12 @@ def gradients(rank: int, step: int, poison: float | None = None) -> dict[str, to
 
 def step_on(wire: Wire, found: dict[str, torch.Tensor], buckets=BUCKETS, loss_scale=1.0) -> dict[str, torch.Tensor]:
     """One backward pass with these buckets; the mean gradients."""
-    wire.begin_step()
+    wire.engine.begin_step()
     means, futures = {}, []
     for names in buckets:
         flat = torch.cat([found[name].reshape(-1) for name in names]) * loss_scale
         layers = tuple((name, SHAPES[name]) for name in names)
-        futures.append((names, wire.reduce(flat, layers, loss_scale=loss_scale)))
+        futures.append((names, wire.engine.reduce(flat, layers, loss_scale=loss_scale)))
     for names, future in futures:
         flat, start = future.wait() / loss_scale, 0
         for name in names:
@@ -51,26 +50,6 @@ def step_on(wire: Wire, found: dict[str, torch.Tensor], buckets=BUCKETS, loss_sc
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 5])
-def test_raw_coded_and_summed_layers_in_one_bucket(num_ranks: int) -> None:
-    def run(transport):
-        wire = make(transport, MIXED)
-        means = [step_on(wire, gradients(transport.rank, step)) for step in range(4)]
-        return means, wire.stats, wire.wire_bytes_per_step()
-
-    answers = run_threads(run, num_ranks)
-    for means, stats, per_step in answers:
-        assert all(same(a, b) for a, b in zip(means, answers[0][0], strict=True))
-        assert stats.payload_sent_bytes == 4 * per_step
-    exact = [gradients(rank, 3) for rank in range(num_ranks)]
-    for name, got in answers[0][0][3].items():
-        want = torch.stack([g[name] for g in exact]).mean(0)
-        if name in ("scalar", "a.bias"):
-            assert torch.allclose(got, want, atol=1e-6)
-        elif name == "c.weight":
-            assert torch.allclose(got, want, atol=0.03)
 
 
 OWING = [
@@ -102,90 +81,34 @@ OWING = [
 
 
 @pytest.mark.parametrize("rules", OWING)
-def test_the_residual_plus_what_arrived_is_what_was_given(rules: str) -> None:
+def test_the_residual_plus_what_arrived_is_what_was_given_in_a_world_of_any_size(rules: str) -> None:
     """Law 7 across ranks: Σ inputs/n = Σ outputs + (Σ worker residuals)/n + owner residuals."""
     num_ranks, steps = 3, 6
 
-    def run(transport):
+    def trained(transport):
         wire = make(transport, rules)
         outputs = [step_on(wire, gradients(transport.rank, step)) for step in range(steps)]
         return outputs, wire.state_dict()
 
-    answers = run_threads(run, num_ranks)
-    merged = {key: value for _, state in answers for key, value in state.items()}
+    def loaded(states, num_ranks: int):
+        def run(transport):
+            wire = make(transport, rules)
+            wire.load_state_dict({key: value for state in states for key, value in state.items()})
+            return wire.state_dict()
 
-    # A world of one has the residual of all ranks of the old one.
-    def unsent(transport):
-        wire = make(transport, rules)
-        wire.load_state_dict(merged)
-        return wire.state_dict()
+        return run_threads(run, num_ranks)
 
-    alone = run_threads(unsent, 1)[0]
+    answers = run_threads(trained, num_ranks)
+    states = [state for _, state in answers]
+    # A world of one has the residual of all ranks of the old one, also where another world was in between.
+    (alone,), (by_two,) = loaded(states, 1), loaded(loaded(states, 2), 1)
     for name in ("a.weight", "b.weight", "c.weight"):
         given = sum(gradients(rank, step)[name] for rank in range(num_ranks) for step in range(steps)) / num_ranks
         arrived = sum(means[name] for means in answers[0][0])
         residual = alone[f"rank0/residual/{name}"]
         assert torch.allclose(given, arrived + residual, atol=1e-4), name
         assert float(residual.abs().max()) > 0.01
-
-
-@pytest.mark.parametrize("rules", OWING)
-@pytest.mark.parametrize(("before", "after"), [(4, 3), (1, 2)])
-def test_another_world_size_keeps_the_mean_error(rules: str, before: int, after: int) -> None:
-    def first(transport):
-        wire = make(transport, rules)
-        for step in range(3):
-            step_on(wire, gradients(transport.rank, step))
-        return wire.state_dict()
-
-    def second(transport, merged):
-        wire = make(transport, rules)
-        wire.load_state_dict(merged)
-        return wire.state_dict()
-
-    def in_one(states):
-        merged = {key: value for state in states for key, value in state.items()}
-        return merged, run_threads(lambda t: second(t, merged), 1)[0]
-
-    merged, residual_before = in_one(run_threads(first, before))
-    _, residual_after = in_one(run_threads(lambda t: second(t, merged), after))
-    for name in ("a.weight", "b.weight", "c.weight"):
-        key = f"rank0/residual/{name}"
-        assert torch.allclose(residual_before[key], residual_after[key], atol=1e-5)
-
-
-@pytest.mark.parametrize(("poison", "loss_scale"), [(math.nan, 1.0), (math.inf, 1024.0)])
-@pytest.mark.parametrize("rules", [*OWING, "dgc(topk(density=0.05))"])
-def test_no_slot_moves_in_a_step_that_is_not_finite(rules: str, poison: float, loss_scale: float) -> None:
-    """Law 5: every rank sees it, nobody's residual changes, and the next step is as if it had not been."""
-
-    def run(transport, poisoned: bool):
-        wire = make(transport, {**MIXED, "b.weight": rules})
-        step_on(wire, gradients(transport.rank, 0), loss_scale=loss_scale)
-        before = wire.state_dict()
-        bad = step_on(wire, gradients(transport.rank, 1, poison if poisoned and transport.rank == 1 else None))
-        after = wire.state_dict()  # lets slots take what a step left, if anything
-        good = step_on(wire, gradients(transport.rank, 2), loss_scale=loss_scale)
-        return before, bad, after, good, wire.stats.nonfinite_steps
-
-    for before, bad, after, good, counted in run_threads(lambda t: run(t, True), 3):
-        assert not bool(torch.isfinite(bad["b.weight"]).all())
-        assert counted == 1
-        learned = ("levels", "format")  # from what is finite of a gradient, or not at all
-        kept = [k for k in before if "/" in k and not any(f"/{name}" in k for name in (*learned, "checksums"))]
-        assert all(torch.equal(before[k], after[k]) for k in kept)
-        assert all(bool(torch.isfinite(value).all()) for value in good.values())
-
-
-def test_residuals_are_in_unscaled_units() -> None:
-    """Doubling the loss scale between steps changes nothing, bit for bit."""
-
-    def run(transport, scales):
-        wire = make(transport, {"a.weight": "ef(minmax(bits=2))", "b.weight": "ef(minmax(bits=3))"})
-        return [step_on(wire, gradients(transport.rank, i), loss_scale=s) for i, s in enumerate(scales)]
-
-    plain, scaled = (run_threads(lambda t, s=s: run(t, s), 2)[0] for s in ((1.0, 1.0, 1.0), (64.0, 128.0, 2.0)))
-    assert all(same(a, b) for a, b in zip(plain, scaled, strict=True))
+        assert torch.allclose(residual, by_two[f"rank0/residual/{name}"], atol=1e-5), name
 
 
 MANY = {
@@ -194,111 +117,118 @@ MANY = {
     "b.weight": "dgc(topk(density=0.05))",
     "c.*": "globaltopk(density=0.1)",
 }
+SCHEDULES = {"*": "fft(theta=((0, 0.9), (4, 0.5)))", "b.weight": "powersgd(rank=((0, 6), (4, 2)))"}
+
+
+@pytest.mark.parametrize("rules", [*OWING, "dgc(topk(density=0.05))"])
+@on_threads(3)
+def test_no_slot_moves_in_a_step_that_is_not_finite(transport, rules: str) -> None:
+    """Law 5: every rank sees it, nobody's residual changes, and the next step is finite."""
+    for poison, loss_scale in ((math.nan, 1.0), (math.inf, 1024.0)):
+        wire = make(transport, {**MIXED, "b.weight": rules})
+        step_on(wire, gradients(transport.rank, 0), loss_scale=loss_scale)
+        before = wire.state_dict()
+        bad = step_on(wire, gradients(transport.rank, 1, poison if transport.rank == 1 else None))
+        after = wire.state_dict()  # lets slots take what a step left, if anything
+        good = step_on(wire, gradients(transport.rank, 2), loss_scale=loss_scale)
+        assert not bool(torch.isfinite(bad["b.weight"]).all())
+        assert wire.stats.nonfinite_steps == 1
+        learned = ("/levels", "/format", "/checksums")  # from what is finite of a gradient, or not at all
+        assert all(torch.equal(before[k], after[k]) for k in before if "/" in k and not any(x in k for x in learned))
+        assert all(bool(torch.isfinite(value).all()) for value in good.values())
 
 
 @pytest.mark.filterwarnings("ignore:load_state_dict.. continues with the compressors of the checkpoint")
-@pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize(
-    "rules", [MIXED, MANY, "fft(theta=((0, 0.9), (4, 0.5)))", "ef(rangefloat(bits=8, learn_at=(0, 4)))"], ids=str
+    "rules", [MIXED, MANY, SCHEDULES, "ef(topk(density=0.02), bits=8)", "ef(rangefloat(bits=8, learn_at=(0, 4)))"]
 )
-def test_resume_is_bit_identical_also_through_other_buckets(rules, num_ranks: int) -> None:
-    other = (("a.weight", "a.bias", "b.weight", "c.weight", "scalar"),)
+@on_threads(2)
+def test_resume_is_bit_identical_also_through_other_buckets(transport, rules) -> None:
+    straight, resumed = make(transport, rules, seed=5), make(transport, "minmax(bits=4)")
+    for step in range(3):
+        step_on(straight, gradients(transport.rank, step))
+    resumed.load_state_dict(straight.state_dict())
+    for step, buckets in ((3, (("a.weight", "a.bias", "b.weight", "c.weight", "scalar"),)), (4, BUCKETS)):
+        found = gradients(transport.rank, step)
+        assert same(step_on(straight, found), step_on(resumed, found, buckets))
 
-    def run(transport):
-        straight = make(transport, rules, seed=5)
-        for step in range(3):
-            step_on(straight, gradients(transport.rank, step))
-        file = io.BytesIO()
-        torch.save(straight.state_dict(), file)
-        expected = [step_on(straight, gradients(transport.rank, step)) for step in range(3, 6)]
-        file.seek(0)
-        resumed = make(transport, "minmax(bits=4)")
-        resumed.load_state_dict(torch.load(file, weights_only=True))
-        got = [step_on(resumed, gradients(transport.rank, 3), other)]
-        got += [step_on(resumed, gradients(transport.rank, step)) for step in (4, 5)]
-        return all(same(a, b) for a, b in zip(expected, got, strict=True))
 
-    assert all(run_threads(run, num_ranks))
+def test_a_schedule_of_ranks_is_followed() -> None:
+    def run(transport) -> list[int]:
+        wire = make(transport, {"b.weight": "powersgd(rank=((0, 6), (2, 3)))"})
+        means = [step_on(wire, gradients(transport.rank, step))["b.weight"] for step in range(4)]
+        return [int(torch.linalg.matrix_rank(mean, rtol=1e-4)) for mean in means]
+
+    assert run_threads(run, 2) == [[6, 6, 3, 3]] * 2
 
 
 def test_a_layer_trained_later_gets_its_compressor() -> None:
     def run(transport):
         shapes = {name: shape for name, shape in SHAPES.items() if name != "b.weight"}
-        wire = Wire(Plan.build(shapes, "ef(minmax(bits=2))"), shapes, transport)
+        wire = Wire(BucketEngine(Plan.build(shapes, "ef(minmax(bits=2))"), shapes, transport))
         means = step_on(wire, gradients(transport.rank, 0))
-        return str(wire.plan["b.weight"]), "rank0/residual/b.weight" in wire.state_dict() or transport.rank, means
+        assert str(wire.plan["b.weight"]) == "ef(minmax(bits=2, bucket=128))"
+        assert f"rank{transport.rank}/residual/b.weight" in wire.state_dict()
+        return means
 
-    answers = run_threads(run, 2)
-    for spec, kept, means in answers:
-        assert spec == "ef(minmax(bits=2, bucket=128))"
-        assert kept
-        assert same(means, answers[0][2])
-
-
-def test_old_buckets_are_given_back() -> None:
-    def run(transport):
-        wire = make(transport, MIXED)
-        step_on(wire, gradients(transport.rank, 0), (tuple(SHAPES),))
-        first = wire.stats.buffer_bytes
-        for step in range(1, 20):
-            step_on(wire, gradients(transport.rank, step))
-        return first, wire.stats.buffer_bytes, wire.stats.slot_bytes
-
-    for first, last, slots in run_threads(run, 2):
-        assert last < 1.2 * first
-        layers = sum(math.prod(SHAPES[name]) for name in ("b.weight", "a.bias", "a.weight"))
-        assert slots == 2 * 4 * layers
+    first, second = run_threads(run, 2)
+    assert same(first, second)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda s: s.pop("step"), "not the state of a Wire: step missing"),
-        (lambda s: s.update(format_version=torch.tensor(99)), "wire format 99"),
-        (lambda s: s.pop("rank0/residual/a.weight"), "lacks rank0/residual/a.weight"),
-        (lambda s: s.update({"rank0/residual/a.weight": torch.zeros(3)}), "has 3 elements"),
-        (lambda s: s.update(plan=torch.tensor(list(b'{"x": "raw"}'), dtype=torch.uint8)), "other layers"),
-        (lambda s: s.update(plan=torch.tensor(list(b"[1]"), dtype=torch.uint8)), "JSON object"),
-        (lambda s: s.update(shares=torch.tensor([1, 1, 1])), "lacks rank1/residual"),
-        (lambda s: s.update(shares=torch.tensor([1, -1])), "which no world does"),
-    ],
-)
-def test_a_wrong_state_is_refused(change, message: str) -> None:
-    def run(transport):
-        wire = make(transport, MIXED)
+@on_threads(2)
+def test_old_buckets_are_given_back(transport) -> None:
+    wire = make(transport, MIXED)
+    step_on(wire, gradients(transport.rank, 0), (tuple(SHAPES),))
+    first = wire.stats.buffer_bytes
+    for step in range(1, 20):
+        step_on(wire, gradients(transport.rank, step))
+    assert wire.stats.buffer_bytes < 1.2 * first
+    layers = sum(math.prod(SHAPES[name]) for name in ("b.weight", "a.bias", "a.weight"))
+    assert wire.stats.slot_bytes == 2 * 4 * layers
+
+
+WRONG_STATES = {
+    "not the state of a Wire: step missing": lambda s: s.pop("step"),
+    "wire format 99": lambda s: s.update(format_version=torch.tensor(99)),
+    "lacks rank0/residual/a.weight": lambda s: s.pop("rank0/residual/a.weight"),
+    "has 3 elements": lambda s: s.update({"rank0/residual/a.weight": torch.zeros(3)}),
+    "other layers": lambda s: s.update(plan=torch.tensor(list(b'{"x": "raw"}'), dtype=torch.uint8)),
+    "JSON object": lambda s: s.update(plan=torch.tensor(list(b"[1]"), dtype=torch.uint8)),
+    "lacks rank1/residual": lambda s: s.update(shares=torch.tensor([1, 1, 1])),
+    "which no world does": lambda s: s.update(shares=torch.tensor([1, -1])),
+}
+
+
+@on_threads(1)
+def test_a_wrong_state_is_refused(transport) -> None:
+    wire = make(transport, MIXED)
+    for message, change in WRONG_STATES.items():
         state = wire.state_dict()
         change(state)
         with pytest.raises(ValueError, match=message):
             wire.load_state_dict(resealed(state))
 
-    run_threads(run, 1)
 
-
-def test_ranks_that_load_different_states_hear_of_it() -> None:
-    def run(transport):
-        wire = make(transport, "minmax")
-        state = resealed(wire.state_dict() | {"step": torch.tensor(transport.rank)})
-        with pytest.raises(DisagreementError, match="rank 0 has 'step: 0', rank 1 has 'step: 1'"):
-            wire.load_state_dict(state)
-        return True
-
-    assert all(run_threads(run, 3))
+@on_threads(3)
+def test_ranks_that_load_different_states_hear_of_it(transport) -> None:
+    wire = make(transport, "minmax")
+    state = resealed(wire.state_dict() | {"step": torch.tensor(transport.rank)})
+    with pytest.raises(DisagreementError, match="rank 0 has 'step: 0', rank 1 has 'step: 1'"):
+        wire.load_state_dict(state)
 
 
 def test_a_silent_rank_is_waited_for_once() -> None:
     """Layers that meet in several ways, and a rank that stops: one timeout, not one for each of them."""
     rules = {"a.weight": "minmax(bits=4)", "b.weight": "topk(density=0.1)", "c.*": "threshold(lam=1.0)"}
 
-    def run(transport):
+    def run(transport) -> None:
         wire = make(transport, rules)
         step_on(wire, gradients(transport.rank, 0))
         if transport.rank == 2:
-            return 0.0, ""
+            return
         started = time.monotonic()
-        with pytest.raises(TransportError, match=r"rank [12]") as raised:
+        with pytest.raises(TransportError, match="rank 2" if transport.rank == 1 else r"rank [12]"):
             step_on(wire, gradients(transport.rank, 1))
-        return time.monotonic() - started, str(raised.value)
+        assert time.monotonic() - started < 11.0
 
-    (first, _), (second, said), _ = run_threads(run, 3, timeout_s=6.0)
-    assert max(first, second) < 11.0
-    assert "rank 2" in said
+    run_threads(run, 3, timeout_s=6.0)

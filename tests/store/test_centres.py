@@ -45,16 +45,19 @@ def test_what_is_not_finite_moves_no_centre() -> None:
     centres = CentreTable(2, 2)
     centres.begin(vectors(2, 2))
     before = centres.look_up(torch.tensor([0, 1])).clone()
-    arrived = torch.tensor([[float("nan"), 0.0], [float("inf"), 1.0]])
+    arrived = torch.tensor([[torch.nan, 0.0], [torch.inf, 1.0]])
     centres.update(torch.tensor([0, 1], dtype=torch.uint8), arrived)
     assert torch.equal(centres.look_up(torch.tensor([0, 1])), before)
 
 
-def test_a_state_brings_them_back_and_is_checked() -> None:
-    centres = CentreTable(4, 3)
+def test_names_shapes_and_states_are_checked() -> None:
+    centres, again = CentreTable(4, 3), CentreTable(4, 3)
     centres.begin(vectors(3, 3))
+    with pytest.raises(StoreError, match="centre 3 of 3"):
+        centres.look_up(torch.tensor([3], dtype=torch.uint8))
+    with pytest.raises(ValueError, match="vectors are fp32"):
+        centres.nearest(torch.zeros(2, 4))
     state = centres.state_dict()
-    again = CentreTable(4, 3)
     again.load_state_dict(state)
     assert again.missing == 1
     assert torch.equal(again.nearest(vectors(9, 3, 1)), centres.nearest(vectors(9, 3, 1)))
@@ -63,15 +66,6 @@ def test_a_state_brings_them_back_and_is_checked() -> None:
             again.load_state_dict(wrong)
     with pytest.raises(StoreError, match="expected"):
         CentreTable(4, 2).load_state_dict(state)
-
-
-def test_names_and_shapes_are_checked() -> None:
-    centres = CentreTable(4, 3)
-    centres.begin(vectors(2, 3))
-    with pytest.raises(StoreError, match="centre 3 of 2"):
-        centres.look_up(torch.tensor([3], dtype=torch.uint8))
-    with pytest.raises(ValueError, match="vectors are fp32"):
-        centres.nearest(torch.zeros(2, 4))
 
 
 # --- as a stage's store

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -55,11 +54,11 @@ def test_a_corrupt_record_is_found_at_its_next_visit_and_its_sample_is_unseen(tm
 
 def test_a_record_that_was_read_ahead_is_checked_again_at_the_visit_after(tmp_path: Path) -> None:
     store = filled(tmp_path)
-    store.prefetch([1, 2, 99])
+    store.prefetch([1, 99])
     store.flush()
-    assert store.verify([1, 2]) == []
+    assert store.verify([1]) == []
     flip(tmp_path / "records.bin", 1 * FORM.record_bytes)
-    assert store.verify([1, 2]) == [1], "what was read ahead counts for one visit"
+    assert store.verify([1]) == [1], "what was read ahead counts for one visit"
     flip(tmp_path / "records.bin", 2 * FORM.record_bytes)
     store.prefetch([2])
     store.flush()
@@ -152,31 +151,12 @@ def test_what_is_loaded_is_what_was_saved_last_whatever_is_read_ahead_and_writte
         assert torch.equal(again.load(Rows.uniform([sample], 5)), values)
 
 
-@pytest.mark.parametrize("torn", ["record", "row"])
-def test_torn_records_and_rows_are_found_when_a_store_is_opened_again(torn: str, tmp_path: Path) -> None:
-    store = filled(tmp_path)
-    digest = store.digest()
-    store.close()
-    if torn == "row":
-        flip(tmp_path / "index.bin", 64 * 5 + 8)
-    else:
-        flip(tmp_path / "records.bin", FORM.record_bytes * 5 + 8)
-    again = make(tmp_path)
-    if torn == "row":
-        assert 5 not in again
-        assert again.counts.corrupt == 1
-    else:
-        assert again.verify(range(8)) == [5]
-    assert again.samples == (0, 1, 2, 3, 4, 6, 7)
-    assert again.digest() != digest
-    again.close()
-
-
 def test_a_state_brings_back_what_was_overwritten_since(tmp_path: Path) -> None:
     store = filled(tmp_path)
     digest, state = store.digest(), store.state_dict()
     for step in (1, 2, 3):
-        save(store, Rows.uniform(range(step, 8), 5), values_of(Rows.uniform(range(step, 8), 5), FORM, step), step)
+        rows = Rows.uniform(range(step, 8), 5)
+        save(store, rows, values_of(rows, FORM, step), step)
     store.forget(0)
     later = store.digest()
     store.close()
@@ -248,46 +228,27 @@ def test_a_killed_process_leaves_a_store_that_can_be_gone_on_with(tmp_path: Path
 
 
 def test_a_store_of_another_run_shape_or_precision_is_refused(tmp_path: Path) -> None:
-    filled(tmp_path).close()
-    others = {
-        "run 1, this run needs 2": lambda: make(tmp_path, run=2),
-        "slots 16, this run needs 24": lambda: make(tmp_path, snapshots=2),
-        "site 'm', this run needs 'n'": lambda: DiskStore(tmp_path, RecordFormat(FORM.parts, site="n"), 8, run=1),
-        "precision 32, this run needs 8": lambda: DiskStore(tmp_path, RecordFormat(FORM.parts, 8), 8, run=1),
-        "parts": lambda: DiskStore(tmp_path, RecordFormat((Part(6, 12, True),)), 8, run=1),
-    }
-    for message, other in others.items():
-        with pytest.raises(StoreError, match=message):
-            other()
-    make(tmp_path).close()
-
-
-def test_a_store_on_disk_is_not_opened_unasked(tmp_path: Path) -> None:
-    from thinwire.store import Background
-
     place = Disk(tmp_path, num_samples=8)
-    place.open(FORM, "side", run=5, background=Background()).close()
+    place.open(FORM, "side", run=1, background=Background()).close()
+    # One on disk is not opened unasked.
     assert place.run_of("side") is None
-    assert Disk(tmp_path, num_samples=8, resume=True).run_of("side") == 5
+    assert Disk(tmp_path, num_samples=8, resume=True).run_of("side") == 1
     assert Disk(tmp_path, num_samples=8, resume=True).run_of("other") is None
-
-
-def test_a_manifest_that_is_none_is_refused(tmp_path: Path) -> None:
-    filled(tmp_path).close()
-    for content in ("", "[]", "nonsense", '{"run": 1', "[" * 100_000):
-        (tmp_path / "manifest.json").write_text(content)
-        with pytest.raises(StoreError, match=r"remove|another run"):
-            make(tmp_path)
+    path = tmp_path / "side"
+    for message, form, options in (
+        ("run 1, this run needs 2", FORM, {"run": 2}),
+        ("slots 16, this run needs 24", FORM, {"run": 1, "snapshots": 2}),
+        ("site 'm', this run needs 'n'", RecordFormat(FORM.parts, site="n"), {"run": 1}),
+        ("precision 32, this run needs 8", RecordFormat(FORM.parts, 8), {"run": 1}),
+        ("parts", RecordFormat((Part(6, 12, True),)), {"run": 1}),
+    ):
+        with pytest.raises(StoreError, match=message):
+            DiskStore(path, form, 8, **options)
+    make(path).close()
 
 
 def test_no_size_in_a_file_is_believed(tmp_path: Path) -> None:
     filled(tmp_path).close()
-    found = json.loads((tmp_path / "manifest.json").read_text())
-    for name in ("record_bytes", "slots", "format_version"):
-        (tmp_path / "manifest.json").write_text(json.dumps({**found, name: 2**40}))
-        with pytest.raises(StoreError, match=name):
-            make(tmp_path)
-    (tmp_path / "manifest.json").write_text(json.dumps(found))
     for name in ("records.bin", "index.bin"):
         size = (tmp_path / name).stat().st_size
         os.truncate(tmp_path / name, size - 1)
@@ -299,19 +260,6 @@ def test_no_size_in_a_file_is_believed(tmp_path: Path) -> None:
     store = make(tmp_path)
     assert len(store) == 0
     assert store.counts.corrupt == 16
-    store.close()
-
-
-def test_states_that_name_slots_that_are_not_there_are_refused(tmp_path: Path) -> None:
-    store = filled(tmp_path)
-    good = store.state_dict()
-    for slots in (torch.arange(8) + 9, torch.zeros(8, dtype=torch.int64), torch.arange(7), torch.arange(8) - 1):
-        with pytest.raises(StoreError, match="slots"):
-            store.load_state_dict({**good, "slots": slots})
-    with pytest.raises(StoreError, match="checksums"):
-        store.load_state_dict({k: v for k, v in good.items() if k != "checksums"})
-    store.load_state_dict(good)
-    assert store.verify(range(8)) == []
     store.close()
 
 
@@ -336,13 +284,12 @@ def test_a_disk_that_fills_up_after_all_is_an_error_in_the_next_call(tmp_path: P
     def full(*args) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "pwrite", full)
-
     def save_all() -> None:
         # The first record may have failed in the background before the second is saved.
         save(store, ROWS, values_of(ROWS, FORM), 1)
         store.flush()
 
+    monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(StoreError, match="No space left"):
         save_all()
     monkeypatch.undo()

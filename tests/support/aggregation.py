@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from thinwire import TransportError
 from thinwire.aggregator import Aggregator, AggregatorClient, Limits, parse_address
 from thinwire.aggregator.protocol import HELLO, Greeting, nonce_of, proof
 
@@ -79,6 +80,13 @@ def clients(address: Any, num_ranks: int, *, session: int = 1, timeout_s: float 
     return together([lambda rank=rank: AggregatorClient(address, rank=rank, **options) for rank in range(num_ranks)])
 
 
+def reduced(ranks: list[Any], xs: list[torch.Tensor], error: str = "") -> None:
+    """All-reduce a tensor of each rank; ``error`` is what each rank's error must say, if there is to be one."""
+    answers = together([lambda c=c, x=x: c.all_reduce(x) for c, x in zip(ranks, xs, strict=True)])
+    for answer in answers:
+        assert (isinstance(answer, TransportError) and error in str(answer)) if error else answer is None, answer
+
+
 def wait_until(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
@@ -90,7 +98,7 @@ def works(address: Any) -> None:
     """A session of two workers from beginning to end."""
     pair = clients(address, 2, session=999)
     xs = [torch.tensor([1, 2], dtype=torch.int32), torch.tensor([10, 20], dtype=torch.int32)]
-    together([lambda c=c, x=x: c.all_reduce(x) for c, x in zip(pair, xs, strict=True)])
+    reduced(pair, xs)
     assert [x.tolist() for x in xs] == [[11, 22]] * 2
     for client in pair:
         client.close()

@@ -96,7 +96,7 @@ class Training(ABC):
 
     def foreseen_bytes(self) -> float:
         """Bytes of a step, by formula."""
-        return self.wire.wire_bytes_per_step()
+        return self.wire.sent_bytes()
 
     def dense_bytes(self) -> int:
         """Bytes of the same, uncompressed."""
@@ -250,7 +250,7 @@ class Sharded(Training):
         set_state_dict(self.model, self.optimizer, **parts, options=WHOLE)
 
     def foreseen_bytes(self) -> float:
-        return self.wire.gather_bytes() + self.wire.reduce_bytes()
+        return self.wire.sent_bytes("weights") + self.wire.sent_bytes()
 
 
 @functools.cache

@@ -40,15 +40,11 @@ def advance(model: DistributedDataParallel, rank: int, first: int, steps: int) -
         optimizer.step()
 
 
-def recorded_decisions(wire: thinwire.Wire) -> list[dict[str, object]]:
-    return [{"step": d.step, "plan": d.plan.to_json(), "note": d.note} for d in wire.decisions]
-
-
 def train() -> dict[str, object]:
     model = wrapped(0.0)
     wire = thinwire.compress(model, "auto(every=12, warmup=6, window=3, lag=2)")
     advance(model, dist.get_rank(), 0, 20)
-    decisions = recorded_decisions(wire)
+    decisions = [{"step": d.step, "plan": d.plan.to_json(), "note": d.note} for d in wire.decisions]
     plans: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(plans, [d["plan"] for d in decisions])
     return {"decisions": decisions, "plans": plans, "stats": wire.stats.to_dict()}

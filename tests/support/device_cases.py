@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from harness import run_threads
 from thinwire import parse
 from thinwire.collectives import (
     CollectiveCall,
     DeviceBuffers,
+    DeviceGroupTransport,
+    DeviceLoopbackTransport,
     DeviceTransport,
     Layer,
     Layout,
+    LoopbackTransport,
+    ProcessGroupTransport,
     Shard,
     ShardBuffers,
     Transport,
@@ -33,6 +40,7 @@ from thinwire.collectives import (
 )
 from thinwire.compressors import Coded, Raw, State, Summed
 
+CPU = torch.device("cpu")
 SHAPES = ((70, 50), (3,), (40, 100), (0,), (9, 11), (1300,), (64,))
 MIXED = (
     *("minmax(bits=4)", "raw", "ef(minmax(bits=2))", "ef(topk(density=0.1))", "raw"),
@@ -101,6 +109,20 @@ def through_the_device(transport: DeviceTransport, layout: Layout, steps: int, p
     return outputs
 
 
+def check_the_default_group(device: torch.device = CPU) -> DeviceGroupTransport:
+    """Over the default group a rank ends with the bits of the CPU's own way; the transport that it went by."""
+    group, gloo = dist.group.WORLD, dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    assert isinstance(gloo, dist.ProcessGroup)
+    host = ProcessGroupTransport(gloo, timedelta(seconds=120))
+    transport = DeviceGroupTransport(host, device, group, timedelta(seconds=120))
+    for dtype in (torch.float32, torch.float16):
+        layout = Layout.build(layers_of(MIXED, (*SHAPES, *SHAPES, (3000, 10))), dist.get_world_size(), dtype)
+        there, here = through_the_device(transport, layout, 3), through_the_host(host, layout, 3)
+        assert all(same(a, b) for a, b in zip(there, here, strict=True))
+    return transport
+
+
 PART_NUMEL = 3000
 
 
@@ -157,3 +179,47 @@ def same(a: Tensor, b: Tensor) -> bool:
     """Bit for bit, whatever they hold."""
     kind = {4: torch.int32, 2: torch.int16}[a.element_size()]
     return a.dtype == b.dtype and torch.equal(a.cpu().view(kind), b.cpu().view(kind))
+
+
+def over_devices(
+    function: Callable[[DeviceTransport], list[Tensor]],
+    num_ranks: int,
+    device: torch.device = CPU,
+    begin: Callable[[], None] = lambda: None,
+) -> list[list[Tensor]]:
+    """``function`` of each rank's transport, in threads, each of which calls ``begin`` and has a stream of its own."""
+    devices = DeviceLoopbackTransport.world(LoopbackTransport.world(num_ranks), device, timeout_s=300.0)
+
+    def run(transport: Transport) -> list[Tensor]:
+        begin()
+        if device.type == "cpu":
+            return function(devices[transport.rank])
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            found = function(devices[transport.rank])
+            torch.cuda.current_stream(device).synchronize()
+            return found
+
+    return run_threads(run, num_ranks, timeout_s=400.0)
+
+
+def check_ways_alike(
+    layout: Layout, steps: int, device: torch.device = CPU, begin: Callable[[], None] = lambda: None, poison: int = -1
+) -> None:
+    """By way of the device all ranks end with the same bits, which are those of the CPU's own way."""
+    ranks = layout.world_size
+    there = over_devices(lambda t: through_the_device(t, layout, steps, poison), ranks, device, begin)
+    here = run_threads(lambda t: through_the_host(t, layout, steps, poison), ranks)
+    for mine, theirs in zip(there, here, strict=True):
+        assert all(same(*three[:2]) and same(*three[1:]) for three in zip(theirs, mine, there[0], strict=True))
+
+
+def check_shards_alike(
+    spec: str, num_ranks: int, device: torch.device = CPU, begin: Callable[[], None] = lambda: None
+) -> None:
+    """The same of both halves."""
+    layout = sharded_case(spec, num_ranks)
+    x = [torch.randn(num_ranks * PART_NUMEL, generator=torch.Generator().manual_seed(r)) for r in range(num_ranks)]
+    there = over_devices(lambda t: [*shards_through_the_device(t, layout, x[t.rank])], num_ranks, device, begin)
+    here = run_threads(lambda t: shards_through_the_host(t, layout, x[t.rank]), num_ranks)
+    for mine, theirs in zip(there, here, strict=True):
+        assert all(same(*pair) for pair in zip(mine, theirs, strict=True))

@@ -16,7 +16,7 @@ def measure(steps: int, weights: str, gradients: str) -> int:
     model = build(net=partial(Net, width=512, depth=3), reshard_after_forward=False)
     wire = compress(model, weights, gradients)
     train(model, steps)
-    num_bytes = torch.tensor([wire.gather_bytes() + wire.reduce_bytes()])
+    num_bytes = torch.tensor([wire.sent_bytes("weights") + wire.sent_bytes()])
     dist.all_reduce(num_bytes)
     return int(num_bytes)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib
+import inspect
 import io
 import multiprocessing
 import os
@@ -14,7 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -70,6 +72,54 @@ def run_ranks(
                 raise
             sys.stderr.write(f"ranks did not find each other, and are started anew: {error}\n")
     return run()
+
+
+def on_ranks(num_ranks: int | None = None, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a function of a rank, and of what pytest gives it, a test that calls it on so many ranks.
+
+    Its parameter ``size`` is that number, or says it where it is not given here. ``options`` are those of `run_ranks`.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        known = {"size": num_ranks} if num_ranks and "size" in inspect.signature(function).parameters else {}
+
+        def start(given: dict[str, Any]) -> None:
+            call = partial(_on_a_rank, function.__module__, function.__name__, given | known)
+            run_ranks(call, num_ranks or given["size"], **options)
+
+        return _as_test(function, start, known)
+
+    return decorate
+
+
+def on_threads(num_ranks: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The same for a function of a transport, called in so many threads."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        return _as_test(function, lambda given: run_threads(partial(function, **given), num_ranks, **options))
+
+    return decorate
+
+
+def _as_test(
+    function: Callable[..., None], start: Callable[[dict[str, Any]], Any], known: Collection[str] = ()
+) -> Callable[..., None]:
+    """A test that asks pytest for the function's arguments but the first and those known, and starts it with them."""
+
+    def test(**given: Any) -> None:
+        start(given)
+
+    signature = inspect.signature(function)
+    test.__name__, test.__qualname__, test.__doc__ = function.__name__, function.__qualname__, function.__doc__
+    test.__module__ = function.__module__
+    asked = [p for p in list(signature.parameters.values())[1:] if p.name not in known]
+    vars(test).update(__signature__=signature.replace(parameters=asked), on_a_rank=function)
+    return test
+
+
+def _on_a_rank(module: str, name: str, given: dict[str, Any], rank: int) -> None:
+    """What a process finds by its names: pickled by reference it would be the test."""
+    getattr(importlib.import_module(module), name).on_a_rank(rank, **given)
 
 
 def _never_met(error: str) -> bool:

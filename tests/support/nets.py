@@ -76,7 +76,7 @@ def train(
     losses = []
     for step in range(first, first + steps):
         optimizer.zero_grad()
-        loss = loss_of(model, batch(rank, step))
+        loss = loss_of(model, batch(rank, step).to(next(model.parameters()).device))
         loss.backward()
         optimizer.step()
         if scheduler is not None:

@@ -52,12 +52,25 @@ class Net(nn.Module):
         return y + self.tail(x) if self.tied else y
 
 
-def build(mesh: DeviceMesh | None = None, *, seed: int = 0, net: Callable[[], nn.Module] = Net, **options: Any) -> Any:
-    """A `Net` (or another model with ``blocks``) whose blocks, and the rest, are sharded."""
+class Shared(Net):
+    """Its first block is used twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.blocks
+        return self.head(second(first(first(self.stem(x)))))
+
+
+def initialised(seed: int = 0, net: Callable[[], nn.Module] = Net) -> Any:
     torch.manual_seed(seed)
     model = net()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def build(mesh: DeviceMesh | None = None, *, seed: int = 0, net: Callable[[], nn.Module] = Net, **options: Any) -> Any:
+    """A `Net` (or another model with ``blocks``) whose blocks, and the rest, are sharded."""
+    model = initialised(seed, net)
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:  # pyright: ignore[reportGeneralTypeIssues]
         fully_shard(block, mesh=mesh, **options)
@@ -107,7 +120,7 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def compress(model: nn.Module, weights: str = "raw", gradients: str = "raw", **options: Any) -> thinwire.ShardedWire:
+def compress(model: nn.Module, weights: str = "raw", gradients: str = "raw", **options: Any) -> thinwire.Wire:
     """With what tests ask for: nothing declined, and small layers compressed."""
     return thinwire.compress(
         model, weights=weights, gradients=gradients, **{"skip_if_slower": False, "min_numel": 64} | options
@@ -115,8 +128,8 @@ def compress(model: nn.Module, weights: str = "raw", gradients: str = "raw", **o
 
 
 def train_and_resume(
-    fresh: Callable[[], tuple[Any, torch.optim.Optimizer, thinwire.ShardedWire]], folder: str
-) -> tuple[list[float], list[float], thinwire.ShardedWire]:
+    fresh: Callable[[], tuple[Any, torch.optim.Optimizer, thinwire.Wire]], folder: str
+) -> tuple[list[float], list[float], thinwire.Wire]:
     """Losses of the steps after a checkpoint, by the run that wrote it and by a new one that loaded it; its Wire."""
     model, optimizer, wire = fresh()
     train(model, 4, optimizer=optimizer)

@@ -19,7 +19,7 @@ from torchft._test import diloco_trainer
 
 from thinwire.collectives import ProcessGroupTransport, parse_algorithm
 from thinwire.plan import Plan
-from thinwire.runtime import Wire, WireSettings, on_the_host
+from thinwire.runtime import BucketEngine, Wire, WireSettings, on_the_host
 
 BITS = int(sys.argv[2])
 counts = {"tensors": 0, "bytes": 0, "inexact": 0}
@@ -48,12 +48,12 @@ class Compressed(own.ProcessGroupGloo):
         shapes = {f"tensor{i}": tuple(tensor.shape) for i, tensor in enumerate(tensors)}
         plan = Plan.build(shapes, dict.fromkeys(shapes, f"minmax(bits={BITS})"))
         with on_the_host():
-            wire = Wire(plan, shapes, transport, WireSettings(seed=0, algorithm=parse_algorithm("sra")))
+            wire = Wire(BucketEngine(plan, shapes, transport, WireSettings(seed=0, algorithm=parse_algorithm("sra"))))
         flat = torch.cat([tensor.detach().reshape(-1).float() for tensor in tensors])
         exact = flat.clone()
         super().allreduce([exact], opts).wait()
-        wire.begin_step()
-        wire.reduce(flat, tuple(shapes.items())).wait()
+        wire.engine.begin_step()
+        wire.engine.reduce(flat, tuple(shapes.items())).wait()
         for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.detach().copy_(mean.view(tensor.shape) * transport.world_size)
         counts["tensors"] += len(tensors)

@@ -60,7 +60,7 @@ class Method:
         """Whether its loss is a result: False where a part of what was to be sent is missing."""
         return self.weights_ratio == self.gradients_ratio == 1.0
 
-    def attach(self, model: nn.Module, seed: int = 0) -> thinwire.ShardedWire | None:
+    def attach(self, model: nn.Module, seed: int = 0) -> thinwire.Wire | None:
         """Send the weights and gradients of a sharded ``model`` so; the Wire where there is one."""
         if self.kind == "stock":
             if not self.exact:

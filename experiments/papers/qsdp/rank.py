@@ -51,7 +51,7 @@ class TimedModel:
         """That this rank hands to the network in a step of several micro-batches, where there is a formula."""
         if self.wire is None:
             return None
-        return (self._num_micro + 1) * self.wire.gather_bytes() + self.wire.reduce_bytes()
+        return (self._num_micro + 1) * self.wire.sent_bytes("weights") + self.wire.sent_bytes()
 
 
 class Rank:

@@ -31,7 +31,6 @@ from thinwire.collectives.errors import (
     PeerFailedError as PeerFailedError,
     TransportError as TransportError,
 )
-from thinwire.collectives.exchange import Exchange as Exchange
 from thinwire.collectives.failures import FailureDetector as FailureDetector
 from thinwire.collectives.layout import (
     Chunk as Chunk,
@@ -44,6 +43,7 @@ from thinwire.collectives.layout import (
 )
 from thinwire.collectives.meeting import announce_error as announce_error
 from thinwire.collectives.message import MessageError as MessageError
+from thinwire.collectives.messages import Messages as Messages
 from thinwire.collectives.nodes import node_identity as node_identity, number_nodes as number_nodes
 from thinwire.collectives.packed import PackedSum as PackedSum, packed_sums as packed_sums
 from thinwire.collectives.reduction import (

@@ -8,9 +8,9 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from thinwire.collectives.exchange import Exchange
 from thinwire.collectives.layout import Chunk, Layout
 from thinwire.collectives.message import HEADER_BYTES, MessageError
+from thinwire.collectives.messages import Messages
 from thinwire.collectives.stages import WORKER, CollectiveCall
 from thinwire.collectives.transport import Buffers, Transport
 from thinwire.compressors import CodecCall, used_bytes
@@ -49,41 +49,40 @@ def gather_mean(
     clock, scale = call.clock, call.factor(layout.world_size)
     rank, key = transport.rank, call.key(WORKER, transport.rank)
     peers = [(rank + shift) % layout.world_size for shift in range(1, layout.world_size)]
-    with Exchange(transport, buffers, step=call.step, digest=layout.digest) as exchange:
-        packing = _Packing(layout.gathered[0], buffers, exchange) if buffers.work else None
+    with Messages(transport, buffers, step=call.step, digest=layout.digest) as messages:
+        packing = _Packing(layout.gathered[0], buffers, messages) if buffers.work else None
         for k, chunk in enumerate(layout.gathered):
             with clock.stage("encode"):
-                mine = buffers.work[rank] if packing else exchange.outgoing(k)
+                mine = buffers.work[rank] if packing else messages.outgoing(k)
                 for compressor, segments in chunk.groups:
                     compressor.encode(x, mine, CodecCall(segments, key, state=call.state))
                 if packing:
                     packing.announce(mine)
                 else:
-                    exchange.send(k)
+                    messages.send(k)
         yield
 
         for k, chunk in enumerate(layout.gathered):
             with clock.stage("wire"):
                 if packing:
                     packing.receive(peers)
-                    messages = list(buffers.work)
+                    arrived = list(buffers.work)
                 else:
-                    arrived = {peer: exchange.receive(k, peer) for peer in peers}
-                    arrived[rank] = exchange.outgoing(k)
-                    messages = [arrived[r] for r in range(layout.world_size)]
+                    by_rank = {peer: messages.receive(k, peer) for peer in peers} | {rank: messages.outgoing(k)}
+                    arrived = [by_rank[r] for r in range(layout.world_size)]
             with clock.stage("decode"):
                 for compressor, segments in chunk.groups:
-                    compressor.mean(messages, x, CodecCall(segments, scale=scale))
+                    compressor.mean(arrived, x, CodecCall(segments, scale=scale))
 
 
 class _Packing:
     """Sends messages of bounded size without their unused bytes: sizes in phase 0, packed messages in phase 1."""
 
-    def __init__(self, chunk: Chunk, buffers: Buffers, exchange: Exchange) -> None:
-        self._chunk, self._buffers, self._exchange = chunk, buffers, exchange
+    def __init__(self, chunk: Chunk, buffers: Buffers, messages: Messages) -> None:
+        self._chunk, self._buffers, self._messages = chunk, buffers, messages
 
     def announce(self, mine: Tensor) -> None:
-        packed = self._exchange.outgoing(1)
+        packed = self._messages.outgoing(1)
         size = HEADER_BYTES
         for compressor, segments in self._chunk.groups:
             for piece in segments.pieces:
@@ -91,17 +90,17 @@ class _Packing:
                 packed[size : size + used] = mine[piece.payload : piece.payload + used]
                 size += used
         field = torch.frombuffer(bytearray(_SIZE.pack(size)), dtype=torch.uint8)
-        self._exchange.outgoing(0)[HEADER_BYTES : HEADER_BYTES + _SIZE.size] = field
-        self._exchange.send(0)
+        self._messages.outgoing(0)[HEADER_BYTES : HEADER_BYTES + _SIZE.size] = field
+        self._messages.send(0)
         self._size = size
 
     def receive(self, peers: list[int]) -> None:
-        sizes = {peer: self._read_size(self._exchange.receive(0, peer), peer) for peer in peers}
+        sizes = {peer: self._read_size(self._messages.receive(0, peer), peer) for peer in peers}
         for peer, size in sizes.items():
-            self._exchange.expect(1, peer, size)
-        self._exchange.send(1, num_bytes=self._size)
+            self._messages.expect(1, peer, size)
+        self._messages.send(1, num_bytes=self._size)
         for peer in peers:
-            self._unpack(self._exchange.receive(1, peer), self._buffers.work[peer], peer)
+            self._unpack(self._messages.receive(1, peer), self._buffers.work[peer], peer)
 
     def _read_size(self, message: Tensor, peer: int) -> int:
         (size,) = _SIZE.unpack(message[HEADER_BYTES : HEADER_BYTES + _SIZE.size].numpy().tobytes())

@@ -22,9 +22,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from thinwire.collectives.exchange import Exchange
 from thinwire.collectives.layout import Chunk, Layout
 from thinwire.collectives.message import HEADER_BYTES
+from thinwire.collectives.messages import Messages
 from thinwire.collectives.stages import OWNER, WORKER, CollectiveCall
 from thinwire.collectives.transport import Buffers, Transport
 from thinwire.compressors import CodecCall, Segments
@@ -53,8 +53,8 @@ def all_reduce(
         PeerFailedError: Another rank failed.
         MessageError: A message is damaged or of another step.
     """
-    with Exchange(transport, buffers, step=call.step, digest=layout.digest) as exchange:
-        run = _Run(x, layout, transport.rank, exchange, call)
+    with Messages(transport, buffers, step=call.step, digest=layout.digest) as messages:
+        run = _Run(x, layout, transport.rank, messages, call)
         run.send_contributions()
         yield
         for k in run.reductions:
@@ -85,8 +85,8 @@ def reduce_scatter(
         out: With a `part_layout` or `sharded_layout`: a flat tensor of this rank's part that receives the sum. All of
             ``x`` is undefined then.
     """
-    with Exchange(transport, buffers, step=call.step, digest=layout.digest) as exchange:
-        run = _Run(x, layout, transport.rank, exchange, call)
+    with Messages(transport, buffers, step=call.step, digest=layout.digest) as messages:
+        run = _Run(x, layout, transport.rank, messages, call)
         run.send_contributions()
         yield
         for k in run.reductions:
@@ -114,8 +114,8 @@ def all_gather(
         kept: This rank's previous messages, by chunk. If a chunk's values are what its previous message decodes to,
             that message is sent again, bit for bit; otherwise the new message replaces it.
     """
-    with Exchange(transport, buffers, step=call.step, digest=layout.digest) as exchange:
-        run = _Run(x, layout, transport.rank, exchange, call)
+    with Messages(transport, buffers, step=call.step, digest=layout.digest) as messages:
+        run = _Run(x, layout, transport.rank, messages, call)
         run.send_own(kept)
         yield
         run.receive_means()
@@ -128,7 +128,7 @@ class _Run:
     x: Tensor
     layout: Layout
     rank: int
-    exchange: Exchange
+    messages: Messages
     call: CollectiveCall
 
     def __post_init__(self) -> None:
@@ -183,8 +183,8 @@ class _Run:
                     values = values.to(self.layout.wide_dtype) if self.is_large else self.wide
                 for compressor, segments in chunk.groups:
                     call = self._codec_call(segments, WORKER, divided=self.is_large)
-                    compressor.encode(values, self.exchange.outgoing(k), call)
-                self.exchange.send(k, divided=self.is_large)
+                    compressor.encode(values, self.messages.outgoing(k), call)
+                self.messages.send(k, divided=self.is_large)
 
     def send_partial_sum(self, k: int) -> None:
         """Stage 2, for a chunk of another owner: add what was received to this rank's values and send the sum on."""
@@ -197,8 +197,8 @@ class _Run:
             decoded = self.x if chunk is self.layout.chunks[k] else self.wide
             for compressor, segments in chunk.groups:
                 call = self._codec_call(segments, WORKER, divided=divided)
-                compressor.reduce(messages, own, self.exchange.outgoing(k), decoded, call)
-            self.exchange.send(k, divided=divided)
+                compressor.reduce(messages, own, self.messages.outgoing(k), decoded, call)
+            self.messages.send(k, divided=divided)
 
     def send_mean(self, k: int) -> None:
         """Stage 2, as owner: reduce the chunk, encode the result, send it, and keep what it decodes to."""
@@ -243,9 +243,9 @@ class _Run:
         for k, parent in self.layout.schedule(self.rank).means:
             chunk, phase = self.layout.chunks[k], len(self.layout.chunks) + k
             with self.call.clock.stage("wire"):
-                message = self.exchange.receive(phase, parent)
+                message = self.messages.receive(phase, parent)
                 if self.layout.trees[chunk.owner].children[self.rank]:
-                    self.exchange.forward(phase, parent)
+                    self.messages.forward(phase, parent)
             with self.call.clock.stage("decode"):
                 for compressor, segments in chunk.groups:
                     compressor.decode(message, self.x, CodecCall(segments))
@@ -260,9 +260,9 @@ class _Run:
         children = self.layout.trees[chunk.owner].children[self.rank]
         with self.call.clock.stage("wire"):
             received = [
-                (self.layout.sent_chunk(k, child, self.rank), self.exchange.receive(k, child)) for child in children
+                (self.layout.sent_chunk(k, child, self.rank), self.messages.receive(k, child)) for child in children
             ]
-        divided = [self.exchange.is_divided(k, child) for child in children]
+        divided = [self.messages.is_divided(k, child) for child in children]
         if self.is_large or any(divided):
             with self.call.clock.stage("reduce"):
                 return self._added_divided(chunk, received, divided), [], True
@@ -302,12 +302,12 @@ class _Run:
 
     def _mean_message(self, k: int) -> Tensor:
         if self.layout.world_size > 1:
-            return self.exchange.outgoing(len(self.layout.chunks) + k)
+            return self.messages.outgoing(len(self.layout.chunks) + k)
         return torch.empty(self.layout.chunks[k].message_bytes, dtype=torch.uint8, device="cpu")
 
     def _send_mean_message(self, k: int) -> None:
         if self.layout.world_size > 1:
-            self.exchange.send(len(self.layout.chunks) + k)
+            self.messages.send(len(self.layout.chunks) + k)
 
 
 def encoded(layout: Layout, rank: int) -> list[tuple[Chunk, int]]:

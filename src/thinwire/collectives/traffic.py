@@ -15,7 +15,7 @@ class Outgoing(NamedTuple):
     """Its size, or an upper bound if ``late``."""
     receivers: tuple[int, ...]
     late: bool = False
-    """Whether its size is sent first, so that its receive is posted later (`Exchange.expect`)."""
+    """Whether its size is sent first, so that its receive is posted later (`Messages.expect`)."""
     source: int | None = None
     """The rank that made it, if its sender forwards it unchanged; None if the sender made it."""
 

@@ -11,7 +11,7 @@ from thinwire.collectives import LoopbackTransport
 from thinwire.integrations.ddp import Options, of_optimizer, rules_of
 from thinwire.integrations.options import check_optimizer
 from thinwire.plan import Plan, named_parameters
-from thinwire.runtime import Wire, WireSettings
+from thinwire.runtime import BucketEngine, Wire, WireSettings
 
 
 def is_alone() -> bool:
@@ -41,6 +41,6 @@ def attach_alone(module: nn.Module, options: Options) -> Wire:
     (transport,) = LoopbackTransport.world(1)
     settings = WireSettings(seed=options.seed, start=options.start)
     dtypes = {name: p.dtype for name, p in parameters.items()}
-    wire = Wire(plan, shapes, transport, settings, optimizer=options.optimizer, dtypes=dtypes)
+    wire = Wire(BucketEngine(plan, shapes, transport, settings, optimizer=options.optimizer, dtypes=dtypes))
     wire.moments = preconditioned
     return wire

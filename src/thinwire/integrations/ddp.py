@@ -42,8 +42,8 @@ from thinwire.integrations.transports import add_streams, bare_transport, closed
 from thinwire.integrations.updates import Updates
 from thinwire.plan import DEFAULT_RULES, Filter, Plan, Rules
 from thinwire.policies import Auto, Policy, parse_policy
-from thinwire.runtime import AsyncReadback, Follower, Wire, agree, on_the_host
-from thinwire.runtime.channel import BucketLayers
+from thinwire.runtime import AsyncReadback, BucketEngine, Follower, Wire, agree, on_the_host
+from thinwire.runtime.bucket import BucketLayers
 from thinwire.runtime.consistency import checksums, failing_together
 from thinwire.runtime.warning import check_feedback, warn_caller
 
@@ -157,7 +157,7 @@ class _Hook:
         self._keep_unused(arrived)
         if sketches is not None and self.momentum is not None and self.wire is not None:
             mean = sketches.wait()
-            self.wire.count_beside(mean.nbytes)
+            self.wire.engine.count_beside(mean.nbytes)
             self.momentum.set_lengths(mean, self._loss_scale)
 
     def _keep_unused(self, arrived: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -169,7 +169,7 @@ class _Hook:
         if not arrived or self.wire is None or not self.wire.attached or self.momentum is not None:
             return
         nothing = torch.zeros((), dtype=torch.float32, device="cpu")
-        self.wire.on_partial_use(
+        self.wire.engine.on_partial_use(
             {
                 self.names[p]: nothing
                 for p, mean in arrived
@@ -191,18 +191,18 @@ class _Hook:
                 self.preconditioned = None
             return self._follower.mean(flat, self.group), _as_it_is
         if bucket.index() == 0:
-            wire.begin_step(self.updates.learning_rates() if self.updates else None)
+            wire.engine.begin_step(self.updates.learning_rates() if self.updates else None)
             self._loss_scale = self._present_scale()
             self._check_overlap(bucket, flat, wire)
             if self.parity and wire.step % self.parity == 0:
                 sums, self._sums = self._sums, None
                 waits = self.momentum is not None and not self.momentum.active
-                wire.check_parity(tuple(self.names.values()), sums, now=waits)
+                wire.engine.check_parity(tuple(self.names.values()), sums, now=waits)
         parameters = bucket.parameters()
         if self.watch is not None:
             self.watch.note_exchange(parameters)
         layers = tuple((self.names[p], _shape_in_bucket(p)) for p in parameters)
-        momentum = self.momentum if not wire.dense else None
+        momentum = self.momentum if not wire.engine.dense else None
         if momentum is not None and not momentum.active:
             return self._dense(flat, wire), _as_it_is
         if flat.is_sparse:
@@ -222,28 +222,28 @@ class _Hook:
         if momentum is not None:
             momentum.sketch(flat, layers)
             momentum.make(flat, layers, scale)
-        wire.observe(flat, layers, loss_scale=scale)
-        unsent = wire.add_unsent(flat, layers, loss_scale=scale)
+        wire.engine.observe(flat, layers, loss_scale=scale)
+        unsent = wire.engine.add_unsent(flat, layers, loss_scale=scale)
 
         def finish(mean: torch.Tensor) -> torch.Tensor:
             if unsent:
-                wire.note_unsent(mean)
+                wire.engine.note_unsent(mean)
             return mean if momentum is None else momentum.undo(mean, layers, scale)
 
         return finish
 
     def _fail(self, error: Exception, flat: torch.Tensor, layers: BucketLayers, wire: Wire) -> tuple[Reduced, Finish]:
         """Take part in the exchange that the other ranks wait in, and tell them of ``error`` where messages can."""
-        if not (wire.dense or wire.simulated):
-            return wire.reduce(flat, layers, loss_scale=self._loss_scale, failed=error), _as_it_is
+        if not (wire.engine.dense or wire.engine.simulated):
+            return wire.engine.reduce(flat, layers, loss_scale=self._loss_scale, failed=error), _as_it_is
 
         def finish(mean: torch.Tensor) -> torch.Tensor:
             raise error
 
-        return self._follower.mean(flat, self.group, wire.detector), finish
+        return self._follower.mean(flat, self.group, wire.engine.detector), finish
 
     def _mean(self, flat: torch.Tensor, layers: BucketLayers, wire: Wire) -> tuple[Reduced, Finish]:
-        if wire.dense:
+        if wire.engine.dense:
             return self._dense(flat, wire), _as_it_is
         if flat.is_sparse:
             for name, _ in layers:
@@ -254,15 +254,15 @@ class _Hook:
                     )
             # As in stock DDP. What a sparse all-reduce moves is not known here, and is not counted.
             return self._follower.mean(flat, self.group), _as_it_is
-        if not wire.simulated:
-            return wire.reduce(flat, layers, loss_scale=self._loss_scale), _as_it_is
-        wire.simulate(flat, layers, loss_scale=self._loss_scale)
-        return self._follower.mean(flat, self.group, wire.detector), lambda mean: _noted(mean, wire, layers)
+        if not wire.engine.simulated:
+            return wire.engine.reduce(flat, layers, loss_scale=self._loss_scale), _as_it_is
+        wire.engine.simulate(flat, layers, loss_scale=self._loss_scale)
+        return self._follower.mean(flat, self.group, wire.engine.detector), lambda mean: _noted(mean, wire, layers)
 
     def _dense(self, flat: torch.Tensor, wire: Wire) -> Reduced:
         """The mean by a native all-reduce, as without compression."""
-        return wire.count_dense(
-            flat.numel() * flat.element_size(), self._follower.mean(flat, self.group, wire.detector)
+        return wire.engine.count_dense(
+            flat.numel() * flat.element_size(), self._follower.mean(flat, self.group, wire.engine.detector)
         )
 
     def _present_scale(self) -> float:
@@ -300,12 +300,12 @@ class _Hook:
                     "exchanges no gradients of a model whose dtype has changed (nor does PyTorch's own, silently). "
                     "Call model.to() first, build DistributedDataParallel anew and call thinwire.compress() again"
                 )
-        if wire.detector is not None:
-            wire.detector.advance()
-        if self.grad_scaler and wire.device is not None:
+        if wire.engine.detector is not None:
+            wire.engine.detector.advance()
+        if self.grad_scaler and wire.engine.device is not None:
             # Asked for later, in the middle of backward, it would make the host wait for what backward did so far.
             self._loss_scale_readback = AsyncReadback()
-            one = torch.ones((), dtype=torch.float32, device=wire.device)
+            one = torch.ones((), dtype=torch.float32, device=wire.engine.device)
             self._loss_scale_readback.note(self.grad_scaler.scale(one))
         if self.resync and wire.step not in (-1, self._resynced) and (wire.step + 1) % self.resync == 0:
             self._resync(wire, model)
@@ -324,7 +324,7 @@ class _Hook:
     def _resync(self, wire: Wire, model: DistributedDataParallel) -> None:
         self._resynced = wire.step
         if not accepts_uneven_inputs(model):
-            wire.resync({name: p for p, name in self.names.items()})
+            wire.engine.resync({name: p for p, name in self.names.items()})
             self._sums = None  # of the parameters before
         elif not self._told_of_join:
             self._told_of_join = True
@@ -339,7 +339,7 @@ class _Hook:
         They are PyTorch's, so the error keeps its type; it gets ``rank``, ``host`` and ``reason``, and a note.
         """
         error = sys.exc_info()[1]
-        detector = self.wire.detector if self.wire is not None and self.wire.attached else None
+        detector = self.wire.engine.detector if self.wire is not None and self.wire.attached else None
         if detector is None or not isinstance(error, RuntimeError) or id(error) == self._handled:
             return
         if "gloo" in str(error) and not hasattr(error, "rank"):
@@ -376,7 +376,7 @@ def _as_it_is(mean: torch.Tensor) -> torch.Tensor:
 
 
 def _noted(mean: torch.Tensor, wire: Wire, layers: BucketLayers) -> torch.Tensor:
-    wire.note_result(mean, layers)
+    wire.engine.note_simulated(mean, layers)
     return mean
 
 
@@ -435,7 +435,7 @@ def _attach(model: DistributedDataParallel, options: Options) -> Wire:
         agree(record_of(options), host)
         with failing_together([host], "thinwire.compress()"):
             prepared = _prepare(model, hook.group, parameters, options)
-        wire = Wire(
+        engine = BucketEngine(
             prepared.plan,
             prepared.shapes,
             _transport(host, hook.group, timeout, options, prepared.device),
@@ -445,6 +445,7 @@ def _attach(model: DistributedDataParallel, options: Options) -> Wire:
             optimizer=options.optimizer,
             dtypes={name: p.dtype for name, p in trained(model).items()},
         )
+        wire = Wire(engine)
     if model not in _attached:
         _register(model, hook, wire)
     hook.wire = wire

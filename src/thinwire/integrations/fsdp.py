@@ -49,9 +49,10 @@ from thinwire.integrations.unused import Uses
 from thinwire.optim import CompressedAdamW, QuantizedAdam
 from thinwire.plan import Plan, Rules, Site, at_site, named_parameters, sharded_plan
 from thinwire.policies import Auto, Policy
-from thinwire.runtime import ShardedLayer, ShardedWire, Unit, agree, on_the_host
+from thinwire.runtime import ShardedLayer, Unit, Wire, agree, on_the_host
 from thinwire.runtime.consistency import failing_together
 from thinwire.runtime.placement import Placement
+from thinwire.runtime.sharded_engine import ShardedEngine
 from thinwire.runtime.warning import check_feedback, warn_caller
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SHARDED_RULES = "minmax(bits=8, bucket=1024)"
 """W8G8 in buckets of 1024: what needs no tuning in the thesis (sections 5.6.1 and 5.7)."""
-_attached: weakref.WeakKeyDictionary[nn.Module, ShardedWire] = weakref.WeakKeyDictionary()
+_attached: weakref.WeakKeyDictionary[nn.Module, Wire] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Attached:
 
     def __init__(
         self,
-        wire: ShardedWire,
+        wire: Wire,
         unit: Unit,
         group: FSDPGroup,
         options: ShardedOptions,
@@ -125,16 +126,16 @@ class Attached:
         """Let the wire know when the outermost backward pass that runs has ended, or that none runs."""
         # Behind what FSDP2 has queued, also for other roots: it reduces modules whose inputs need no gradient there.
         if not at_end_of_backward(lambda: at_end_of_backward(self._end_pass)):
-            self.wire.end_pass()
+            self.wire.engine.end_pass()
 
     def _end_pass(self) -> None:
         # A pass within another one, as of a reentrant checkpoint, is a part of that.
-        if inside_a_node() or self.wire.begins_step or not self.wire.attached:
+        if inside_a_node() or self.wire.engine.begins_step or not self.wire.attached:
             return
-        self.wire.end_pass()
+        self.wire.engine.end_pass()
         # The updates of `CompressedAdamW` go on without gradients.
         if self.preconditioned is None:
-            self.wire.drop(self.uses.end_pass())
+            self.wire.engine.drop(self.uses.end_pass())
 
     def begin_reduction(self, trained: Sequence[str]) -> None:
         """Note what is about to be reduced, and have the end of the pass noticed."""
@@ -148,7 +149,7 @@ class Attached:
 
     def loss_scale(self) -> float:
         """How many times larger than the gradients the values are that are reduced; 1 where it does not matter."""
-        if self.scaler is None or not (self.wire.needs_loss_scale or self.preconditioned is not None):
+        if self.scaler is None or not (self.wire.engine.needs_loss_scale or self.preconditioned is not None):
             return 1.0  # asking for it stops a GPU
         return self.scaler.get_scale()
 
@@ -166,7 +167,7 @@ class Attached:
                 "CompressedAdamW sends updates, whose mean ranks step with: reduce gradients in float32 or bfloat16, "
                 "and leave out set_gradient_divide_factor()"
             )
-        if self.unit.last_step == self.wire.step and not self.wire.begins_step:
+        if self.unit.last_step == self.wire.step and not self.wire.engine.begins_step:
             raise RuntimeError(
                 f"{self.unit.name or 'the root module'} is reduced twice in one backward pass, and CompressedAdamW "
                 "cannot add gradients to the update that was sent: call fully_shard() on a module that is used once"
@@ -229,7 +230,7 @@ class QuantisedAllGather(_Comm):
             return None
         if group.size() != at.size:
             # Weights that arrived in forward, and lie inside a smaller group since (ZeRO++'s secondary shard).
-            at.wire.note(local_gathers=1)
+            at.wire.engine.note(local_gathers=1)
             all_gather_single(output_tensor, input_tensor, group)
             return None
         at.follow_pass()
@@ -239,7 +240,7 @@ class QuantisedAllGather(_Comm):
         mine = output_tensor.view(at.size, -1)[at.unit.transport.rank]
         if mine.data_ptr() != input_tensor.data_ptr():
             mine.copy_(input_tensor)
-        future = at.wire.gather(at.unit, output_tensor.view(-1), keep=at.keep)
+        future = at.wire.engine.gather(at.unit, output_tensor.view(-1), keep=at.keep)
         if at.on_device:
             # The gather is enqueued on the stream that FSDP2 gave it; what went wrong with that is raised here.
             future.wait()
@@ -267,7 +268,7 @@ class QuantisedReduceScatter(_Comm):
         loss_scale = at.loss_scale()
         at.precondition(input_tensor.view(-1), trained, op, loss_scale)
         at.begin_reduction(trained)
-        future = at.wire.reduce(
+        future = at.wire.engine.reduce(
             at.unit,
             input_tensor.view(-1),
             output_tensor.view(-1),
@@ -282,7 +283,7 @@ class QuantisedReduceScatter(_Comm):
             now = parameter.now()
             late &= now.grad is None and now.dtype == output_tensor.dtype
         if late and at_end_of_backward(future.wait):
-            at.wire.note(overlapped=1)
+            at.wire.engine.note(overlapped=1)
         else:
             future.wait()
         return None
@@ -297,13 +298,13 @@ class _Prepared:
     preconditioned: Preconditioned | None
 
 
-def attach_fsdp(model: nn.Module, options: ShardedOptions) -> ShardedWire:
+def attach_fsdp(model: nn.Module, options: ShardedOptions) -> Wire:
     """See `thinwire.compress_fsdp`."""
     with on_the_host():
         return _attach(model, options)
 
 
-def _attach(model: nn.Module, options: ShardedOptions) -> ShardedWire:
+def _attach(model: nn.Module, options: ShardedOptions) -> Wire:
     former = _attached.get(model)
     if former is not None and former.attached:
         raise RuntimeError("this model is compressed already: call detach() on its Wire first, on every rank")
@@ -333,7 +334,7 @@ def _attach(model: nn.Module, options: ShardedOptions) -> ShardedWire:
             _check_shards([len(ranks) for ranks in groups], options)
             left_out = [group for _, group, _ in every if _unfit(group)]
             prepared = _prepare(model, sharded, left_out, transports, options)
-        wire = ShardedWire(
+        engine = ShardedEngine(
             prepared.plan,
             prepared.units,
             options.settings(policy),
@@ -343,8 +344,9 @@ def _attach(model: nn.Module, options: ShardedOptions) -> ShardedWire:
             master=options.master,
             replicas=replicas,
         )
+        wire = Wire(engine)
         without_wire.pop_all()
-    uses = Uses(wire.on_any_rank)
+    uses = Uses(engine.on_any_rank)
     for (module, group, _), unit in zip(sharded, prepared.units, strict=True):
         _put_into(module, Attached(wire, unit, group, options, prepared.preconditioned, uses), options)
     _attached[model] = wire
@@ -353,7 +355,7 @@ def _attach(model: nn.Module, options: ShardedOptions) -> ShardedWire:
     _warn_of_memory(wire, prepared.preconditioned)
     if isinstance(options.optimizer, QuantizedAdam):
         optimizer = options.optimizer
-        wire.keep_gradients_raw(until=lambda: optimizer.frozen)
+        wire.engine.keep_gradients_raw(until=lambda: optimizer.frozen)
     return wire
 
 
@@ -422,7 +424,7 @@ def _ranks(group: FSDPGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group.process_group))
 
 
-def _warn_of_memory(wire: ShardedWire, preconditioned: Preconditioned | None) -> None:
+def _warn_of_memory(wire: Wire, preconditioned: Preconditioned | None) -> None:
     state_bytes = wire.memory + (preconditioned.num_bytes if preconditioned is not None else 0)
     if state_bytes >= 1 << 20:
         warn_caller(
@@ -520,7 +522,7 @@ class _Across:
             trained = at.trained
             if at.size == 1:  # FSDP2 reduces nothing among shards of one rank
                 at.begin_reduction(trained)
-            at.wire.reduce_across(at.unit, reduced, trained, loss_scale=at.loss_scale()).wait()
+            at.wire.engine.reduce_across(at.unit, reduced, trained, loss_scale=at.loss_scale()).wait()
         elif at.replicas is not None:
             dist.all_reduce(reduced, group=at.replicas)
             reduced.div_(at.replicas.size())

@@ -18,7 +18,7 @@ from thinwire.kernels import AdamStep, adam_apply, site_id, square_sums
 from thinwire.optim import QuantizedAdam
 from thinwire.plan import Plan
 from thinwire.runtime import Wire
-from thinwire.runtime.channel import BucketLayers, in_order_of
+from thinwire.runtime.bucket import BucketLayers, in_order_of
 
 _ROUNDING = 1e-4
 """Lengths that differ by less are the same: what a loss scale or a sum in fp16 changes of them."""
@@ -199,7 +199,7 @@ class Momentum:
             changes.append((gradient, shortened))
         wire = self._wire()
         if wire is not None and wire.attached and shares:
-            wire.on_partial_use(shares)
+            wire.engine.on_partial_use(shares)
         return changes
 
     def _parts(self, flat: Tensor, layers: BucketLayers) -> list[_Part]:

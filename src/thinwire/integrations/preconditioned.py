@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thinwire.integrations.optimizer_pairing import check_holds_all
 from thinwire.optim import CompressedAdamW
-from thinwire.runtime.channel import BucketLayers, bucket_parts, in_order_of
+from thinwire.runtime.bucket import BucketLayers, bucket_parts, in_order_of
 from thinwire.runtime.checkpoint import check_sealed, sealed
 from thinwire.runtime.placement import Placement
 

@@ -9,7 +9,7 @@ It sees flat buffers, not layers, as QNCCL does, which the thesis compares with 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -22,11 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.arguments import check_type
 from thinwire.collectives import FailureDetector, ProcessGroupTransport, Transport, parse_algorithm, with_shared_memory
 from thinwire.compat import collective_options, gloo_backend, gloo_group, prefixed, premul_factor, register_gloo
+from thinwire.compressors import State
 from thinwire.integrations.group_contents import BufferContents
 from thinwire.integrations.group_options import GroupBuffer, ProcessGroupOptions
 from thinwire.integrations.group_work import Work
 from thinwire.plan import Rules
-from thinwire.runtime import Channel, Contents, Follower, GroupStats, NamedShape, Operation, group_seed
+from thinwire.runtime import Channel, Contents, Exchange, Follower, GroupStats, NamedShape, Route, group_seed
 
 _GLOOS = (
     *("broadcast", "barrier", "send", "recv"),
@@ -109,7 +110,10 @@ class ProcessGroup(dist.ProcessGroup):
     @property
     def stats(self) -> GroupStats:
         """A copy of the totals so far."""
-        return self._running().present_stats()
+        channel = self._running()
+        totals = replace(channel.stats)
+        channel.add_to(totals)
+        return totals
 
     def register_layout(self, layers: Sequence[tuple[str, Sequence[int]]], *, rules: Rules | None = None) -> None:
         """Compress buffers of exactly as many elements as ``layers``, whatever they are, layer by layer.
@@ -232,9 +236,9 @@ class ProcessGroup(dist.ProcessGroup):
             if contents is None or scale is None:
                 passed.append(x)
                 continue
-            operation = _AllReduce("all_reduce", contents, x.dtype, x.detach().view(-1))
-            operation.scale = scale
-            futures.append(self._start(operation))
+            flat = x.detach().view(-1)
+            exchange = _AllReduce(kind="all_reduce", contents=contents, dtype=x.dtype, scale=scale, flat=flat)
+            futures.append(self._running().submit(exchange))
         if passed and _is_premul(opts.reduceOp):
             for x, scaled in zip(passed, _scaled(passed, opts), strict=True):
                 x.detach().copy_(scaled)
@@ -253,10 +257,15 @@ class ProcessGroup(dist.ProcessGroup):
         contents = self._choose(buffer, given, scale if alike else None)
         if contents is None or scale is None:
             return None
-        operation = _ReduceScatter("reduce_scatter", contents, output.dtype, inputs)
-        operation.scale, operation.out = scale, output.detach().view(-1)
-        future = self._start(operation)
-        return Work([future], [output])
+        exchange = _ReduceScatter(
+            kind="reduce_scatter",
+            contents=contents,
+            dtype=output.dtype,
+            scale=scale,
+            out=output.detach().view(-1),
+            inputs=inputs,
+        )
+        return Work([self._running().submit(exchange)], [output])
 
     def _all_gather(self, outputs: Tensor | list[Tensor], input: Tensor) -> Work | None:
         given = [input, *outputs] if isinstance(outputs, list) else [input, outputs]
@@ -270,12 +279,16 @@ class ProcessGroup(dist.ProcessGroup):
         contents = self._choose(buffer, given, 1.0 if alike else None)
         if contents is None:
             return None
-        operation = _AllGather("all_gather", contents, input.dtype, outputs, input.detach().view(-1), self.rank())
-        future = self._start(operation)
-        return Work([future], [outputs])
-
-    def _start(self, operation: Operation) -> torch.futures.Future:
-        return self._running().submit(operation)
+        exchange = _AllGather(
+            kind="all_gather",
+            contents=contents,
+            dtype=input.dtype,
+            scale=1.0,
+            outputs=outputs,
+            mine=input.detach().view(-1),
+            rank=self.rank(),
+        )
+        return Work([self._running().submit(exchange)], [outputs])
 
     def _scale(self, op: Any) -> float | None:
         """The factor of the sum; None if the operation is not a sum, or has a tensor of factors."""
@@ -298,31 +311,31 @@ class ProcessGroup(dist.ProcessGroup):
         return self._channel
 
 
-@dataclass
-class _AllReduce(Operation):
+@dataclass(kw_only=True)
+class _AllReduce(Exchange):
     flat: Tensor
 
-    def buffer(self) -> Tensor:
-        return self.flat
+    def start(self, route: Route) -> tuple[Tensor, State | None]:
+        return self.flat, None
 
 
-@dataclass
-class _ReduceScatter(Operation):
+@dataclass(kw_only=True)
+class _ReduceScatter(Exchange):
     inputs: Tensor | list[Tensor]
 
-    def buffer(self) -> Tensor:
+    def start(self, route: Route) -> tuple[Tensor, State | None]:
         if isinstance(self.inputs, Tensor):
-            return self.inputs.detach().view(-1)
-        return torch.cat([part.detach().view(-1) for part in self.inputs])
+            return self.inputs.detach().view(-1), None
+        return torch.cat([part.detach().view(-1) for part in self.inputs]), None
 
 
-@dataclass
-class _AllGather(Operation):
+@dataclass(kw_only=True)
+class _AllGather(Exchange):
     outputs: Tensor | list[Tensor]
     mine: Tensor
     rank: int
 
-    def buffer(self) -> Tensor:
+    def start(self, route: Route) -> tuple[Tensor, State | None]:
         if isinstance(self.outputs, Tensor):
             flat = self.outputs.detach().view(-1)
         else:
@@ -330,9 +343,9 @@ class _AllGather(Operation):
         part = _part(flat, self.mine, self.rank)
         if part.data_ptr() != self.mine.data_ptr():
             part.copy_(self.mine)
-        return flat
+        return flat, None
 
-    def finish(self, x: Tensor) -> None:
+    def finish(self, x: Tensor, route: Route) -> None:
         if not isinstance(self.outputs, Tensor):
             for out, part in zip(self.outputs, x.view(len(self.outputs), -1), strict=True):
                 out.detach().view(-1).copy_(part)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from thinwire.runtime.handle import Handle
 from thinwire.runtime.warning import warn_caller
+from thinwire.runtime.wire import Wire
 
 _PATIENCE = 3
 """Steps in a row without an exchange before the loop is told: one may come of gradients made before ``compress()``."""
@@ -29,7 +28,7 @@ class StepWatch:
     """
 
     def __init__(
-        self, handle: Handle[Any], parameters: Mapping[str, Tensor], *, before_step: Callable[[], None] | None = None
+        self, handle: Wire, parameters: Mapping[str, Tensor], *, before_step: Callable[[], None] | None = None
     ) -> None:
         """``before_step``, a method, is called before each step of an optimizer of these parameters. Neither these nor
         its object are kept alive."""

@@ -87,7 +87,7 @@ class Updates:
         changes = {name: square_sums([kept.sub_(self._parameters[name])]) for name, kept in self._before.items()}
         wire = self._wire()
         if wire is not None and changes:
-            wire.on_optimizer_step({name: float(change) for name, change in changes.items()})
+            wire.engine.on_optimizer_step({name: float(change) for name, change in changes.items()})
 
 
 def followers(plan: Plan) -> list[str]:

@@ -39,7 +39,7 @@ from thinwire.local.fragments import (
 from thinwire.local.outer import Nesterov, chosen_outer, warn_of_other_workers
 from thinwire.optim.shards import is_sharded
 from thinwire.plan import Plan
-from thinwire.runtime import Wire, WireSettings, on_the_host
+from thinwire.runtime import BucketEngine, Wire, WireSettings, on_the_host
 from thinwire.runtime.checkpoint import check_sealed, sealed
 from thinwire.runtime.warning import check_feedback
 
@@ -271,7 +271,7 @@ class DiLoCo:
         """Start the exchange of a fragment. All exchanges of a round are buckets of one step of the Wire."""
         assert self._pending is None, "one exchange at a time"
         if index == 0 if opens_round is None else opens_round:
-            self.wire.begin_step()
+            self.wire.engine.begin_step()
         fragment = self._fragments[index]
         weights = fragment.read()
         torch.sub(fragment.anchor, weights, out=fragment.mean)
@@ -280,7 +280,7 @@ class DiLoCo:
         if fragment.sent is not None:
             fragment.sent.copy_(weights)
         fragment.sent_at = self._steps
-        self._pending = _Exchange(index, self.wire.reduce(fragment.mean, fragment.layers))
+        self._pending = _Exchange(index, self.wire.engine.reduce(fragment.mean, fragment.layers))
         self._next = (index + 1) % len(self._fragments)
 
     def _next_share(self) -> float:
@@ -461,7 +461,8 @@ def _open_wire(
     arguments |= {"algorithm": str(algorithm), "transport": network.transport, "timeout": str(timeout)}
     arguments |= {"streams": str(network.streams)}
     with on_the_host(), closed_on_failure(host_transport(group, timeout, network, arguments)) as transport:
-        return Wire(plan, shapes, transport, WireSettings(seed=seed, algorithm=algorithm))
+        settings = WireSettings(seed=seed, algorithm=algorithm)
+        return Wire(BucketEngine(plan, shapes, transport, settings))
 
 
 _PRESETS = MappingProxyType(

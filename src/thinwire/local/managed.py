@@ -26,7 +26,7 @@ from thinwire.local.fragments import (
 )
 from thinwire.local.members import Group, Manager, Members
 from thinwire.local.outer import Nesterov, chosen_outer
-from thinwire.runtime import Wire, WireSettings, agree, on_the_host
+from thinwire.runtime import BucketEngine, Wire, WireSettings, agree, on_the_host
 from thinwire.runtime.checkpoint import check_sealed, sealed
 from thinwire.runtime.consistency import signed_checksum
 
@@ -113,7 +113,8 @@ class ManagedDiLoCo:
                 agree(arguments | {"round": str(self._rounds)}, transport)
                 own_seed = (seed + self._rounds) % 2**63
                 algorithm = parse_algorithm(exchange_algorithm(transport.world_size))
-                return Wire(plan, shapes, transport, WireSettings(seed=own_seed, algorithm=algorithm))
+                settings = WireSettings(seed=own_seed, algorithm=algorithm)
+                return Wire(BucketEngine(plan, shapes, transport, settings))
 
         self.members = Members(manager, group, open_wire=open_wire, save=self.state_dict, load=self._take_shared_state)
         """Who takes part: ``members.names``, and counts of who ``came`` and ``left``."""
@@ -221,7 +222,7 @@ class ManagedDiLoCo:
         """
         self.members.start_quorum()
         if self._unsettled is not None:
-            self.wire.discard_step()
+            self.wire.engine.discard_step()
             self._unsettled = None
         fragment, number, buffers = self._fragment, 0, []
         weights = fragment.read()
@@ -231,9 +232,9 @@ class ManagedDiLoCo:
             shared = signed_checksum(fragment.anchor.cpu()) ^ signed_checksum(fragment.momentum.cpu())
             share, number, self._steps = self.members.meet(work, shared, self._steps)
             fragment.mean.mul_(share)
-            self.wire.begin_step()
+            self.wire.engine.begin_step()
             self._unsettled = number, weights, self._work
-            self.wire.reduce(fragment.mean, fragment.layers).wait()
+            self.wire.engine.reduce(fragment.mean, fragment.layers).wait()
             buffers = self.members.average(self._buffers, share)
         except CommunicationError as error:
             self.members.give_up(error)

@@ -173,7 +173,7 @@ class Members:
         names = tuple(exchange_texts(self._me.encode(), transport))
         wire = self._open_wire(transport)
         if self._wire is not None:
-            wire.succeed(self._wire)
+            wire.engine.succeed(self._wire.engine)
             self._wire.detach()
         before, after = set(self._names), set(names)
         if self._wire is not None:

@@ -4,36 +4,38 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from thinwire.runtime.adapt import Decision
-from thinwire.runtime.channel import Channel, Contents, Kind, Operation, dense_bytes, group_seed
+from thinwire.runtime.bucket_engine import BucketEngine
+from thinwire.runtime.channel import Channel, group_seed
 from thinwire.runtime.consistency import DisagreementError, ParityError, agree
+from thinwire.runtime.exchange import Contents, Exchange, Kind
 from thinwire.runtime.executor import AsyncReadback, Follower, ThreadExecutor, for_reducer, on_the_host
 from thinwire.runtime.probe import measure_one_way
+from thinwire.runtime.route import Route, dense_bytes
 from thinwire.runtime.settings import WireSettings
-from thinwire.runtime.stats import GroupStats, ShardedStats, Stats
+from thinwire.runtime.stats import GroupStats, Stats
 from thinwire.runtime.wire import Wire
 
 if TYPE_CHECKING:
     from thinwire.runtime.placement import ShardedLayer
     from thinwire.runtime.registered import NamedShape, Registered, Walk
-    from thinwire.runtime.sharded_wire import ShardedWire
     from thinwire.runtime.units import Unit
 
 __all__ = [
     "AsyncReadback",
+    "BucketEngine",
     "Channel",
     "Contents",
     "Decision",
     "DisagreementError",
+    "Exchange",
     "Follower",
     "GroupStats",
     "Kind",
     "NamedShape",
-    "Operation",
     "ParityError",
     "Registered",
+    "Route",
     "ShardedLayer",
-    "ShardedStats",
-    "ShardedWire",
     "Stats",
     "ThreadExecutor",
     "Unit",
@@ -52,7 +54,6 @@ _LATE = {
     "NamedShape": "thinwire.runtime.registered",
     "Registered": "thinwire.runtime.registered",
     "ShardedLayer": "thinwire.runtime.placement",
-    "ShardedWire": "thinwire.runtime.sharded_wire",
     "Unit": "thinwire.runtime.units",
     "Walk": "thinwire.runtime.registered",
 }

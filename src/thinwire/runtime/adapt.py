@@ -27,7 +27,7 @@ from thinwire.plan.forecast.ddp import Bucket, Pace
 from thinwire.plan.forecast.links import Links
 from thinwire.policies import Evidence, Policy, Proposal, StepTime, Sync
 from thinwire.policies.families import members_that_fit
-from thinwire.runtime.channel import BucketLayers, bucket_parts
+from thinwire.runtime.bucket import BucketLayers, bucket_parts
 from thinwire.runtime.checkpoint import check_sealed, integers, sealed
 from thinwire.runtime.consistency import DisagreementError, exchange_texts
 from thinwire.runtime.probe import measure_codecs, measure_cores, measure_links, shared_part

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future as ConcurrentFuture
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from enum import Enum
-from typing import TypeVar
+from functools import partial
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,23 +19,49 @@ from thinwire.collectives import FailureDetector, Pending, PendingWork
 from thinwire.compat import group_timeout
 from thinwire.threads import Worker
 
-
-class Then(Enum):
-    """What a job yields when it leaves the first thread."""
-
-    LATER = "later"
-    """The second thread does the rest, after the jobs before it; the first goes on with the next job."""
-    ALONE = "alone"
-    """The same, but no other job is begun before this one has ended."""
-
-
 CLOSED = (
     "closed: after detach() (or the end of the process group) nothing is sent any more. Call state_dict() before, or "
     "compress the model again"
 )
 
-Job = Generator[Then, None, Tensor]
 _T = TypeVar("_T")
+
+
+class Job(ABC):
+    """Work in two parts: the second may wait for other ranks, and the first of the next job goes on meanwhile."""
+
+    def begin(self) -> bool:
+        """Called before the first part; whether both parts must run while no other job is under way."""
+        return False
+
+    @abstractmethod
+    def start(self) -> None:
+        """The first part."""
+
+    @abstractmethod
+    def finish(self) -> Tensor:
+        """The second part, after those of all jobs before it."""
+
+
+class Alone(Job, Generic[_T]):
+    """A call that runs while no other job is under way."""
+
+    def __init__(self, run: Callable[[], _T]) -> None:
+        self._run = run
+        self.done: ConcurrentFuture[_T] = ConcurrentFuture()
+        """What the call returns or raises."""
+
+    def begin(self) -> bool:
+        return True
+
+    def start(self) -> None:
+        try:
+            self.done.set_result(self._run())
+        except Exception as error:  # noqa: BLE001 - raised in the caller
+            self.done.set_exception(error)
+
+    def finish(self) -> Tensor:
+        return torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 class Executor(ABC):
@@ -95,20 +121,30 @@ class ThreadExecutor(Executor):
         if self._first.closed:
             raise RuntimeError(CLOSED)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        second = self._second
         with self._idle:
             self._unfinished += 1
 
         def begin() -> None:
-            then = self._advance(job, future)
-            if then is Then.LATER:
-                second.submit(finish)
-            elif then is Then.ALONE:
-                second.submit(finish).result()
+            try:
+                alone = job.begin()
+                if not alone:
+                    job.start()
+            except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the future
+                self._end(future.set_exception, error)
+                return
+            ended = self._second.submit(partial(finish, alone))
+            if alone:
+                ended.result()
 
-        def finish() -> None:
-            while self._advance(job, future) is not None:
-                pass
+        def finish(alone: bool) -> None:
+            tell: Callable[..., None] = future.set_result
+            try:
+                if alone:
+                    job.start()
+                outcome: object = job.finish()
+            except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the future
+                tell, outcome = future.set_exception, error
+            self._end(tell, outcome)
 
         try:
             self._first.submit(begin)
@@ -119,18 +155,9 @@ class ThreadExecutor(Executor):
         return future
 
     def call(self, job: Callable[[], _T]) -> _T:
-        done: ConcurrentFuture[_T] = ConcurrentFuture()
-
-        def whole() -> Job:
-            yield Then.ALONE
-            try:
-                done.set_result(job())
-            except Exception as error:  # noqa: BLE001 - raised in the caller
-                done.set_exception(error)
-            return torch.empty(0, dtype=torch.float32, device="cpu")
-
-        self.submit(whole())
-        return done.result()
+        alone = Alone(job)
+        self.submit(alone)
+        return alone.done.result()
 
     def wait_idle(self) -> None:
         with self._idle:
@@ -147,20 +174,11 @@ class ThreadExecutor(Executor):
         end = time.monotonic() + timeout_s
         return self._first.join(timeout_s) and self._second.join(max(0.0, end - time.monotonic()))
 
-    def _advance(self, job: Job, future: torch.futures.Future[Tensor]) -> Then | None:
-        """Run a job to where it yields; None if it has ended, and the future knows how."""
-        try:
-            return next(job)
-        except StopIteration as end:
-            tell: Callable[..., None] = future.set_result
-            outcome = end.value
-        except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the future
-            tell, outcome = future.set_exception, error
+    def _end(self, tell: Callable[..., None], outcome: object) -> None:
         with self._idle:
             self._unfinished -= 1
             self._idle.notify_all()
         tell(outcome)
-        return None
 
 
 class Follower:
@@ -243,7 +261,9 @@ class StreamExecutor(Executor):
         tell: Callable[..., None] = future.set_result
         with self._on_comm_stream():
             try:
-                outcome = _whole(job)
+                job.begin()
+                job.start()
+                outcome: object = job.finish()
             except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the future
                 tell, outcome = future.set_exception, error
             tell(outcome)
@@ -281,14 +301,6 @@ class StreamExecutor(Executor):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 yield
-
-
-def _whole(job: Job) -> Tensor:
-    while True:
-        try:
-            next(job)
-        except StopIteration as end:
-            return end.value
 
 
 def on_the_host() -> AbstractContextManager[object]:

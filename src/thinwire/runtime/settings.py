@@ -11,7 +11,7 @@ from thinwire.policies import Policy
 
 @dataclass(frozen=True)
 class WireSettings:
-    """How a `Wire` or a `ShardedWire` communicates.
+    """How a `Wire` communicates.
 
     Raises:
         ValueError: ``seed`` or ``start`` is out of range.

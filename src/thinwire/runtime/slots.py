@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire.collectives import Layer, Layout, Transport, owned_parts
 from thinwire.compressors import RESIDUAL, Coded, Compressor, LayerState, Slot, State, not_finite, unwrap
-from thinwire.runtime.channel import BucketLayers, bucket_parts
+from thinwire.runtime.bucket import BucketLayers, bucket_parts
 from thinwire.runtime.executor import AsyncReadback
 from thinwire.runtime.flat_slots import FlatSlot, flat_slot, is_packed, opened, packed_bytes
 

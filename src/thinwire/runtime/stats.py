@@ -3,47 +3,36 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinwire.collectives import Transport
 from thinwire.compressors import Count
+
+_adding = threading.Lock()
+"""Held while seconds are added: several threads do."""
 
 
 @dataclass
-class StageSeconds:
-    """Time that communication spends in each of its stages."""
+class TrafficStats:
+    """What this rank sent, what it would have sent uncompressed, and how long it took.
+
+    Seconds are the host's: on a GPU, where the host only enqueues, they stay 0.
+    """
 
     encode_s: float = 0.0
-    """Seconds of the host, as those of the other stages: on a GPU, where the host only enqueues, they stay 0."""
     wire_s: float = 0.0
     """Waiting for messages."""
     reduce_s: float = 0.0
     """Summing a chunk of one's own and encoding its mean."""
     decode_s: float = 0.0
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Add the time that the body takes to ``<name>_s``."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            key = f"{name}_s"
-            setattr(self, key, getattr(self, key) + time.perf_counter() - started)
-
-
-@dataclass
-class TrafficStats(StageSeconds):
-    """What this rank sent, and what it would have sent uncompressed."""
-
     dense_bytes: int = 0
     """Bytes that the same values take uncompressed: in a ring all-reduce 2(n−1)/n of their size, in a gather or a
     reduce-scatter (n−1)/n of it."""
@@ -54,6 +43,17 @@ class TrafficStats(StageSeconds):
     """Of the bytes sent, those that ranks of the same node took from shared memory."""
     buffer_bytes: int = 0
     """Memory that messages take on this rank now."""
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the time that the body takes to ``<name>_s``."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            key = f"{name}_s"
+            with _adding:
+                setattr(self, key, getattr(self, key) + time.perf_counter() - started)
 
     @property
     def ratio(self) -> float:
@@ -70,13 +70,15 @@ class TrafficStats(StageSeconds):
 
 
 @dataclass
-class HandleStats(TrafficStats):
-    """What a `Wire` and a `ShardedWire` both count: totals of this rank since it was made (or since `reset_stats`)."""
+class Stats(TrafficStats):
+    """Totals of this rank since the `Wire` was made, or since `Wire.reset_stats`."""
 
     steps: int = 0
     """Backward passes that reduced gradients."""
     declined_layers: int = 0
     """Layers (of a sharded model: weights and gradients) left raw because compressing them would have been slower."""
+    unsuited_layers: int = 0
+    """Layers left raw because their compressor cannot take such a shape."""
     plan_changes: int = 0
     """Times that a policy's plan was taken over (``adapt=``)."""
     adapt_s: float = 0.0
@@ -88,45 +90,42 @@ class HandleStats(TrafficStats):
     slot_bytes: int = 0
     """Memory that the state of compressors takes on this rank now: residuals, twice over, so that a step with NaN or
     Inf leaves none behind."""
-
-    def __str__(self) -> str:
-        return (
-            f"{self._exchanges}, {self.payload_sent_bytes / 1e6:.1f} MB sent instead of "
-            f"{self.dense_bytes / 1e6:.1f} MB ({self.ratio:.1f}x less); encode {self.encode_s:.2f} s, "
-            f"wire {self.wire_s:.2f} s, reduce {self.reduce_s:.2f} s, decode {self.decode_s:.2f} s"
-        )
-
-    @property
-    def _exchanges(self) -> str:
-        return f"{self.steps} steps"
-
-
-@dataclass
-class Stats(HandleStats):
-    """Totals of this rank since the Wire was made (or since `reset_stats`)."""
-
     compressed_steps: int = 0
-    """Those of them in which compression was on (from ``start`` on)."""
+    """DDP: steps in which compression was on (from ``start`` on)."""
     buckets: int = 0
-    """DDP buckets reduced."""
-    unsuited_layers: int = 0
-    """Layers left raw because their compressor cannot take such a shape."""
+    """DDP: buckets reduced."""
     sync_s: float = 0.0
-    """Seconds of compressed steps from the start of the first bucket's communication to the end of the last one's."""
+    """DDP: seconds of compressed steps from the start of the first bucket's communication to the end of the last
+    one's."""
     encoded: int = 0
-    """Elements encoded."""
+    """DDP: elements encoded."""
     saturated: int = 0
-    """Of those, how many lay outside the range of their format."""
+    """DDP: elements among these that lay outside the range of their format."""
     overflowed: int = 0
-    """Elements that should have been sent and found no room in a message of bounded size."""
+    """DDP: elements that should have been sent and found no room in a message of bounded size."""
     alpha: list[tuple[int, float]] = field(default_factory=list)
-    """(step, ‖mean − received‖ / ‖mean‖) of each measured step (``measure_every``): assumption 3.2 of the FFT paper."""
+    """DDP: (step, ‖mean − received‖ / ‖mean‖) of each measured step (``measure_every``), assumption 3.2 of the FFT
+    paper."""
     parity_checks: int = 0
+    """DDP: comparisons of all ranks' parameters."""
     resyncs: int = 0
+    """DDP: times that rank 0's parameters were copied to all ranks."""
+    gathers: int = 0
+    """FSDP2: all-gathers of a unit's weights, over all ranks."""
+    local_gathers: int = 0
+    """FSDP2: all-gathers of weights that an earlier one had left inside the node (``reshard_after_forward=`` a
+    number)."""
+    reductions: int = 0
+    """FSDP2: reduce-scatters of a unit's gradients."""
+    overlapped: int = 0
+    """FSDP2: reductions that went on while backward did."""
+    learn_s: float = 0.0
+    """FSDP2: seconds that learning quantisation levels took."""
 
     @property
     def clipped(self) -> float:
-        """Share of the encoded elements that saturated: of IntSGD, that were clipped so that integer sums fit."""
+        """DDP: the share of the encoded elements that saturated; of IntSGD, that were clipped so that integer sums
+        fit."""
         return self.saturated / self.encoded if self.encoded else 0.0
 
     def to_dict(self) -> dict[str, float]:
@@ -134,6 +133,14 @@ class Stats(HandleStats):
         totals = super().to_dict() | {"clipped": self.clipped}
         del totals["alpha"]
         return totals | ({"alpha": self.alpha[-1][1]} if self.alpha else {})
+
+    def __str__(self) -> str:
+        sharded = f", {self.gathers} gathers, {self.reductions} reductions" if self.gathers or self.reductions else ""
+        return (
+            f"{self.steps} steps{sharded}, {self.payload_sent_bytes / 1e6:.1f} MB sent instead of "
+            f"{self.dense_bytes / 1e6:.1f} MB ({self.ratio:.1f}x less); encode {self.encode_s:.2f} s, "
+            f"wire {self.wire_s:.2f} s, reduce {self.reduce_s:.2f} s, decode {self.decode_s:.2f} s"
+        )
 
 
 @dataclass
@@ -152,26 +159,6 @@ class GroupStats(TrafficStats):
     """Bytes that these take, sent by a ring."""
     unknown: int = 0
     """Of these buffers, those that would have been compressed if it were known that they hold gradients or weights."""
-
-
-@dataclass
-class ShardedStats(HandleStats):
-    """Totals of this rank since the ShardedWire was made (or since `reset_stats`)."""
-
-    gathers: int = 0
-    """All-gathers of a unit's weights, over all ranks."""
-    local_gathers: int = 0
-    """All-gathers of weights that an earlier one had left inside the node (``reshard_after_forward=`` a number)."""
-    reductions: int = 0
-    """Reduce-scatters of a unit's gradients."""
-    overlapped: int = 0
-    """Of these, those that went on while backward did."""
-    learn_s: float = 0.0
-    """Seconds that learning quantisation levels took."""
-
-    @property
-    def _exchanges(self) -> str:
-        return f"{self.steps} steps, {self.gathers} gathers, {self.reductions} reductions"
 
 
 _WINDOW_STEPS = 20
@@ -207,36 +194,15 @@ class ClippingMonitor:
 
 
 class StatsRecorder:
-    """A Wire's `Stats` while they grow."""
+    """Counts a `Wire`'s buckets, and what belongs to a step as a whole."""
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self, stats: Stats) -> None:
+        self.stats = stats
         self.clipping = ClippingMonitor()
         self._step = -1
         self._error = self._norm = 0.0
         self._measured_step = -1
-        self.reset()
-
-    def reset(self) -> None:
-        """Start counting anew."""
-        self.stats = Stats()
-        transport = self._transport
-        self._counted_from = (transport.sent_bytes, transport.received_bytes, transport.shared_bytes)
         self._began = self._ended = 0.0
-
-    def present(self, buffer_bytes: int, slot_bytes: int) -> Stats:
-        """Totals, with what the transport has moved and the memory held now."""
-        sent, received, shared = self._counted_from
-        transport = self._transport
-        return replace(
-            self.stats,
-            alpha=list(self.stats.alpha),
-            payload_sent_bytes=self.stats.payload_sent_bytes + transport.sent_bytes - sent,
-            payload_received_bytes=self.stats.payload_received_bytes + transport.received_bytes - received,
-            payload_shared_bytes=transport.shared_bytes - shared,
-            buffer_bytes=buffer_bytes,
-            slot_bytes=slot_bytes,
-        )
 
     def step(self, step: int, *, compressed: bool) -> bool:
         """Count a step when its first bucket comes; whether this was it."""

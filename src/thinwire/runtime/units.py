@@ -11,10 +11,12 @@ from torch import Tensor
 from thinwire.collectives import DeviceTransport, Transport
 from thinwire.compressors import Coded, Delta, State, coder_of, rounded_for
 from thinwire.plan import Plan, Site, at_site
-from thinwire.runtime.channel import Channel, Operation
+from thinwire.runtime.channel import Channel
+from thinwire.runtime.exchange import Exchange
 from thinwire.runtime.placement import Placement, ShardedLayer
+from thinwire.runtime.route import Route
 from thinwire.runtime.sharded_slots import ShardedSlots
-from thinwire.runtime.stats import TrafficStats
+from thinwire.runtime.stats import Stats
 
 
 class Replica:
@@ -133,34 +135,31 @@ class Unit:
 
 
 Future = torch.futures.Future
-ShardChannel = Channel[TrafficStats]
+ShardChannel = Channel[Stats]
 
 
-@dataclass
-class WeightGather(Operation):
+@dataclass(kw_only=True)
+class WeightGather(Exchange):
     """An all-gather of a unit's weights."""
 
     flat: Tensor
     members: LayerGroup
     rank: int
-    since: int | None = None
+    since: int | None
     """Steps since the first compressed one; None before it."""
-    keep: Callable[[Tensor], object] | None = None
+    keep: Callable[[Tensor], object] | None
     """Called with this rank's part as it was sent, which takes the place of its weights (``master=False``)."""
-    replica: Replica | None = None
+    replica: Replica | None
     """To which the message is a change."""
-    whole: bool = False
+    whole: bool
     """Whether weights are sent in place of their change."""
 
-    def buffer(self) -> Tensor:
+    def start(self, route: Route) -> tuple[Tensor, State | None]:
         if self.replica is not None and not self.whole:
             self.replica.subtract(self.flat)
-        return self.flat
+        return self.flat, None if self.since is None else self.members.slots.state(self.flat, self.since, 1.0)
 
-    def state(self, x: Tensor) -> State | None:
-        return None if self.since is None else self.members.slots.state(x, self.since, 1.0)
-
-    def finish(self, x: Tensor) -> None:
+    def finish(self, x: Tensor, route: Route) -> None:
         self.members.slots.close(self.draw or 0)
         if self.replica is not None:
             self.replica.add(x, whole=self.whole)
@@ -168,8 +167,8 @@ class WeightGather(Operation):
             self.keep(self.members.placement.part(x, self.rank))
 
 
-@dataclass
-class GradientReduction(Operation):
+@dataclass(kw_only=True)
+class GradientReduction(Exchange):
     """A reduce-scatter of a unit's gradients."""
 
     flat: Tensor
@@ -177,34 +176,28 @@ class GradientReduction(Operation):
     loss_scale: float
     again: bool
     """Whether the unit was reduced in this step before."""
-    since: int | None = None
+    since: int | None
     """Steps since the first compressed one; None before it."""
-    note: Callable[[Tensor], object] | None = None
+    note: Callable[[Tensor], object] | None
     """Called with the result, to see whether it is finite."""
 
-    def buffer(self) -> Tensor:
-        return self.flat
-
-    def state(self, x: Tensor) -> State | None:
+    def start(self, route: Route) -> tuple[Tensor, State | None]:
         if self.since is None:
-            return None
-        return self.members.slots.state(x, self.since, self.loss_scale, again=self.again)
+            return self.flat, None
+        return self.flat, self.members.slots.state(self.flat, self.since, self.loss_scale, again=self.again)
 
-    def finish(self, x: Tensor) -> None:
+    def finish(self, x: Tensor, route: Route) -> None:
         self.members.slots.close(self.draw or 0)
         if self.note is not None and self.out is not None:
             self.note(self.out)
 
 
-@dataclass
-class ReplicaMean(Operation):
+@dataclass(kw_only=True)
+class ReplicaMean(Exchange):
     """An all-reduce, over the replicas of a shard, of its gradients."""
 
     flat: Tensor
     loss_scale: float
 
-    def state(self, x: Tensor) -> State:
-        return State({}, {}, self.loss_scale)
-
-    def buffer(self) -> Tensor:
-        return self.flat
+    def start(self, route: Route) -> tuple[Tensor, State | None]:
+        return self.flat, State({}, {}, self.loss_scale)

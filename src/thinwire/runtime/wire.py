@@ -1,137 +1,117 @@
-"""The `Wire` that ``thinwire.compress()`` returns for a model under DistributedDataParallel."""
+"""The `Wire` that ``thinwire.compress()`` returns."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor
 
-from thinwire.collectives import Algorithm, DeviceTransport, FailureDetector, Transport, ring_bytes
+from thinwire.collectives import Algorithm
 from thinwire.compressors import Raw
-from thinwire.plan import Plan, Speeds, declined, sent_bytes
-from thinwire.policies import Policy, Sync
+from thinwire.plan import Plan, Site
 from thinwire.runtime import checkpoint
-from thinwire.runtime.adapt import Adapter, StepClock
-from thinwire.runtime.channel import BucketLayers, Channel
-from thinwire.runtime.consistency import agree, resync
-from thinwire.runtime.engine import BucketEngine
-from thinwire.runtime.executor import StreamExecutor, ThreadExecutor
-from thinwire.runtime.handle import Handle
-from thinwire.runtime.probe import measure_speeds, settle
-from thinwire.runtime.settings import WireSettings
-from thinwire.runtime.slots import slot_bytes
-from thinwire.runtime.stats import Stats, TrafficStats
-from thinwire.runtime.table import LayerRow, layer_rows, layer_table
+from thinwire.runtime.adapt import Decision
+from thinwire.runtime.checkpoint import Checkpointable
+from thinwire.runtime.consistency import agree_on_state, raise_together
+from thinwire.runtime.engine import Engine
+from thinwire.runtime.executor import CLOSED, on_the_host
+from thinwire.runtime.stats import Stats
+from thinwire.runtime.warning import warn_caller
 
-_T = TypeVar("_T")
+E = TypeVar("E", bound=Engine)
 
 
-class Wire(Handle["BucketEngine"]):
+class Wire(Generic[E]):
     """Compressed communication of one model: its plan, its state, its statistics.
 
     ``state_dict()`` holds tensors only and belongs into every checkpoint: random draws depend on the step, and error
     feedback keeps a residual, so a run that resumes with it continues bit for bit.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        shapes: Mapping[str, Sequence[int]],
-        transport: Transport,
-        settings: WireSettings = WireSettings(),
-        *,
-        simulated: bool = False,
-        measure: int = 0,
-        optimizer: torch.optim.Optimizer | None = None,
-        dtypes: Mapping[str, torch.dtype] | None = None,
-    ) -> None:
-        super().__init__(plan, rank=transport.rank, world_size=transport.world_size)
-        self._dtypes = dict(dtypes or {})
-        self._beside_bytes = 0
-        """Bytes that the last step sent beside its buckets: the lengths of momenta (`QuantizedAdam`)."""
-        self._optimizer = optimizer
-        # Raises here, not in the first step, where a schedule or a compressor lacks something.
-        plan.at_step(0, self._learning_rate()).for_world(transport.world_size, shapes)
-        # Between devices the same is done on a stream beside backward's, without threads.
-        self.device = transport.device if isinstance(transport, DeviceTransport) else None
-        """The device on which gradients are compressed and sent; None if they go over the host."""
-        adapt, start = settings.adapt, settings.start
-        if adapt is not None and adapt.wants_syncs and (simulated or self.device is not None):
-            raise ValueError(
-                f"{adapt} goes by how long communication takes on the host's clock, which a GPU's does not show, and "
-                "simulate=True has none: leave out objective=time"
-            )
-        nodes_too = adapt is not None and bool(adapt.considers)
-        algorithm, world = settle(settings.algorithm, transport, nodes_too=nodes_too)
-        self._executor = ThreadExecutor("thinwire") if self.device is None else StreamExecutor(self.device)
-        stats, seed = TrafficStats(), settings.seed
-        channel = Channel(transport, self._executor, stats, algorithm=algorithm, world=world, seed=seed)
-        self._engine = BucketEngine(plan, shapes, channel, start=start, simulated=simulated, measure=measure)
-        self._close_at_end(channel.close)
-        self._step = -1
-        self._speeds: Speeds | None = None
-        agree(self._engine.record(self._step) | {"adapt": str(adapt)}, transport)
-        if not simulated and self.world_size > 1:
-            self._measure_speeds(adapt, skip_if_slower=settings.skip_if_slower)
-        if adapt is not None:
-            options = {"algorithm": algorithm, "world": world, "start": start, "speeds": self._speeds}
-            self._adapter = Adapter(adapt, self.plan, shapes, transport, **options)
-
-    def _measure_speeds(self, adapt: Policy | None, *, skip_if_slower: bool) -> None:
-        """Measure codecs and links if ``skip_if_slower`` or the policy needs it; leave raw what gets no faster."""
-        engine = self._engine
-        reference = {name: c for name, c in engine.plan.layers.items() if not isinstance(c, Raw)}
-        timed = set(adapt.to_time(reference)) if adapt is not None else set()
-        if skip_if_slower:
-            timed |= set(reference.values())
-        elif not timed:
-            return
-        self._speeds = measure_speeds(timed, engine.transport, engine.algorithm, engine.world)
-        if skip_if_slower:
-            engine.plan = declined(engine.plan, self._speeds)
-        engine.reset_stats()
+    def __init__(self, engine: E) -> None:
+        self.engine = engine
+        """What attachments call."""
+        self._loaded: tuple[Plan, frozenset[str]] | None = None
+        """The plan that was loaded, and the layers that are raw in it and were not before."""
+        self._at_detach = ExitStack()
+        self._between_steps: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self.moments: checkpoint.Moments | None = None
+        """The moments of an optimizer that differ between ranks, which checkpoints hold; None if there are none."""
+        # A model that is dropped takes its handle along. When the interpreter ends, the operating system closes
+        # connections.
+        self.at_detach(engine.close)
+        weakref.finalize(self, engine.close).atexit = False
 
     def __repr__(self) -> str:
-        """A table of the layers: spec, or the reason why raw, and bytes a step."""
-        title = "Wire of one rank, which sends nothing" if self.world_size == 1 else f"Wire of {self.world_size} ranks"
-        shapes, dtypes = self._engine.shapes, self._dtypes
-        return layer_table(
-            title,
-            self.plan,
-            shapes,
-            self.declined,
-            self._raw_in_checkpoint(),
-            lambda name, c: sent_bytes(c, shapes[name], self.world_size, dtypes.get(name, torch.float32)),
-            than="fp32" if set(dtypes.values()) <= {torch.float32} else "uncompressed",
-        )
+        """A table of the layers: spec, or the reason why raw, and bytes."""
+        return self.engine.table(self.declined, self._raw_in_checkpoint())
+
+    @property
+    def rank(self) -> int:
+        """Index of this process in checkpoints."""
+        return self.engine.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that have a part of a checkpoint."""
+        return self.engine.world_size
+
+    @property
+    def plan(self) -> Plan:
+        """The compressor of each layer. Those of a sharded model are called ``weights/<name>``, ``gradients/<name>``
+        and ``across/<name>``."""
+        return self.engine.plan
+
+    @property
+    def declined(self) -> dict[str, str]:
+        """Layers that stay raw because compressing them would have been slower, here or where the checkpoint that was
+        loaded was written, and the compressor they would have."""
+        asked = self.engine.asked.layers
+        return {
+            name: str(asked[name])
+            for name, compressor in self.plan.layers.items()
+            if isinstance(compressor, Raw) and not isinstance(asked.get(name, compressor), Raw)
+        }
+
+    @property
+    def unsuited(self) -> dict[str, str]:
+        """Layers that stay raw because their compressor cannot take layers of their shape, or none can take their dtype
+        or sparse gradients, and why."""
+        return dict(self.plan.unsuited)
+
+    @property
+    def decisions(self) -> Sequence[Decision]:
+        """The decisions of the policy so far (``adapt=``)."""
+        return tuple(self.engine.adapter.decisions) if self.engine.adapter else ()
+
+    @property
+    def seed(self) -> int:
+        """Seed of the random draws."""
+        return self.engine.seed
+
+    @property
+    def start(self) -> int:
+        """Number of steps at the beginning that stay uncompressed."""
+        return self.engine.start
+
+    @property
+    def attached(self) -> bool:
+        """False once `detach` was called."""
+        return self.engine.attached
+
+    @property
+    def step(self) -> int:
+        """Index of the last backward pass that communicated; −1 before the first."""
+        return self.engine.step
 
     @property
     def algorithm(self) -> Algorithm:
         """The collective algorithm of the coded messages."""
-        return self._engine.algorithm
-
-    @property
-    def speeds(self) -> Speeds | None:
-        """What declining measured, or what a policy asked for; None if nobody did."""
-        return self._speeds
-
-    @property
-    def syncs(self) -> Sequence[Sync]:
-        """The communication of each plan's last steps, bucket by bucket, where the policy asks for it."""
-        return self._adapter.syncs if self._adapter else ()
-
-    def plan_rows(self) -> list[LayerRow]:
-        """Return the layers in the order in which they are sent: what each has, and what the rules name for it.
-
-        Errors are those of the last decision; only rank 0, which decides, has them.
-        """
-        buckets = [[layer.name for layer in route.layout.layers] for route in self._engine.present_routes()]
-        last = self.decisions[-1] if self.decisions else None
-        errors = (last.errors, last.reference_errors) if last else ({}, {})
-        return layer_rows(self.plan.layers, self._asked.layers, self._engine.shapes, buckets, self.world_size, *errors)
+        return self.engine.algorithm
 
     @property
     def memory(self) -> int:
@@ -139,209 +119,187 @@ class Wire(Handle["BucketEngine"]):
 
         Error feedback keeps two values for each element of the model, 8 bytes, or about 2 with ``ef(..., bits=8)``.
         """
-        return slot_bytes(self.plan.layers, self._engine.shapes)
-
-    @property
-    def step(self) -> int:
-        """Index of the last backward pass that communicated; −1 before the first."""
-        return self._step
-
-    @property
-    def detector(self) -> FailureDetector | None:
-        """What names the rank that caused a failure."""
-        return self._engine.transport.detector
-
-    @property
-    def simulated(self) -> bool:
-        """Whether only the effect of compression is there, not its communication."""
-        return self._engine.simulated
+        return self.engine.foreseen_bytes
 
     @property
     def stats(self) -> Stats:
-        """Totals so far, as a copy: what is under way is not in it."""
-        return dataclasses.replace(
-            self._engine.present_stats(),
-            declined_layers=len(self.declined),
-            unsuited_layers=len(self.unsuited),
-            adapt_s=self._adapter.adapt_s if self._adapter else 0.0,
-        )
+        """Totals so far, as a copy: what is under way may be partly in it."""
+        counts = {"declined_layers": len(self.declined), "unsuited_layers": len(self.unsuited)}
+        return replace(self.engine.present_stats(), **counts)
 
     def reset_stats(self) -> None:
         """Start counting anew."""
-        if self._attached:
-            self._executor.call(self._engine.reset_stats)
-        else:
-            self._engine.reset_stats()
+        self.engine.reset_stats()
 
-    def wire_bytes_per_step(self) -> int:
-        """Bytes that this rank sends in a compressed step, by the formula of the buckets that the last step had."""
-        return self._beside_bytes + sum(route.sent_bytes for route in self._engine.routes_of(self._step))
+    def sent_bytes(self, site: Site = "gradients") -> int:
+        """Bytes that this rank sends, by formula, headers included.
 
-    @property
-    def dense(self) -> bool:
-        """Whether the present step is uncompressed: it is before ``start``, or every layer is raw.
-
-        The attachment then leaves gradients to a native all-reduce, as without a Wire, and calls `count_dense`.
+        Under DistributedDataParallel, those of a compressed step, by the buckets that the last step had. Under FSDP2,
+        those of gathering all ``"weights"`` once, or of reducing all ``"gradients"`` once, as fp32.
         """
-        return not self._attached or self._step < self.start or self._engine.plan.all_raw
+        return self.engine.sent_bytes(site)
 
-    def begin_step(self, learning_rates: Mapping[str, float] | None = None) -> None:
-        """Count a new backward pass. Attachments call this before its first bucket.
+    def state_dict(self) -> dict[str, Tensor]:
+        """Step, seed, plan and this rank's slots, as tensors: loads with ``weights_only=True``. All ranks call it,
+        between steps.
 
-        ``learning_rates`` are those of the layers that follow the optimizer; see `on_optimizer_step`.
+        For checkpoints to which every rank writes: ``torch.distributed.checkpoint``, where the keys of slots, which
+        carry the rank, merge, or one file for each rank. Where one rank writes, save `gather_state_dict`.
         """
-        # After an error, buckets of that pass may still be under way: they must not write over this one's gradients.
-        self._executor.wait_idle()
-        if self._clock is not None:
-            self._clock.end()
-        self._engine.recorder.clipping.warn()
-        self._engine.learning_rate = self._learning_rate()
-        self._engine.learning_rates = learning_rates or {}
-        self._step += 1
-        sync = self._engine.end_step()
-        if self._adapter is not None:
-            self._adapt(self._adapter, sync)
-        if self._clock is not None:
-            self._clock.begin(compressed=not self.dense)
+        self._check_attached()
+        for held in self._between_steps:
+            if (check := held()) is not None:
+                check()
+        with on_the_host():
+            state = self.engine.alone(self.engine.collect)
+            if self.moments is not None:
+                state |= self.moments.state(self.rank)
+            return state | self.engine.adapter.state() if self.engine.adapter else state
 
-    @property
-    def _clock(self) -> StepClock | None:
-        # On a device the host learns nothing of when anything is done.
-        return self._adapter.clock if self._adapter is not None and self.device is None else None
+    def state_dict_of(self, world_size: int, saved: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The shape of the merged states of a world of ``world_size`` ranks, to load its checkpoint into.
 
-    def _adapt(self, adapter: Adapter, sync: Sync | None) -> None:
-        if sync is not None and adapter.policy.wants_syncs:
-            adapter.note_sync(sync)
-        plan = adapter.begin_step(self._step, self.plan, self._engine.learning_rate)
-        if plan is not self.plan or adapter.algorithm != self.algorithm:
-            self._executor.call(lambda: self._engine.change(plan, adapter.algorithm, self._step))
+            state = {"wire": wire.state_dict_of(8)}  # it was written by 8 ranks; this is another number
+            torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+            wire.load_state_dict(state["wire"])
 
-    def observe(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> None:
-        """Show a bucket's gradients to the policy, before they are reduced. Attachments call this for each bucket."""
-        if self._clock is not None:
-            self._clock.ready(flat, layers)
-        if self._adapter is not None and self._attached:
-            self._adapter.observe(flat, layers, self._step, loss_scale)
-
-    def add_unsent(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> bool:
-        """Add to a bucket's gradients the residuals of layers that keep none from this step on.
-
-        A policy has taken error feedback from them. Attachments call this for each bucket, before it is reduced. If it
-        returns True, they call `note_unsent` with the bucket's mean.
+        Where a policy changes plans (``adapt=``), slots have the shapes that the saved plan's compressors want: load
+        ``"plan"`` alone first, ``{"wire": {"plan": wire.state_dict()["plan"]}}``, and pass it as ``saved``.
         """
-        unsent = self._engine.unsent
-        if not unsent:
-            return False
-        unsent.send(flat, layers, loss_scale)
-        return True
+        with on_the_host():
+            plan = self.plan if saved is None else checkpoint.plan_of(saved, self.plan)
+            state = self.engine.template(plan, world_size)
+            if self.moments is not None:
+                state |= self.moments.template(world_size)
+            return state | self.engine.adapter.state() if self.engine.adapter else state
 
-    def note_unsent(self, mean: Tensor) -> None:
-        """See whether a bucket's mean is finite: if one of a step's is not, residuals that it took are sent again."""
-        if self._engine.unsent:
-            self._engine.unsent.note_mean(mean)
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from a `gather_state_dict`, or from this rank's own `state_dict`. All ranks call it, between steps.
 
-    def on_optimizer_step(self, changes: Mapping[str, float]) -> None:
-        """Say what the optimizer did to the layers that follow it: ``‖x^k − x^{k−1}‖²``, the same on all ranks."""
-        self._engine.changes = dict(changes)
+        A gathered state loads into a world of any size: with another number of ranks the mean residual is preserved
+        (`thinwire.runtime.slots.reshard`). A `state_dict` loads on the rank that saved it, in a world of the same size.
+        The plan is the state's, whose residuals are those of its compressors; a warning says which layers were to have
+        another compressor.
 
-    def on_partial_use(self, shares: Mapping[str, Tensor]) -> None:
-        """Note that only a share (0 to 1) of a layer's last mean was applied, as after clipping; its residual keeps the
-        rest."""
-        self._engine.used = dict(shares)
-
-    def _learning_rate(self) -> float | None:
-        """The highest of the optimizer's groups, which a schedule may follow."""
-        if self._optimizer is None:
-            return None
-        return max(float(group["lr"]) for group in self._optimizer.param_groups)
-
-    def count_dense(self, num_bytes: int, future: torch.futures.Future[Tensor]) -> torch.futures.Future[Tensor]:
-        """Count gradients of ``num_bytes`` that go through a native all-reduce; returns its future to pass on."""
-        self._engine.count_dense(num_bytes, self._step)
-        return self._clock.arriving(future) if self._clock is not None else future
-
-    def count_beside(self, num_bytes: int) -> None:
-        """Count ``num_bytes`` that a native all-reduce has moved beside the gradients of a backward pass."""
-        self._beside_bytes = ring_bytes(num_bytes, self.world_size)
-        self._engine.recorder.beside(self._beside_bytes)
-
-    def reduce(
-        self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0, failed: Exception | None = None
-    ) -> torch.futures.Future[Tensor]:
-        """Start replacing ``flat``, the gradients of ``layers`` end to end, by their mean over all ranks.
-
-        ``loss_scale`` is how many times larger than the gradients its values are (a `GradScaler`'s scale). The future's
-        result is ``flat`` itself; whatever goes wrong reaches the caller through it. ``failed`` is what has gone wrong
-        on this rank already: the other ranks, which wait for its messages, are told instead, and the future has it.
+        Raises:
+            ValueError: the state is of another wire format or of a model with other layers, or lacks the slots of some
+                ranks.
+            PeerFailedError: it is so on another rank.
+            DisagreementError: ranks loaded different states: of other steps, or one of another run, where ranks must
+                have something in common in the states. Where it is raised, nothing was taken of them.
         """
-        job = self._engine.channel.guarded(self._engine.reduce(flat, layers, self._step, loss_scale, failed))
-        future = self._executor.submit(job)
-        return self._clock.arriving(future) if self._clock is not None else future
+        with on_the_host():
+            self._continue_from(state)
 
-    def simulate(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> None:
-        """Replace ``flat`` by what would arrive of it, here and now, and count the bytes that would have been sent.
+    def _continue_from(self, state: Mapping[str, Tensor]) -> None:
+        self._check_attached()
+        with self.failing_together("load_state_dict()"):
+            checked = self.engine.read(state)
+            moments = self.moments.read(state, self.rank, self.world_size) if self.moments is not None else None
+        self.check_alike(checked.record, checked.shared)
+        before, known = self.plan, self._raw_in_checkpoint()
+        checked.adopt()
+        self._note_loaded(before, known)
+        self._warn_of_other_compressors(before)
+        if self.moments is not None and moments is not None:
+            self.moments.load(moments)
 
-        The attachment then takes the mean by a native all-reduce and shows it to `note_result`.
+    def _raw_in_checkpoint(self) -> frozenset[str]:
+        """The `declined` layers that were not measured to be slower here, but raw in the checkpoint."""
+        if self._loaded is None or (self.engine.adapter is not None and self._loaded[0] is not self.plan):
+            return frozenset()  # nothing was loaded, or a policy has changed the plan since
+        return self._loaded[1] & self.declined.keys()
+
+    def _note_loaded(self, before: Plan, known: frozenset[str]) -> None:
+        """Keep which layers the plan that was just loaded leaves raw. ``known``: those of an earlier one."""
+        raw = {name for name, compressor in self.plan.layers.items() if isinstance(compressor, Raw)}
+        chosen_here = {name for name in raw - known if isinstance(before.layers.get(name), Raw)}
+        self._loaded = self.plan, frozenset(raw - chosen_here)
+
+    def _warn_of_other_compressors(self, before: Plan) -> None:
+        """Say which layers of a loaded plan have another compressor than was asked for, unless a policy chooses it."""
+        other = [
+            f"{name}: {loaded}, not {before.layers.get(name)}"
+            for name, loaded in self.plan.layers.items()
+            if loaded not in (before.layers.get(name), self.engine.asked.layers.get(name))
+        ]
+        if other and self.engine.adapter is None:
+            warn_caller(
+                "load_state_dict() continues with the compressors of the checkpoint, which differ from those that "
+                f"were asked for here in {len(other)} layers ({other[0]}). To train with these, start without this "
+                "state: residuals then begin at zero"
+            )
+
+    @contextmanager
+    def failing_together(self, doing: str) -> Iterator[None]:
+        """Let all ranks fail where the body fails on one of them, with what ``doing`` says. Every rank runs the body,
+        between steps.
+
+        Raises:
+            PeerFailedError: the body has failed on another rank.
         """
-        self._engine.simulate(flat, layers, self._step, loss_scale)
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as met:  # noqa: BLE001 - raised on every rank below
+            error = met
+        self.engine.alone(lambda: raise_together(error, self.engine.whole_world(), doing))
 
-    def note_result(self, flat: Tensor, layers: BucketLayers) -> None:
-        """See whether a simulated step's mean is finite: if not, no slot moves in it. Scales follow it."""
-        self._engine.note_result(flat)
-        self._engine.follow(flat, layers)
+    def check_alike(self, record: Mapping[str, str], shared: Mapping[str, Tensor]) -> None:
+        """Check, on all ranks and between steps, that they have loaded the same of what they must have in common.
 
-    def check_parity(self, names: Sequence[str], sums: Tensor | None, *, now: bool = False) -> None:
-        """Compare the checksums of all ranks' parameters (`thinwire.runtime.consistency.checksums`), behind the
-        training loop's back; this step's gradients raise a difference. A rank without ``sums`` is not compared.
-
-        In a dense or simulated step nothing else is under way in the worker: it is waited for, and raised here. So it
-        is with ``now``: where gradients do not come to the worker, nothing else keeps the optimizer from going on.
+        Raises:
+            DisagreementError: they have not; the message names the first difference.
         """
-        checked = self._executor.submit(self._engine.check_parity(names, sums, self._step))
-        if now or self.dense or self.simulated:
-            checked.wait()
-            self._engine.raise_parity_error()
+        self.engine.alone(lambda: agree_on_state(record, shared, self.engine.whole_world()))
 
-    def resync(self, parameters: Mapping[str, Tensor]) -> None:
-        """Give every rank rank 0's parameters, between steps. All ranks must call it."""
-        self._executor.call(lambda: resync(parameters, self._engine.transport))
-        self._engine.stats.resyncs += 1
+    def gather_state_dict(self) -> dict[str, Tensor]:
+        """The states of all ranks in one dictionary, the same on every rank, for checkpoints that one rank writes.
 
-    def _collect(self) -> dict[str, Tensor]:
-        return self._engine.collect(self._step)
+            state = {"model": model.state_dict(), "wire": wire.gather_state_dict()}  # on every rank
+            if rank == 0:
+                torch.save(state, path)
 
-    def _template(self, plan: Plan, world_size: int) -> dict[str, Tensor]:
-        return checkpoint.template(plan, self._engine.shapes, world_size)
-
-    def _read(self, state: Mapping[str, Tensor]) -> checkpoint.Checked:
-        algorithm = self._adapter.saved_algorithm(state) if self._adapter is not None else self.algorithm
-        shares = self._engine.shares_of(algorithm)
-        loaded = checkpoint.read(state, self._engine.plan, self._engine.shapes, self.rank, shares)
-
-        def adopt() -> None:
-            self._alone(lambda: self._engine.adopt(loaded, algorithm))
-            self._step = loaded.step
-            if self._adapter is not None:
-                self._adapter.load(state, self.plan, self._learning_rate())
-
-        # In a simulation every rank updates its slots by its own gradients.
-        return checkpoint.Checked(loaded.record(), {} if self.simulated else loaded.shared(), adopt)
-
-    def discard_step(self) -> None:
-        """Leave residuals as they were before the last step, whose means are not used."""
-        self._executor.wait_idle()
-        self._engine.discard_step()
-
-    def succeed(self, former: Wire) -> None:
-        """Take over the residual of ``former``, a Wire of the same plan among other ranks, which may be broken.
-
-        Other slots, such as factors that all ranks share, start anew on all of them.
+        A collective call of all ranks, between steps. `load_state_dict` takes it on every rank of a world of any size.
         """
-        former._executor.wait_idle()
-        self._engine.succeed(former._engine)
+        self._check_attached()
+        with on_the_host():
+            with self.failing_together("gather_state_dict()"):
+                state = self.state_dict()
+                if self.engine.adapter is not None:
+                    state |= self.engine.adapter.state(on_every_rank=True)
+            return self.engine.alone(lambda: checkpoint.gather(state, self.engine.whole_world()))
 
-    def _alone(self, job: Callable[[], _T]) -> _T:
-        return self._executor.call(job)
+    def checkpointable(self) -> Checkpointable:
+        """An object whose ``state_dict()`` is `gather_state_dict`, for libraries that write what rank 0 returns.
 
-    def _whole_world(self) -> Transport:
-        return self._engine.transport
+        ::
+
+            accelerator.register_for_checkpointing(wire.checkpointable())
+        """
+        return Checkpointable(self)
+
+    def detach(self) -> None:
+        """Stop compressing, between steps and on every rank: gradients go through PyTorch's own collectives from now
+        on.
+
+        PyTorch cannot unregister a communication hook of DDP: the one that is there passes gradients through. The model
+        may be compressed again; residuals are dropped. Afterwards whatever needs the other ranks, as `state_dict` and
+        `load_state_dict` do, raises ``RuntimeError``; statistics and the plan can still be read.
+        """
+        if self.attached:
+            self._at_detach.close()
+            self.engine.attached = False
+
+    def at_detach(self, call: Callable[[], object]) -> None:
+        """Have `detach` call this, before the callbacks that were registered earlier."""
+        self._at_detach.callback(call)
+
+    def between_steps(self, check: Callable[[], None]) -> None:
+        """Have `state_dict` call this method first, which raises where the present moment is not between two steps.
+        Its object is not kept alive."""
+        self._between_steps.append(weakref.WeakMethod(check))
+
+    def _check_attached(self) -> None:
+        if not self.attached:
+            raise RuntimeError(CLOSED)

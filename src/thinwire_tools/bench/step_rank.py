@@ -54,7 +54,7 @@ def measure(
         "measured": measured,
         "processor_s": contest.processor_seconds(token_batch(batch), 3, steps),
         "declined_layers": contest.wire.stats.declined_layers,
-        "bytes_per_step": contest.wire.wire_bytes_per_step(),
+        "bytes_per_step": contest.wire.sent_bytes(),
         "stats": contest.wire.stats.to_dict(),
     }
 

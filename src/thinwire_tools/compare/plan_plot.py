@@ -30,7 +30,7 @@ def draw(wire: Wire, path: Path | str) -> None:
         ValueError: No layer is compressed.
         ImportError: matplotlib is missing; the message says how to install it.
     """
-    all_rows = wire.plan_rows()
+    all_rows = wire.engine.plan_rows()
     rows = [row for row in all_rows if not all(_is_raw(c) for c in (row.compressor, row.reference))]
     if not rows:
         raise ValueError("no layer is compressed: there is nothing to draw")

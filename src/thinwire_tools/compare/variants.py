@@ -147,7 +147,7 @@ class Variant:
         exact = dense if measure and not wire.plan.all_raw else 0.0
         return Attached(
             lambda steps: wire.stats.payload_sent_bytes - exact * math.ceil(steps / max(1, measure)),
-            lambda: dense if wire.plan.all_raw else wire.wire_bytes_per_step(),
+            lambda: dense if wire.plan.all_raw else wire.sent_bytes(),
             wire,
             close=wire.detach,
         )

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from thinwire.api import compress as compress_model, compress_fsdp
 from thinwire.collectives import MessageError, PeerFailedError, SharedMemoryError, TransportError
 from thinwire.integrations.first_forward import on_first_forward
-from thinwire.runtime import DisagreementError, ParityError, ShardedWire, Wire
+from thinwire.runtime import DisagreementError, ParityError, Wire
 from thinwire_tools.results import Results
 
 ON_EVERY_RANK = (DisagreementError, MessageError, ParityError, PeerFailedError, SharedMemoryError, TransportError)
@@ -44,7 +44,7 @@ class Attachment:
     options: dict[str, Any]
     state: Path | None
     save_every: int
-    wire: Wire | ShardedWire | None = None
+    wire: Wire | None = None
     _handles: list[RemovableHandle] = field(default_factory=list)
     _saved: int = 0
 

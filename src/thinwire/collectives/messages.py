@@ -12,7 +12,7 @@ from thinwire.collectives.message import seal, verify
 from thinwire.collectives.transport import Buffers, Pending, Transport
 
 
-class Exchange:
+class Messages:
     """One run of a collective's messages, as a context manager.
 
     Entering posts the receives of all phases. If the body raises, peers that still wait for a message of this rank

@@ -1,0 +1,789 @@
+"""Buckets of gradients under DistributedDataParallel: the exchange, and the engine that makes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from thinwire.collectives import (
+    Algorithm,
+    CollectiveCall,
+    DeviceTransport,
+    FailureDetector,
+    Layer,
+    Layout,
+    SumRounds,
+    Transport,
+    ring_bytes,
+    sum_buffers,
+)
+from thinwire.collectives.stages import WORKER
+from thinwire.compressors import (
+    RESIDUAL,
+    CodecCall,
+    Coded,
+    ColdStart,
+    Compressor,
+    Count,
+    Feedback,
+    FollowsOptimizer,
+    LayerState,
+    Learned,
+    Raw,
+    State,
+    StepEnd,
+    Summed,
+    find_mixin,
+    not_finite,
+    teaches,
+    unwrap,
+)
+from thinwire.kernels import FORMAT_VERSION, derive_key
+from thinwire.plan import Plan, Site, Speeds, declined, sent_bytes
+from thinwire.policies import Policy, Sync
+from thinwire.runtime import checkpoint
+from thinwire.runtime.adapt import Adapter, StepClock
+from thinwire.runtime.bucket import BucketLayers
+from thinwire.runtime.channel import Channel
+from thinwire.runtime.consistency import agree, check_parity, failing_together, library_version, machine_record, resync
+from thinwire.runtime.engine import Engine
+from thinwire.runtime.exchange import Contents, Exchange
+from thinwire.runtime.executor import Alone, AsyncReadback, StreamExecutor, ThreadExecutor
+from thinwire.runtime.poison import PoisonMonitor
+from thinwire.runtime.probe import measure_speeds, settle
+from thinwire.runtime.route import Route
+from thinwire.runtime.settings import WireSettings
+from thinwire.runtime.slots import Slots, UnsentResiduals, moved_residual, slot_bytes
+from thinwire.runtime.stats import Stats, StatsRecorder
+from thinwire.runtime.step_plan import StepPlan
+from thinwire.runtime.table import LayerRow, layer_rows, layer_table
+
+_T = TypeVar("_T")
+
+
+def simulate(
+    flat: Tensor, layout: Layout, *, seed: int, step: int, rank: int, num_ranks: int, state: State | None
+) -> None:
+    """Replace each layer of ``flat`` by what its receivers would decode, on any device.
+
+    ``layout`` is that of a world of one: every layer is whole. The second coding, that of the mean by its owner, is
+    left out, and error feedback works on the worker's side alone.
+    """
+    call = CollectiveCall(seed, step, scale=1.0, state=state)
+    key = call.key(WORKER, rank)
+    for chunk in (*layout.chunks, *layout.gathered):
+        message = torch.zeros(chunk.message_bytes, dtype=torch.uint8, device=flat.device)
+        for compressor, segments in chunk.groups:
+            compressor.encode(flat, message, CodecCall(segments, key, state=state))
+            compressor.decode(message, flat, CodecCall(segments))
+    buffers = sum_buffers(layout, flat.device)
+    running = SumRounds(flat, layout, buffers, call, rank=rank, num_ranks=num_ranks)
+    running.start()
+    for s, buffer in zip(layout.sums, buffers, strict=True):
+        if s.op == "sum" and not s.dtype.is_floating_point:
+            # As if all ranks had sent the same: integers are not divided by their number beforehand.
+            buffer.mul_(num_ranks)
+        running.go_on(s)
+
+
+_STALE_STEPS = 16
+
+
+@dataclass
+class _Known:
+    """A bucket that has come before."""
+
+    layers: BucketLayers
+    dtype: torch.dtype
+    contents: Contents
+    last_step: int
+    route: Route | None = None
+
+
+@dataclass(kw_only=True)
+class Bucket(Exchange):
+    """Replaces the gradients of a bucket by their mean over all ranks."""
+
+    engine: BucketEngine
+    flat: Tensor
+    layers: BucketLayers
+    loss_scale: float
+    turns: int = 1
+    _state: State | None = field(default=None, init=False)
+    _exact: Tensor | None = field(default=None, init=False)
+
+    @property
+    def result(self) -> Tensor:
+        return self.flat
+
+    def begin(self) -> None:
+        engine = self.engine
+        engine.begin()
+        engine.recorder.bucket_begins()
+        self.contents = engine.place(self.flat, self.layers)
+        # Ranks share what is learned by native collectives.
+        self.alone = bool(engine.learning(self.layers))
+
+    def start(self, route: Route) -> tuple[Tensor, State]:
+        engine, flat = self.engine, self.flat
+        state = self._state = engine.open(self.contents.key, route, flat, self.loss_scale)
+        engine.learn(flat, route.layout, engine.learning(self.layers), state)
+        if engine.measure and engine.step % engine.measure == 0:
+            self._exact = flat.to(torch.float32, copy=True)
+        return flat, state
+
+    def finish(self, x: Tensor, route: Route) -> None:
+        engine = self.engine
+        engine.close_slots(self.contents.key)
+        if self._exact is not None:
+            # Against the exact mean, which takes an all-reduce in fp32.
+            engine.transport.all_reduce(self._exact.div_(engine.world_size), lane=1)
+            engine.recorder.measure(self._exact, x, engine.step)
+        engine.note_result(x)
+        engine.note_limits(route, self._state)
+        engine.stats.encoded += route.layout.num_coded
+        engine.stats.buckets += 1
+        engine.recorder.bucket_ends()
+        engine.raise_parity_error()
+
+    def fail(self) -> None:
+        # Peers have the same news, or will: nobody commits this step.
+        self.engine.failed = True
+
+
+class BucketEngine(Engine):
+    """Reduces the buckets of DistributedDataParallel, and the fragments of local updates."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        shapes: Mapping[str, Sequence[int]],
+        transport: Transport,
+        settings: WireSettings = WireSettings(),
+        *,
+        simulated: bool = False,
+        measure: int = 0,
+        optimizer: torch.optim.Optimizer | None = None,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+    ) -> None:
+        self.transport = transport
+        self._dtypes = dict(dtypes or {})
+        self._optimizer = optimizer
+        # Raises here, not in the first step, where a schedule or a compressor lacks something.
+        plan.at_step(0, self._present_rate()).for_world(transport.world_size, shapes)
+        # Between devices the same is done on a stream beside backward's, without threads.
+        self.device = transport.device if isinstance(transport, DeviceTransport) else None
+        adapt = settings.adapt
+        if adapt is not None and adapt.wants_syncs and (simulated or self.device is not None):
+            raise ValueError(
+                f"{adapt} goes by how long communication takes on the host's clock, which a GPU's does not show, and "
+                "simulate=True has none: leave out objective=time"
+            )
+        nodes_too = adapt is not None and bool(adapt.considers)
+        algorithm, world = settle(settings.algorithm, transport, nodes_too=nodes_too)
+        self.executor = ThreadExecutor("thinwire") if self.device is None else StreamExecutor(self.device)
+        self.channel = Channel(transport, self.executor, Stats(), algorithm=algorithm, world=world, seed=settings.seed)
+        rank, world_size = transport.rank, transport.world_size
+        super().__init__(plan, shapes, [self.channel], start=settings.start, rank=rank, world_size=world_size)
+        self.simulated, self.measure = simulated, measure
+        self.learning_rate: float | None = None
+        """The optimizer's in the present step, for compressors that follow it."""
+        self.learning_rates: Mapping[str, float] = {}
+        """The same by layer."""
+        self.changes: Mapping[str, float] = {}
+        """The change that the optimizer's last step made to each layer that follows it: ``‖x^k − x^{k−1}‖²``."""
+        self.used: Mapping[str, Tensor] = {}
+        """The share (0 to 1) of the last step's result that was used of a layer."""
+        self._loss_scale = 1.0
+        self._beside_bytes = 0
+        """Bytes that the last step sent beside its buckets: the lengths of momenta (`QuantizedAdam`)."""
+        self.slots = Slots()
+        self._poison = PoisonMonitor()
+        self._step_plan = StepPlan(world_size, self.shapes, self.slots)
+        self._buckets: dict[Hashable, _Known] = {}
+        self._parity_error: Exception | None = None
+        # On a device the host reads these when the next step begins: by then they have long been computed.
+        self._finite, self._limits, self._clippings = AsyncReadback(), AsyncReadback(), AsyncReadback()
+        self.recorder = StatsRecorder(self.stats)
+        self.reset_stats()
+        self.failed = False
+        """Whether an exchange of the present step has failed, though not by its link."""
+        self.unsent: UnsentResiduals | None = None
+        """Residuals of layers from which a policy has taken error feedback."""
+        self.speeds: Speeds | None = None
+        """What declining measured, or what a policy asked for; None if nobody did."""
+        agree(self.record(self.step) | {"adapt": str(adapt)}, transport)
+        if not simulated and world_size > 1:
+            self._measure_speeds(adapt, skip_if_slower=settings.skip_if_slower)
+        if adapt is not None:
+            options = {"algorithm": algorithm, "world": world, "start": self.start, "speeds": self.speeds}
+            self.adapter = Adapter(adapt, self.plan, self.shapes, transport, **options)
+
+    def _measure_speeds(self, adapt: Policy | None, *, skip_if_slower: bool) -> None:
+        """Measure codecs and links if ``skip_if_slower`` or the policy needs it; leave raw what gets no faster."""
+        reference = {name: c for name, c in self.plan.layers.items() if not isinstance(c, Raw)}
+        timed = set(adapt.to_time(reference)) if adapt is not None else set()
+        if skip_if_slower:
+            timed |= set(reference.values())
+        elif not timed:
+            return
+        self.speeds = measure_speeds(timed, self.transport, self.algorithm, self.channel.world)
+        if skip_if_slower:
+            self.plan = declined(self.plan, self.speeds)
+        self.reset_stats()
+
+    def _present_rate(self) -> float | None:
+        """The highest learning rate of the optimizer's groups, which a schedule may follow."""
+        if self._optimizer is None:
+            return None
+        return max(float(group["lr"]) for group in self._optimizer.param_groups)
+
+    @property
+    def detector(self) -> FailureDetector | None:
+        """What names the rank that caused a failure."""
+        return self.transport.detector
+
+    @property
+    def dense(self) -> bool:
+        """Whether the present step is uncompressed: it is before ``start``, or every layer is raw.
+
+        The attachment then leaves gradients to a native all-reduce, as without a Wire, and calls `count_dense`.
+        """
+        return not self.attached or self.step < self.start or self.plan.all_raw
+
+    @property
+    def syncs(self) -> Sequence[Sync]:
+        """The communication of each plan's last steps, bucket by bucket, where the policy asks for it."""
+        return self.adapter.syncs if self.adapter else ()
+
+    def table(self, declined: Mapping[str, str], loaded: Collection[str]) -> str:
+        title = "Wire of one rank, which sends nothing" if self.world_size == 1 else f"Wire of {self.world_size} ranks"
+        shapes, dtypes = self.shapes, self._dtypes
+        return layer_table(
+            title,
+            self.plan,
+            shapes,
+            declined,
+            loaded,
+            lambda name, c: sent_bytes(c, shapes[name], self.world_size, dtypes.get(name, torch.float32)),
+            than="fp32" if set(dtypes.values()) <= {torch.float32} else "uncompressed",
+        )
+
+    def plan_rows(self) -> list[LayerRow]:
+        """Return the layers in the order in which they are sent: what each has, and what the rules name for it.
+
+        Errors are those of the last decision; only rank 0, which decides, has them.
+        """
+        buckets = [[layer.name for layer in route.layout.layers] for route in self.present_routes()]
+        last = self.adapter.decisions[-1] if self.adapter and self.adapter.decisions else None
+        errors = (last.errors, last.reference_errors) if last else ({}, {})
+        return layer_rows(self.plan.layers, self.asked.layers, self.shapes, buckets, self.world_size, *errors)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.slots.num_bytes
+
+    @property
+    def foreseen_bytes(self) -> int:
+        return slot_bytes(self.plan.layers, self.shapes)
+
+    def sent_bytes(self, site: Site) -> int:
+        if site != "gradients":
+            raise ValueError(f"DistributedDataParallel sends gradients, and no {site}")
+        return self._beside_bytes + sum(route.sent_bytes for route in self.routes_of(self.step))
+
+    # A backward pass, as attachments see it.
+
+    def begin_step(self, learning_rates: Mapping[str, float] | None = None) -> None:
+        """Count a new backward pass. Attachments call this before its first bucket.
+
+        ``learning_rates`` are those of the layers that follow the optimizer; see `on_optimizer_step`.
+        """
+        # After an error, buckets of that pass may still be under way: they must not write over this one's gradients.
+        self.executor.wait_idle()
+        if self._clock is not None:
+            self._clock.end()
+        self.recorder.clipping.warn()
+        self.learning_rate = self._present_rate()
+        self.learning_rates = learning_rates or {}
+        self.step += 1
+        sync = self._end_sync()
+        if self.adapter is not None:
+            self._adapt(self.adapter, sync)
+        if self._clock is not None:
+            self._clock.begin(compressed=not self.dense)
+
+    @property
+    def _clock(self) -> StepClock | None:
+        # On a device the host learns nothing of when anything is done.
+        return self.adapter.clock if self.adapter is not None and self.device is None else None
+
+    def _adapt(self, adapter: Adapter, sync: Sync | None) -> None:
+        if sync is not None and adapter.policy.wants_syncs:
+            adapter.note_sync(sync)
+        plan = adapter.begin_step(self.step, self.plan, self.learning_rate)
+        if plan is not self.plan or adapter.algorithm != self.algorithm:
+            self.executor.call(lambda: self.change(plan, adapter.algorithm))
+
+    def observe(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> None:
+        """Show a bucket's gradients to the policy, before they are reduced. Attachments call this for each bucket."""
+        if self._clock is not None:
+            self._clock.ready(flat, layers)
+        if self.adapter is not None and self.attached:
+            self.adapter.observe(flat, layers, self.step, loss_scale)
+
+    def add_unsent(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> bool:
+        """Add to a bucket's gradients the residuals of layers that keep none from this step on.
+
+        A policy has taken error feedback from them. Attachments call this for each bucket, before it is reduced. If it
+        returns True, they call `note_unsent` with the bucket's mean.
+        """
+        if not self.unsent:
+            return False
+        self.unsent.send(flat, layers, loss_scale)
+        return True
+
+    def note_unsent(self, mean: Tensor) -> None:
+        """See whether a bucket's mean is finite: if one of a step's is not, residuals that it took are sent again."""
+        if self.unsent:
+            self.unsent.note_mean(mean)
+
+    def on_optimizer_step(self, changes: Mapping[str, float]) -> None:
+        """Say what the optimizer did to the layers that follow it: ``‖x^k − x^{k−1}‖²``, the same on all ranks."""
+        self.changes = dict(changes)
+
+    def on_partial_use(self, shares: Mapping[str, Tensor]) -> None:
+        """Note that only a share (0 to 1) of a layer's last mean was applied, as after clipping; its residual keeps the
+        rest."""
+        self.used = dict(shares)
+
+    def reduce(
+        self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0, failed: Exception | None = None
+    ) -> torch.futures.Future[Tensor]:
+        """Start replacing ``flat``, the gradients of ``layers`` end to end, by their mean over all ranks.
+
+        ``loss_scale`` is how many times larger than the gradients its values are (a `GradScaler`'s scale). The future's
+        result is ``flat`` itself; whatever goes wrong reaches the caller through it. ``failed`` is what has gone wrong
+        on this rank already: the other ranks, which wait for its messages, are told instead, and the future has it.
+        """
+        if self.world_size == 1:
+            kept: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
+            if failed is None:
+                kept.set_result(flat)
+            else:
+                kept.set_exception(failed)  # pyright: ignore[reportArgumentType]
+            return kept
+        bucket = Bucket(
+            kind="all_reduce",
+            dtype=flat.dtype,
+            number=self.step,
+            failed=failed,
+            engine=self,
+            flat=flat,
+            layers=layers,
+            loss_scale=loss_scale,
+        )
+        future = self.channel.submit(bucket)
+        return self._clock.arriving(future) if self._clock is not None else future
+
+    def simulate(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> None:
+        """Replace ``flat`` by what would arrive of it, here and now, and count the bytes that would have been sent.
+
+        The attachment then takes the mean by a native all-reduce and shows it to `note_simulated`.
+        """
+        self.begin()
+        contents = self.place(flat, layers)
+        known = self._buckets[contents.key]
+        route = known.route = known.route or self._simulated_route(contents, flat.dtype)
+        state = self.open(contents.key, route, flat, loss_scale)
+        self.learn(flat, route.layout, self.learning(layers), state)
+        options = {"seed": self.seed, "step": self.step, "rank": self.rank, "num_ranks": self.world_size}
+        simulate(flat, route.layout, state=state, **options)
+        self.close_slots(contents.key)
+        self.recorder.clipped(*route.clipped(state))
+        self.recorder.bucket(ring_bytes(flat.nbytes, self.world_size), route.sent_bytes)
+
+    def note_simulated(self, mean: Tensor, layers: BucketLayers) -> None:
+        """See whether a simulated step's mean is finite: if not, no slot moves in it. Slots that depend on the mean
+        follow it: before, a rank saw only its own gradient."""
+        self.note_result(mean)
+        start = 0
+        for name, shape in layers:
+            numel = math.prod(shape)
+            if (layer := self.slots.layer(name)) is not None:
+                state = State({}, {}, self._loss_scale, {name: layer}, self.learning_rates)
+                if (cold := find_mixin(self.plan[name], ColdStart)) is not None:
+                    cold.follow(mean[start : start + numel], name, state)
+            start += numel
+
+    def count_dense(self, num_bytes: int, future: torch.futures.Future[Tensor]) -> torch.futures.Future[Tensor]:
+        """Count gradients of ``num_bytes`` that go through a native all-reduce; returns its future to pass on."""
+        self._count_step()
+        moved = ring_bytes(num_bytes, self.world_size)
+        self.recorder.bucket(moved, moved)
+        return self._clock.arriving(future) if self._clock is not None else future
+
+    def count_beside(self, num_bytes: int) -> None:
+        """Count ``num_bytes`` that a native all-reduce has moved beside the gradients of a backward pass."""
+        self._beside_bytes = ring_bytes(num_bytes, self.world_size)
+        self.recorder.beside(self._beside_bytes)
+
+    def check_parity(self, names: Sequence[str], sums: Tensor | None, *, now: bool = False) -> None:
+        """Compare the checksums of all ranks' parameters (`thinwire.runtime.consistency.checksums`), behind the
+        training loop's back; this step's gradients raise a difference. A rank without ``sums`` is not compared.
+
+        In a dense or simulated step nothing else is under way in the worker: it is waited for, and raised here. So it
+        is with ``now``: where gradients do not come to the worker, nothing else keeps the optimizer from going on.
+        """
+        step = self.step
+
+        def check() -> None:
+            try:
+                check_parity(names, sums, self.transport, step)
+            except Exception as error:  # noqa: BLE001 - raised by the bucket that follows
+                self._parity_error = error
+            self.stats.parity_checks += 1
+
+        checked = self.executor.submit(Alone(check))
+        if now or self.dense or self.simulated:
+            checked.wait()
+            self.raise_parity_error()
+
+    def raise_parity_error(self) -> None:
+        """Raise what `check_parity` found, if it found anything."""
+        error, self._parity_error = self._parity_error, None
+        if error is not None:
+            raise error
+
+    def resync(self, parameters: Mapping[str, Tensor]) -> None:
+        """Give every rank rank 0's parameters, between steps. All ranks must call it."""
+        self.executor.call(lambda: resync(parameters, self.transport))
+        self.stats.resyncs += 1
+
+    def discard_step(self) -> None:
+        """Leave residuals as they were before the last step, whose means are not used."""
+        self.executor.wait_idle()
+        self._finite.read()
+        self.slots.discard()
+        if self.unsent:
+            self.unsent.keep()
+
+    def succeed(self, former: BucketEngine) -> None:
+        """Take over the residual of ``former``, of the same plan among other ranks, which may be broken.
+
+        Other slots, such as factors that all ranks share, start anew on all of them.
+        """
+        former.executor.wait_idle()
+        former._end()
+        residuals = {}
+        for name, compressor in self.plan.layers.items():
+            if RESIDUAL in compressor.slots:
+                value = former.slots.value(name, RESIDUAL, self.shapes[name])
+                old, new = (former.rank, former.shares), (self.rank, self.shares)
+                residuals[name, RESIDUAL.name] = moved_residual(value, compressor, name, old, new)
+        self.slots.replace(residuals)
+
+    # Checkpoints, between two steps.
+
+    def collect(self) -> dict[str, Tensor]:
+        self._end()
+        options = {"step": self.step, "seed": self.seed, "rank": self.rank, "shares": self.shares}
+        return checkpoint.write(self.slots, self.plan, self.shapes, **options)
+
+    def template(self, plan: Plan, world_size: int) -> dict[str, Tensor]:
+        return checkpoint.template(plan, self.shapes, world_size)
+
+    def read(self, state: Mapping[str, Tensor]) -> checkpoint.Checked:
+        algorithm = self.adapter.saved_algorithm(state) if self.adapter is not None else self.algorithm
+        shares = self.shares_of(algorithm)
+        loaded = checkpoint.read(state, self.plan, self.shapes, self.rank, shares)
+
+        def adopt() -> None:
+            self.alone(lambda: self._adopt(loaded, algorithm))
+            if self.adapter is not None:
+                self.adapter.load(state, self.plan, self._present_rate())
+
+        # In a simulation every rank updates its slots by its own gradients.
+        return checkpoint.Checked(loaded.record(), {} if self.simulated else loaded.shared(), adopt)
+
+    def _adopt(self, loaded: checkpoint.Loaded, algorithm: Algorithm) -> None:
+        self.plan, self.step = loaded.plan, loaded.step
+        self.channel.seed, self.channel.algorithm = loaded.seed, algorithm
+        self.channel.forget(self._buckets)
+        self._buckets.clear()
+        self._step_plan.forget()
+        self.unsent = None
+        self.slots.replace(loaded.slots)
+        agree(self.record(loaded.step), self.transport)
+
+    def alone(self, job: Callable[[], _T]) -> _T:
+        return self.executor.call(job)
+
+    def whole_world(self) -> Transport:
+        return self.transport
+
+    # In the executor.
+
+    def record(self, step: int) -> dict[str, str]:
+        """What all ranks must have in common, in the order in which a difference is best reported."""
+        record = {
+            "thinwire version": library_version(),
+            "wire format": str(FORMAT_VERSION),
+            "algorithm": f"{self.algorithm} on nodes {self.channel.world.nodes}",
+            "seed": str(self.seed),
+            "start": str(self.start),
+            "simulated": str(self.simulated),
+            "measure": str(self.measure),
+            "step": str(step),
+        }
+        record |= machine_record(self.plan.layers.values(), self.device)
+        return record | {f"layer {name}": str(compressor) for name, compressor in self.plan.layers.items()}
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """How much of every layer each rank owns, in proportion; nobody owns anything where all is gathered."""
+        return self.shares_of(self.algorithm)
+
+    def shares_of(self, algorithm: Algorithm) -> tuple[int, ...]:
+        """The same by another algorithm."""
+        return (0,) * self.world_size if algorithm.gathers else algorithm.shares(self.channel.world)
+
+    def _end_sync(self) -> Sync | None:
+        """Return the sizes and seconds of the last step's communication, or None if it was not compressed."""
+        if self.unsent:
+            self.unsent.end_step()
+        seconds = self.recorder.sync_seconds()
+        sizes = tuple(route.sent_bytes for route in self.present_routes())
+        return Sync(sizes, seconds) if seconds and sizes else None
+
+    def present_routes(self) -> list[Route]:
+        """Those of the last step, in the order in which buckets leave."""
+        return self.routes_of(max((known.last_step for known in self._buckets.values()), default=-1))
+
+    def routes_of(self, step: int) -> list[Route]:
+        """The routes of the buckets whose last step was ``step``."""
+        return [known.route for known in self._buckets.values() if known.route and known.last_step == step]
+
+    def change(self, plan: Plan, algorithm: Algorithm) -> None:
+        """Between two steps, on every rank: take another plan, or another collective algorithm.
+
+        A layer keeps its residual. If its new compressor has none, the residual is sent with its next gradient.
+        """
+        self._end()
+        if algorithm != self.algorithm:
+            self._release(set(self._buckets))
+        old_shares, self.channel.algorithm = self.shares, algorithm
+        for name, compressor in plan.layers.items():
+            if (old := self.plan[name]) != compressor or self.shares != old_shares:
+                if isinstance(old, Feedback) and RESIDUAL not in compressor.slots:
+                    owners = (0,) * self.world_size if self.simulated else old_shares
+                    unsent = self.slots.unsent(name, self.shapes[name], old, self.rank, owners)
+                    self.unsent = self.unsent or UnsentResiduals()
+                    self.unsent.add(name, unsent.mul_(old.in_gradients(self.learning_rate)))
+                alike = type(unwrap(old)) is type(unwrap(compressor))
+                if isinstance(old, Summed) and RESIDUAL in old.slots and not alike:
+                    self.slots.average_residual(name, self.transport)
+                self.slots.hand_over(name, self.shapes[name], old, compressor, self.rank, old_shares, self.shares)
+        self.plan = plan
+        self.stats.plan_changes += 1
+        agree({"step": str(self.step), "plan": plan.hash, "algorithm": str(algorithm)}, self.transport)
+
+    def note_result(self, flat: Tensor) -> None:
+        """See whether a mean is finite: if one of a step's is not, no slot moves in it, on any rank."""
+        if self.plan.has_slots:
+            self._finite.note(not_finite(flat))
+
+    def note_limits(self, route: Route, state: State | None) -> None:
+        """Count the values that the last messages and sums could not hold."""
+        saturated, overflowed = route.limits(self.rank)
+        if isinstance(saturated, Tensor) or isinstance(overflowed, Tensor):
+            self._limits.note(_stacked(saturated, overflowed, self.transport))
+        else:
+            self.recorder.limits(int(saturated), int(overflowed))
+        clipped, rounded = route.clipped(state)
+        if isinstance(clipped, Tensor):
+            self._clippings.note(_stacked(clipped, rounded, self.transport))
+        else:
+            self.recorder.clipped(clipped, rounded)
+
+    def open(self, key: Hashable, route: Route, flat: Tensor, loss_scale: float) -> State:
+        """Open the slots of a bucket for this step, whose gradients are ``loss_scale`` times as large as they are."""
+        self._buckets[key].route = route
+        self._loss_scale = loss_scale
+        self._poison.note_gradients(flat)
+        state = self.slots.state(key, route.layout, loss_scale, flat.device)
+        if not self.learning_rates and self.learning_rate is None:
+            return state
+        rate = 1.0 if self.learning_rate is None else self.learning_rate
+        return replace(state, learning_rates=self.learning_rates, learning_rate=rate)
+
+    def close_slots(self, key: Hashable) -> None:
+        """Keep what this step has written to the slots of a bucket."""
+        self.slots.close(key, derive_key(self.seed, self.step, self.rank))
+
+    def learning(self, layers: BucketLayers) -> tuple[str, ...]:
+        """The layers that learn in this step what they are coded with."""
+        return self._step_plan.learning([name for name, _ in layers], self.step - self.start)
+
+    def learn(self, flat: Tensor, layout: Layout, learning: Sequence[str], state: State) -> None:
+        """Learn what all ranks code these layers with from this step on: from the first rank that has a gradient."""
+        layers = [layer for layer in layout.layers if layer.name in learning]
+        if not layers:
+            return
+        values = [flat[layer.start : layer.start + layer.numel].float() / state.loss_scale for layer in layers]
+        teaching = torch.tensor([teaches(v) for v in values], dtype=torch.uint8, device="cpu")
+        by_rank = self.transport.all_gather(teaching).tolist()
+        teachers = [next((r for r, all_of in enumerate(by_rank) if all_of[at]), None) for at in range(len(layers))]
+        with failing_together([self.transport], "learning what gradients are coded with"):
+            for layer, teacher, own in zip(layers, teachers, values, strict=True):
+                learned, slots = find_mixin(layer.compressor, Learned), state.layers[layer.name].now
+                if teacher == self.rank and learned is not None:
+                    for name, value in learned.learn(own, slots).items():
+                        slots[name].copy_(value.view_as(slots[name]))
+        for layer, teacher in zip(layers, teachers, strict=True):
+            for slot in (slot for slot in layer.compressor.slots if slot.learned and teacher is not None):
+                held = state.layers[layer.name].now[slot.name]
+                held.copy_(self.transport.all_gather(held.cpu())[teacher])
+
+    def reset_stats(self) -> None:
+        if self.attached:
+            self.executor.call(self._reset_stats)
+        else:
+            self._reset_stats()
+
+    def _reset_stats(self) -> None:
+        for readback in (self._limits, self._clippings):
+            readback.read()
+        super().reset_stats()
+        self.recorder.stats = self.stats
+
+    def present_stats(self) -> Stats:
+        self._count_limits()
+        return super().present_stats()
+
+    def _count_limits(self) -> None:
+        for saturated, overflowed in (counts.tolist() for counts in self._limits.read()):
+            self.recorder.limits(saturated, overflowed)
+        for clipped, rounded in (counts.tolist() for counts in self._clippings.read()):
+            self.recorder.clipped(clipped, rounded)
+
+    def _count_step(self) -> bool:
+        return self.recorder.step(self.step, compressed=not (self.step < self.start or self.plan.all_raw))
+
+    def begin(self) -> None:
+        """Begin a step with its first bucket."""
+        if not self._count_step():
+            return
+        self._end()
+        if self._poison.suspected and self._poison.confirmed(self.transport):
+            self.slots.reset()
+            self._step_plan.forget()
+            self.stats.state_resets += 1
+            self._poison.warn(self.step)
+        self._step_plan.follow(self.plan, self.step - self.start, self.learning_rate)
+        # DDP rebuilds its buckets once or twice; the buffers of the old ones are given back.
+        self._release({key for key, known in self._buckets.items() if known.last_step < self.step - _STALE_STEPS})
+
+    def _end(self) -> None:
+        """Let the slots take what the last step left for them: nothing, if some rank met NaN or Inf in it."""
+        self.recorder.end_measure()
+        self._count_limits()
+        means = self._finite.read()
+        finite = all(bool(torch.isfinite(value)) for value in means)
+        if means and not self.failed:
+            self._poison.end_step(finite=finite)
+        if finite and not self.failed:
+            self._end_compressors()
+            self.slots.keep_rest(self.used)
+            self.slots.commit()
+        else:
+            self.slots.discard()
+            self.stats.nonfinite_steps += 1
+        self.failed, self.used = False, {}
+        self._follow_optimizer()
+
+    def _follow_optimizer(self) -> None:
+        together: dict[Compressor, list[tuple[LayerState, float]]] = {}
+        for name, change in self.changes.items():
+            if (layer := self.slots.layer(name)) is not None and math.isfinite(change):
+                together.setdefault(self.plan[name], []).append((layer, change))
+        self.changes = {}
+        for compressor, changes in together.items():
+            if (following := find_mixin(compressor, FollowsOptimizer)) is not None:
+                following.on_optimizer_step(changes)
+
+    def _end_compressors(self) -> None:
+        """Let compressors decide what their layers decide together."""
+        together: dict[Compressor, list[LayerState]] = {}
+        for layer, layer_state in self.slots.touched_layers():
+            # That of the plan: a layer's form in this step may differ from the others'.
+            compressor = self.plan[layer.name]
+            if find_mixin(compressor, StepEnd) is not None:
+                together.setdefault(compressor, []).append(layer_state)
+        for compressor, layers in together.items():
+            if (deciding := find_mixin(compressor, StepEnd)) is not None:
+                deciding.end_step(layers, self._loss_scale)
+
+    def place(self, flat: Tensor, layers: BucketLayers) -> Contents:
+        """The layers of a bucket of this step, each with its compressor."""
+        # A schedule gives the plan several forms, each with messages of its own.
+        key = (layers, flat.dtype, self._step_plan.number)
+        known = self._buckets.get(key)
+        if known is None:
+            self._let_go_of_buckets_before(layers, flat.dtype)
+            contents = Contents(key, self._layers_of(flat, layers))
+            known = self._buckets[key] = _Known(layers, flat.dtype, contents, self.step)
+        known.last_step = self.step
+        return known.contents
+
+    def _let_go_of_buckets_before(self, layers: BucketLayers, dtype: torch.dtype) -> None:
+        """Free what earlier buckets of the same layers hold: DDP has rebuilt them. Two at a time would be twice the
+        memory."""
+        names = {name for name, _ in layers}
+
+        def replaced(old: _Known) -> bool:
+            if old.last_step == self.step or (old.layers, old.dtype) == (layers, dtype):
+                return False
+            return not names.isdisjoint(name for name, _ in old.layers)
+
+        self._release({key for key, old in self._buckets.items() if replaced(old)})
+
+    def _release(self, keys: Set[Hashable]) -> None:
+        self.slots.release(keys)
+        self.channel.forget(keys)
+        for key in keys:
+            del self._buckets[key]
+
+    def _simulated_route(self, contents: Contents, dtype: torch.dtype) -> Route:
+        sent_bytes = self.channel.sent_bytes("all_reduce", contents, dtype) if self.world_size > 1 else 0
+        return Route(Layout.build(contents.layers, 1, dtype), sent_bytes)
+
+    def _layers_of(self, flat: Tensor, layers: BucketLayers) -> tuple[Layer, ...]:
+        placed, start = [], 0
+        for name, shape in layers:
+            if name not in self.plan.layers:
+                # Frozen when compress() was called, and trained now.
+                self.plan, self.shapes[name] = self.plan.extended(name, shape), shape
+                self._step_plan.add(name, self.plan, self.step - self.start, self.learning_rate)
+            compressor = self._step_plan[name]
+            if not isinstance(compressor, Coded | Summed):
+                raise TypeError(f"{name} has {compressor}, which is neither coded nor summed")
+            placed.append(Layer(name, start, shape, compressor))
+            start += math.prod(shape)
+        if start != flat.numel():
+            raise ValueError(f"a bucket of {flat.numel()} elements came with layers of {start}")
+        return tuple(placed)
+
+
+def _stacked(first: Count, second: Count, transport: Transport) -> Tensor:
+    """Both counts as one tensor, on the device if there is one: a number sent from the host would make it wait."""
+    device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
+    counts = [
+        c if isinstance(c, Tensor) else torch.full((), c, dtype=torch.int64, device=device) for c in (first, second)
+    ]
+    return torch.stack(counts)
