@@ -152,7 +152,8 @@ class Pair:
         sender, receiver = self._sides if direction == "forward" else reversed(self._sides)
         message, arrived = sender.message(direction, 0), torch.empty_like(x)
         sender.prepare(direction, 0, [x])
-        self._beside.submit(lambda: sender.pack(direction, 0, [x], message)()).result()
+        self._beside.submit(lambda: sender.pack(direction, 0, [x], message)).result()
+        self._beside.submit(sender.keep).result()
         receiver.unpack(direction, 0, message, [arrived], 0)
         return arrived
 

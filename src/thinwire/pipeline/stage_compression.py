@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -181,8 +182,8 @@ class StageCompression:
         """
         direction: Direction = "forward" if side.earlier else "backward"
         side.prepare(direction, chunk, tensors)
-        message, peer = side.message(direction, chunk), self.peer(side)
-        tag = self.tag(side.boundary, direction, chunk)
+        message = side.message(direction, chunk)
+        start = partial(self._start, message, self.peer(side), self.tag(side.boundary, direction, chunk), failing)
         ready = None
         if any(tensor.is_cuda for tensor in tensors):
             ready = torch.cuda.Event()
@@ -192,13 +193,13 @@ class StageCompression:
             try:
                 if ready is not None:
                     ready.synchronize()
-                keep = side.pack(direction, chunk, tensors, message)
+                side.pack(direction, chunk, tensors, message)
             except Exception:
                 side.fail(direction, chunk, message)
-                self._start(message, peer, tag, failing)
+                start()
                 raise
-            self._start(message, peer, tag, failing)
-            keep()
+            start()
+            side.keep()
 
         self._sends[side.boundary, chunk] = self._beside.submit(pack_and_send)
         if side.earlier and "backward" in self.arrivals:

@@ -6,8 +6,7 @@ import os
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -25,9 +24,12 @@ from thinwire.pipeline.stage_compression import StageCompression
 from thinwire.runtime import agree
 from thinwire.threads import Worker
 
-_FIRST_ROOM = 256
+_FIRST_ROOM = 1024
+"""Bytes of the first announcement, which grow with those that come."""
+_SIZE_BYTES = 8
+_MOST_BYTES = 1 << 28
+"""Largest size of an announcement."""
 _MISSING = -(2**63)
-_HEAD = 11
 
 _stage_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, StageGroup] = weakref.WeakKeyDictionary()
 
@@ -40,57 +42,6 @@ def stage_group_of(group: dist.ProcessGroup | None) -> StageGroup:
     if group not in _stage_groups:
         _stage_groups[group] = StageGroup(group)
     return _stage_groups[group]
-
-
-@dataclass
-class StepAnnouncement:
-    """What the first stage's rank broadcasts before a step: the step, or why it cannot take it."""
-
-    step: ScheduleStep
-    error: str = ""
-
-    def to_words(self) -> list[int]:
-        step, batch = self.step, self.step.batch
-        ids = batch or Batch(())
-        lengths = ids.lengths or ()
-        text = self.error.encode()[:1024]
-        packed = [int.from_bytes(text[i : i + 7], "little") for i in range(0, len(text), 7)]
-        absent = -1
-        head = [
-            len(text) if self.error else absent,
-            step.number,
-            step.training_step,
-            int(step.training),
-            step.run,
-            len(ids.samples) if batch else absent,
-            absent if ids.length is None else ids.length,
-            absent if ids.lengths is None else len(lengths),
-            len(ids.upcoming),
-            absent if ids.corners is None else len(ids.corners),
-        ]
-        corners = [pixels for corner in ids.corners or () for pixels in corner]
-        body = packed if self.error else [*ids.samples, *lengths, *ids.upcoming, *corners]
-        return [_HEAD + len(body), *head, *body]
-
-    @staticmethod
-    def from_words(words: list[int]) -> StepAnnouncement:
-        text_bytes, number, training_step, training, run, count, length, *nums = words[1:_HEAD]
-        num_lengths, num_upcoming, num_corners = nums
-        step = ScheduleStep(number, training_step, bool(training), run)
-        if text_bytes >= 0:
-            text = b"".join(word.to_bytes(7, "little") for word in words[_HEAD:])[:text_bytes]
-            return StepAnnouncement(step, text.decode(errors="replace") or "unknown")
-        if count < 0:
-            return StepAnnouncement(step)
-        ends = [_HEAD, _HEAD + count]
-        ends.append(ends[-1] + max(num_lengths, 0))
-        ends.append(ends[-1] + num_upcoming)
-        ends.append(ends[-1] + 2 * max(num_corners, 0))
-        samples, lengths, upcoming, pixels = (tuple(words[a:b]) for a, b in pairwise(ends))
-        corners = None if num_corners < 0 else tuple(zip(pixels[::2], pixels[1::2], strict=True))
-        given = None if num_lengths < 0 else lengths
-        batch = Batch(samples, None if length < 0 else length, given, upcoming, corners)
-        return StepAnnouncement(replace(step, batch=batch))
 
 
 class StageGroup:
@@ -165,21 +116,21 @@ class StageGroup:
             self.detector.advance()
         with stages[0].stats.timed("agree"):
             self._agree_on_options(stages)
-            announcement = self._announce(stages, first_micro_batch)
+            step = self._announce(stages, first_micro_batch)
             self._number += 1
-            if announcement.error:
-                raise ValueError(f"the first stage cannot take this step: {announcement.error}")
-            if announcement.step.training:
-                self._choose(stages, announcement.step)
-            self._set_up(stages, announcement.step)
-        self.step += announcement.step.training
-        self._timed += announcement.step.training
+            if step.error:
+                raise ValueError(f"the first stage cannot take this step: {step.error}")
+            if step.training:
+                self._choose(stages, step)
+            self._set_up(stages, step)
+        self.step += step.training
+        self._timed += step.training
         self._moving = [weakref.ref(stage) for stage in stages]
         for stage in stages:
             with self.failing("posting receives"):
-                stage.post_receives(announcement.step, self.failing)
-            stage.stats.steps += announcement.step.training
-            stage.stats.evaluations += not announcement.step.training
+                stage.post_receives(step, self.failing)
+            stage.stats.steps += step.training
+            stage.stats.evaluations += not step.training
 
     def failing_where_given(self) -> AbstractContextManager[None]:
         """A context in which an error ends the other ranks' first step, too, where they have not met yet. Later, they
@@ -226,32 +177,29 @@ class StageGroup:
             agree(records[0], ForeignGroupTransport(self.group, group_timeout(self.group), detector=self.detector))
             self._agreed = records[0]
 
-    def _announce(self, stages: list[StageCompression], first_micro_batch: int | None) -> StepAnnouncement:
-        root, mine = stages[0].root, stages[0].index == 0
-        announcement = StepAnnouncement(ScheduleStep(self._number, self.step, stages[0].training, self.run))
-        if mine:
-            announcement = self._prepare(stages[0], first_micro_batch)
-        words = announcement.to_words() if mine else []
-        buffer = torch.zeros(self._room, dtype=torch.int64, device="cpu")
-        first = words[: self._room]
-        buffer[: len(first)] = torch.tensor(first, dtype=torch.int64, device="cpu")
+    def _announce(self, stages: list[StageCompression], first_micro_batch: int | None) -> ScheduleStep:
+        """The step that the first stage's rank is about to take, which it broadcasts: its size, then JSON."""
+        root, data = stages[0].root, b""
+        if stages[0].index == 0:
+            text = self._prepare(stages[0], first_micro_batch).to_json()
+            data = len(text).to_bytes(_SIZE_BYTES, "little") + text
+        received = self._broadcast(data, self._room, root)
+        total = _SIZE_BYTES + int.from_bytes(received[:_SIZE_BYTES], "little")
+        if total > _MOST_BYTES:
+            raise ValueError(f"the first stage's rank announced a step of {total} bytes, which cannot be")
+        if total > self._room:
+            received += self._broadcast(data[self._room :], total - self._room, root)
+        self._room = power_of_two(total)
+        return ScheduleStep.from_json(received[_SIZE_BYTES:total])
+
+    def _broadcast(self, data: bytes, size: int, root: int) -> bytes:
+        """The first ``size`` bytes of the root's data."""
+        buffer = torch.frombuffer(bytearray(data[:size].ljust(size, b"\0")), dtype=torch.uint8)
         with self.failing("the broadcast of the samples", root):
             dist.broadcast(buffer, group=self.group, group_src=root)
-        total = int(buffer[0])
-        if not _HEAD <= total < 1 << 28:
-            raise RuntimeError(f"the first stage's rank announced a step of {total} words, which cannot be")
-        received = buffer[:total].tolist()
-        if total > self._room:
-            rest = torch.zeros(total - self._room, dtype=torch.int64, device="cpu")
-            if mine:
-                rest.copy_(torch.tensor(words[self._room :], dtype=torch.int64, device="cpu"))
-            with self.failing("the broadcast of the samples", root):
-                dist.broadcast(rest, group=self.group, group_src=root)
-            received += rest.tolist()
-        self._room = power_of_two(total)
-        return StepAnnouncement.from_words(received)
+        return buffer.numpy().tobytes()
 
-    def _prepare(self, stage: StageCompression, first_micro_batch: int | None) -> StepAnnouncement:
+    def _prepare(self, stage: StageCompression, first_micro_batch: int | None) -> ScheduleStep:
         step = ScheduleStep(self._number, self.step, stage.training, self.run)
         try:
             if stage.training and stage.options.keeps and not self.run:
@@ -263,9 +211,9 @@ class StageGroup:
                     "with the ids of all samples of the batch in their order"
                 )
             _check_first(stage, batch, first_micro_batch)
-            return StepAnnouncement(replace(step, batch=batch))
+            return replace(step, batch=batch)
         except Exception as error:  # noqa: BLE001 - sent to all ranks, which raise it together
-            return StepAnnouncement(step, f"{error}" or type(error).__name__)
+            return replace(step, error=f"{error}" or type(error).__name__)
 
     def _set_up(self, stages: list[StageCompression], step: ScheduleStep) -> None:
         error: Exception | None = None
