@@ -240,3 +240,28 @@ def test_reading_ahead_changes_nothing(tmp_path: Path) -> None:
     for mine, theirs in zip(ahead, plain, strict=True):
         assert mine[0] == theirs[0]
         assert all(torch.equal(p, q) for p, q in zip(mine[1], theirs[2], strict=True))
+
+
+def beside_another(rank: int, other: bool) -> Any:
+    """Train; with ``other``, a second pipeline of the same process group trains in between, and loads an old state."""
+    options = {"forward": "delta(maxabs(bits=3, rounding=stochastic))", "backward": "maxabs(bits=6)"}
+    x, y = samples()
+    pipe, second = Pipe(rank, 2, **options), Pipe(rank, 2, **{**options, "seed": 1})
+    old = second.stages[0].state_dict()
+    for epoch in range(3):
+        pipe.epoch(epoch, x, y)
+        if other:
+            second.step(x[:BATCH], y[:BATCH], range(BATCH))
+            second.stages[0].load_state_dict(old)
+    steps = [int(one.stages[0].state_dict()["step"]) for one in (pipe, second)]
+    return steps, pipe.digests(), pipe.parameters()
+
+
+def test_pipelines_of_one_process_group_count_their_own_steps() -> None:
+    alone, beside = (run_ranks(beside_another, 2, other) for other in (False, True))
+    for (steps, digests, parameters), (others_steps, others_digests, others_parameters) in zip(
+        alone, beside, strict=True
+    ):
+        assert steps == others_steps == [6, 0]
+        assert digests == others_digests
+        assert all(torch.equal(p, q) for p, q in zip(parameters, others_parameters, strict=True))

@@ -84,6 +84,16 @@ class BoundarySide:
         self._num_chunks = 1
 
     @property
+    def outward(self) -> Direction:
+        """The direction of the messages that this side sends."""
+        return "forward" if self.earlier else "backward"
+
+    @property
+    def inward(self) -> Direction:
+        """The direction of the messages that come to this side."""
+        return "backward" if self.earlier else "forward"
+
+    @property
     def keeps(self) -> bool:
         """Whether messages are kept at this boundary."""
         return self.options.keeps_at(self.boundary)
