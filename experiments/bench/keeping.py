@@ -16,7 +16,7 @@ from experiments.papers.aqsgd import tasks
 from experiments.papers.aqsgd.stages import Part, build
 from experiments.papers.fullstack.tasks import ONLINE, ONLINE_SMOKE
 from thinwire.pipeline.boundary import UNSEEN, BoundarySide
-from thinwire.pipeline.boundary_tensors import BoundaryTensors, Direction, Spec
+from thinwire.pipeline.message import BoundaryTensors, Direction, Spec
 from thinwire.pipeline.options import PipelineOptions
 from thinwire.pipeline.schedule_step import Batch, ScheduleStep
 from thinwire.pipeline.stats import PipelineStats

@@ -19,8 +19,8 @@ from experiments.papers.fullstack.tasks import SUMS, SUMS_SMOKE
 from experiments.papers.fullstack.tensors import fine_tune
 from thinwire.collectives import LoopbackTransport
 from thinwire.compressors import parse
-from thinwire.pipeline.sample_sum import SampleSum
 from thinwire.pipeline.stats import PipelineStats
+from thinwire.pipeline.tensor_parallel import SampleSum
 from thinwire.store import Memory
 from thinwire_tools.compare.gpt import GPT, Block
 from thinwire_tools.results import OutputFile, Results

@@ -19,7 +19,7 @@ from harness import run_ranks
 from pipelines import BATCH, CHUNKS, LENGTH, SAMPLES, Block, Pipe, samples
 from thinwire.collectives import MessageError
 from thinwire.pipeline.boundary import BoundarySide
-from thinwire.pipeline.boundary_tensors import BoundaryTensors, Spec, chunk_sizes
+from thinwire.pipeline.message import BoundaryTensors, Spec, chunk_sizes
 from thinwire.pipeline.options import PipelineOptions, fitted
 from thinwire.runtime.checkpoint import sealed
 

@@ -16,7 +16,7 @@ from hypothesis import given, strategies as st
 import thinwire
 from harness import run_ranks
 from pipelines import BATCH, Pipe, check_sides, samples
-from thinwire.pipeline.link_choices import LinkChoices
+from thinwire.pipeline.links import LinkChoices
 from thinwire.policies import choose_by_link
 from thinwire_tools import lab
 

@@ -13,8 +13,7 @@ from torch import Tensor
 import thinwire
 from thinwire.collectives import MessageError, PeerFailedError
 from thinwire.pipeline.boundary import UNSEEN, BoundarySide
-from thinwire.pipeline.boundary_tensors import BoundaryTensors, Spec
-from thinwire.pipeline.message import Encoding
+from thinwire.pipeline.message import BoundaryTensors, Encoding, Spec
 from thinwire.pipeline.options import PipelineOptions
 from thinwire.pipeline.schedule_step import Batch, ScheduleStep
 from thinwire.pipeline.stats import PipelineStats

@@ -12,8 +12,7 @@ from torch import Tensor
 from thinwire.collectives.message import HEADER_BYTES, MessageError, seal, verify
 from thinwire.compressors import Coded
 from thinwire.kernels import derive_key
-from thinwire.pipeline.boundary_tensors import BoundaryTensors, Direction
-from thinwire.pipeline.message import Encoding, MessageLayout
+from thinwire.pipeline.message import BoundaryTensors, Direction, Encoding, MessageLayout
 from thinwire.pipeline.options import PipelineOptions, fitted
 from thinwire.pipeline.schedule_step import ScheduleStep
 from thinwire.pipeline.stats import PipelineStats

@@ -20,8 +20,8 @@ from thinwire.integrations.transports import bare_transport
 from thinwire.kernels import power_of_two
 from thinwire.pipeline.arrivals import Arrivals
 from thinwire.pipeline.boundary import UNSEEN, BoundarySide
-from thinwire.pipeline.boundary_tensors import Direction, chunk_sizes
 from thinwire.pipeline.links import choose
+from thinwire.pipeline.message import Direction, chunk_sizes
 from thinwire.pipeline.schedule_step import Batch, ScheduleStep
 from thinwire.pipeline.stage_compression import StageCompression
 from thinwire.runtime import agree, group_seed

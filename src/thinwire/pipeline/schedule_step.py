@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from thinwire.arguments import check_int, check_type
-from thinwire.pipeline.boundary_tensors import chunk_sizes
+from thinwire.pipeline.message import chunk_sizes
 from thinwire.store import LARGEST_SAMPLE, Corner, Rows
 
 Ids = Sequence[int] | Tensor

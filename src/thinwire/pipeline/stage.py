@@ -18,7 +18,7 @@ from thinwire.collectives import PeerFailedError
 from thinwire.compat import tells_stage_tensors
 from thinwire.compressors import Compressor
 from thinwire.integrations.transports import failing_before_meeting
-from thinwire.pipeline.boundary_tensors import Direction
+from thinwire.pipeline.message import Direction
 from thinwire.pipeline.options import PipelineOptions, Specs
 from thinwire.pipeline.pipeline import Pipeline
 from thinwire.pipeline.schedule_step import Batch, Corners, Ids

@@ -16,8 +16,8 @@ from torch import Tensor
 from thinwire.compat import stage_tensors
 from thinwire.kernels import FORMAT_VERSION
 from thinwire.pipeline.boundary import BoundarySide
-from thinwire.pipeline.boundary_tensors import BoundaryTensors, Direction, Spec
-from thinwire.pipeline.link_choices import DIRECTIONS, LinkChoices
+from thinwire.pipeline.links import DIRECTIONS, LinkChoices
+from thinwire.pipeline.message import BoundaryTensors, Direction, Spec
 from thinwire.pipeline.options import PipelineOptions
 from thinwire.pipeline.schedule_step import Batch, ScheduleStep
 from thinwire.pipeline.stats import PipelineStats
