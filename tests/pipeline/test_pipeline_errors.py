@@ -23,7 +23,7 @@ from ranks import alike, of_ranks
 from thinwire.collectives import MessageError
 from thinwire.compat import stage_tensors
 from thinwire.pipeline.boundary import BoundarySide
-from thinwire.pipeline.boundary_tensors import BoundaryTensors, Spec, chunk_sizes
+from thinwire.pipeline.message import BoundaryTensors, Spec, chunk_sizes
 from thinwire.pipeline.options import PipelineOptions, fitted
 from thinwire.runtime.checkpoint import sealed
 from thinwire.store import manifest

@@ -17,7 +17,7 @@ from hypothesis import given, strategies as st
 from harness import on_ranks, run_ranks
 from pipelines import BATCH, Pipe, check_sides, samples
 from ranks import of_ranks
-from thinwire.pipeline.link_choices import LinkChoices
+from thinwire.pipeline.links import LinkChoices
 from thinwire.policies import ByLink, choose_by_link
 from thinwire_tools import lab
 

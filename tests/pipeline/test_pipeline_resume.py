@@ -223,3 +223,25 @@ def test_reading_ahead_changes_nothing(rank: int, tmp_path: Path) -> None:
     plain = run(rank, tmp_path, "gpipe", FW3_BW6, 100)
     assert pipe.digests() == plain[0]
     assert alike(pipe.parameters(), plain[2])
+
+
+@on_ranks(2)
+def test_pipelines_of_one_process_group_count_their_own_steps(rank: int) -> None:
+    options = {"forward": "delta(maxabs(bits=3, rounding=stochastic))", "backward": "maxabs(bits=6)"}
+    x, y = samples()
+
+    def train(*, beside: bool) -> tuple[Any, Any]:
+        pipe, second = Pipe(rank, 2, **options), Pipe(rank, 2, **{**options, "seed": 1})
+        old = second.stages[0].state_dict()
+        for epoch in range(3):
+            pipe.epoch(epoch, x, y)
+            if beside:
+                second.step(x[:BATCH], y[:BATCH], range(BATCH))
+                second.stages[0].load_state_dict(old)
+        assert [int(one.stages[0].state_dict()["step"]) for one in (pipe, second)] == [6, 0]
+        return pipe.digests(), pipe.parameters()
+
+    digests, parameters = train(beside=False)
+    others_digests, others_parameters = train(beside=True)
+    assert digests == others_digests
+    assert alike(parameters, others_parameters)

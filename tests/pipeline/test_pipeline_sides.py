@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -12,8 +13,7 @@ from torch import Tensor
 import thinwire
 from thinwire.collectives import MessageError, PeerFailedError
 from thinwire.pipeline.boundary import UNSEEN, BoundarySide
-from thinwire.pipeline.boundary_tensors import BoundaryTensors, Spec
-from thinwire.pipeline.message import Encoding
+from thinwire.pipeline.message import BoundaryTensors, Encoding, Spec
 from thinwire.pipeline.options import PipelineOptions
 from thinwire.pipeline.schedule_step import Batch, ScheduleStep
 from thinwire.pipeline.stats import PipelineStats
@@ -55,7 +55,8 @@ class Pair:
         source, target = (self.earlier, self.later) if direction == "forward" else (self.later, self.earlier)
         message = source.message(direction, chunk)
         source.prepare(direction, chunk, tensors)
-        self.beside.submit(lambda: source.pack(direction, chunk, tensors, message)()).result()
+        self.beside.submit(lambda: source.pack(direction, chunk, tensors, message)).result()
+        self.beside.submit(source.keep).result()
         arrived = target.message(direction, chunk)
         assert arrived.numel() == message.numel()
         arrived.copy_(message)
@@ -212,7 +213,7 @@ def test_messages_of_another_step_chunk_direction_or_batch_are_refused() -> None
     pair.begin(batch, 2)
     tensors = pair.tensors(0, 2, 0)
     message = pair.earlier.message("forward", 0)
-    pair.earlier.pack("forward", 0, tensors, message)()
+    pair.earlier.pack("forward", 0, tensors, message)
     into = [torch.empty_like(tensor) for tensor in tensors]
     with pytest.raises(MessageError, match="out of step"):
         pair.later.unpack("forward", 1, message, into, 0)
@@ -262,3 +263,59 @@ def test_what_is_kept_follows_the_activation() -> None:
         errors.append(float((arrived - x).abs().mean()))
     assert errors[0] == 0
     assert errors[11] < 0.01 * errors[2]
+
+
+def announced(**changes: Any) -> bytes:
+    step = ScheduleStep(3, 2, True, 9, Batch.from_ids([4, 9], 5, [5, 3], [1], [(0, 1), (2, 3)]))
+    told = json.loads(step.to_json())
+    return json.dumps(told | changes).encode()
+
+
+def test_a_step_is_announced_with_its_batch_or_with_the_error_for_which_it_is_not_taken() -> None:
+    batch = Batch.from_ids([2**62 - 1, 9], 5, [5, 3], [1], [(0, 1), (2, 3)])
+    for step in (ScheduleStep(3, 2, True, 2**48, batch), ScheduleStep(0, 0, False, 0), ScheduleStep(0, 0, True, 0)):
+        assert ScheduleStep.from_json(step.to_json()) == step
+    refused = ScheduleStep.from_json(ScheduleStep(0, 0, True, 1, error="ö" * 5000).to_json())
+    assert refused.error == "ö" * 1024
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "Expecting value"),
+        (b'{"a": "\xff"}', "UnicodeDecodeError"),
+        (b"[" * 100_000, "RecursionError"),
+        (b"9" * 10_000, "xceeds the limit"),
+        (b"[1, 2]", "Error"),
+        (b'"text"', "AttributeError"),
+        (b"{}", "KeyError: 'batch'"),
+        (announced(more=1), "unexpected keyword argument 'more'"),
+        (announced(number=-1), "number must be between 0"),
+        (announced(run=2**70), "run must be between 0"),
+        (announced(training=1), "training must be true or false"),
+        (announced(error=5), "error must be a text"),
+        (announced(batch={"samples": "12"}), "missing"),
+        (announced(batch=[1]), "must be a mapping"),
+        *(
+            (announced(batch={"samples": [4, 9], "length": 5, "lengths": None, "upcoming": []} | change), why)
+            for change, why in [
+                ({"samples": []}, "at least one sample id"),
+                ({"samples": [4, 4]}, "sample 4 is in the batch twice"),
+                ({"samples": [4, True]}, "must be an integer"),
+                ({"samples": "49"}, "must be an integer"),
+                ({"samples": [4, 2**62]}, "must be between 0"),
+                ({"length": 0}, "length must be at least 1"),
+                ({"lengths": [1]}, "1 lengths are given for 2 samples"),
+                ({"lengths": [1, 6]}, "a sample has 6 positions"),
+                ({"upcoming": [-1]}, "upcoming ids must be between 0"),
+                ({"corners": [[1, 2]]}, "corners are 2 pairs"),
+                ({"corners": [[1, 2], [1, None]]}, "corners must be an integer"),
+            ]
+        ),
+    ],
+)
+def test_an_announcement_that_cannot_be_is_refused(data: bytes, why: str) -> None:
+    with pytest.raises(ValueError, match="the first stage's rank announced a step that cannot be") as caught:
+        ScheduleStep.from_json(data)
+    assert why in str(caught.value)
+    assert len(str(caught.value)) < 1200

@@ -18,8 +18,8 @@ from harness import on_ranks, run_threads
 from ranks import of_ranks
 from thinwire.collectives import MessageError
 from thinwire.compressors import parse
-from thinwire.pipeline.sample_sum import SampleSum
 from thinwire.pipeline.stats import PipelineStats
+from thinwire.pipeline.tensor_parallel import SampleSum
 
 BITS_4 = "maxabs(bits=4)"
 WIDTH, HIDDEN, LENGTH, BATCH, SAMPLES = 16, 32, 4, 4, 12

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from thinwire.compressors import Coded, Delta, parse
 from thinwire.kernels import derive_key
-from thinwire.pipeline.boundary_tensors import BoundaryTensors, Spec
-from thinwire.pipeline.message import Encoding, MessageLayout
+from thinwire.pipeline.message import BoundaryTensors, Encoding, MessageLayout, Spec
 from thinwire.pipeline.options import fitted
 from thinwire.store import MemoryStore, Part, RecordFormat, Rows
 

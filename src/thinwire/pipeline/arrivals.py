@@ -5,22 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from thinwire import threads
-from thinwire.collectives.transport import Failing
+from thinwire.collectives import Pending, TransportError
 
 AHEAD = 2
 """Micro-batches that are decoded before the stage works on them: more would hold what GPipe receives twice."""
-
-
-class Receive(Protocol):
-    """A receive that was posted."""
-
-    def wait(self) -> object: ...
 
 
 class Arrivals:
@@ -33,15 +26,12 @@ class Arrivals:
     Args:
         receives: By micro-batch.
         decode: Decodes the message of a micro-batch, on the host.
-        failing: The context in which receives are waited for.
         expected: How many messages the thread waits for, in its order, from the beginning. `expect` adds to them: the
             group's timeout counts from when a message is waited for.
     """
 
-    def __init__(
-        self, receives: Sequence[Receive], decode: Callable[[int], list[Tensor]], failing: Failing, *, expected: int
-    ) -> None:
-        self._receives, self._decode, self._failing, self._expected = receives, decode, failing, expected
+    def __init__(self, receives: Sequence[Pending], decode: Callable[[int], list[Tensor]], *, expected: int) -> None:
+        self._receives, self._decode, self._expected = receives, decode, expected
         self._changed = threading.Condition()
         self._decoding = threading.Lock()
         self._decoded: dict[int, Future[list[Tensor]]] = {}
@@ -80,8 +70,7 @@ class Arrivals:
                 decoded = self._decoded.pop(chunk)
                 self._changed.notify_all()
                 return decoded.result()
-        with self._failing:
-            self._receives[chunk].wait()
+        self._receives[chunk].wait()
         with self._decoding:
             return self._decode(chunk)
 
@@ -132,13 +121,12 @@ class Arrivals:
 
     def _wait(self, chunk: int) -> bool:
         """Wait for a message. False if that fails in a step that was given up: nobody asks why."""
-        with self._failing:
-            try:
-                self._receives[chunk].wait()
-            except RuntimeError:
-                if self._stopped:
-                    return False
-                raise
+        try:
+            self._receives[chunk].wait()
+        except TransportError:
+            if self._stopped:
+                return False
+            raise
         return True
 
     def _after(self, chunk: int) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +12,7 @@ from torch import Tensor
 from thinwire.collectives.message import HEADER_BYTES, MessageError, seal, verify
 from thinwire.compressors import Coded
 from thinwire.kernels import derive_key
-from thinwire.pipeline.boundary_tensors import BoundaryTensors, Direction
-from thinwire.pipeline.message import Encoding, MessageLayout
+from thinwire.pipeline.message import BoundaryTensors, Direction, Encoding, MessageLayout
 from thinwire.pipeline.options import PipelineOptions, fitted
 from thinwire.pipeline.schedule_step import ScheduleStep
 from thinwire.pipeline.stats import PipelineStats
@@ -25,14 +25,28 @@ _AHEAD = 2
 """Micro-batches whose messages m(ξ) are loaded before they are needed."""
 
 
+class _Change(NamedTuple):
+    """What a message of changes was made of."""
+
+    layout: MessageLayout
+    message: Tensor
+    m: Tensor
+    """m(ξ) of the samples, as both sides had it."""
+    values: Tensor
+    """The activations."""
+    change: Tensor
+    choices: Tensor | None
+
+
 class BoundarySide:
     """The earlier or the later stage's side of the boundary behind stage ``boundary``.
 
     Messages of a step go through it in the order of the schedule. The two sides agree beforehand on how each sample
     is sent (`decide_encodings`), so that either knows the size of every message.
 
-    ``beside`` is the thread that loads and saves records, and that calls `pack`. `unpack` is called in the thread of
-    this side's `Arrivals`. All other calls are the training's, those between two steps with nothing left in either.
+    ``beside`` is the thread that loads and saves records, and that calls `pack` and `keep`. `unpack` is called in the
+    thread of this side's `Arrivals`. All other calls are the training's, those between two steps with nothing left in
+    either.
     """
 
     def __init__(
@@ -63,8 +77,20 @@ class BoundarySide:
         self._buffers: dict[tuple[Direction, int], Tensor] = {}
         self._layouts: dict[tuple[Direction, int], MessageLayout] = {}
         self._scratch_tensors: dict[str, Tensor] = {}
+        self._packed: _Change | None = None
+        """The changes in the last message, until they are kept."""
         self._step: ScheduleStep | None = None
         self._num_chunks = 1
+
+    @property
+    def outward(self) -> Direction:
+        """The direction of the messages that this side sends."""
+        return "forward" if self.earlier else "backward"
+
+    @property
+    def inward(self) -> Direction:
+        """The direction of the messages that come to this side."""
+        return "backward" if self.earlier else "forward"
 
     @property
     def keeps(self) -> bool:
@@ -219,26 +245,33 @@ class BoundarySide:
         if direction == "forward":
             self._load_ahead(chunk + _AHEAD)
 
-    def pack(self, direction: Direction, chunk: int, tensors: Sequence[Tensor], message: Tensor) -> Callable[[], None]:
-        """Write the message of a micro-batch's tensors, which were checked.
-
-        Returns:
-            What is left to do once the message is on its way: keeping what the other side will.
-        """
+    def pack(self, direction: Direction, chunk: int, tensors: Sequence[Tensor], message: Tensor) -> None:
+        """Write the message of a micro-batch's tensors, which were checked. `keep` comes next, once it is on its
+        way."""
         step, crossing, rows = self._present(direction, chunk)
-        layout, keep = self.layout(direction, chunk), _nothing
+        layout, self._packed = self.layout(direction, chunk), None
         with self.stats.timed("encode"):
             flat = crossing.flatten(tensors, rows)
             layout.put_others(tensors, message)
             if direction == "forward" and step.training and self.store is not None:
-                keep = self._pack_change(flat, layout, chunk, message)
+                self._packed = self._pack_change(flat, layout, chunk, message)
             else:
                 layout.put_raw(flat, message)
                 layout.encode(flat, message, self._key(direction if step.training else "evaluation"))
             self._seal(layout, direction, chunk, message)
         dense_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         self.stats.add(**{"dense_bytes": dense_bytes, f"{direction}_sent_bytes": message.numel()})
-        return keep
+
+    def keep(self) -> None:
+        """Keep what the other side will of the message that was packed last."""
+        packed, self._packed = self._packed, None
+        if packed is None:
+            return
+        layout, message, m, values, change, choices = packed
+        with self.stats.timed("store"):
+            layout.decode(message, m, add=True)
+            self._note(values, change, layout)
+            self._save(*self._renew(m, values, layout), layout, choices)
 
     def fail(self, direction: Direction, chunk: int, message: Tensor) -> None:
         """Write a message that is marked as failed, in place of the one that the other side expects."""
@@ -268,7 +301,7 @@ class BoundarySide:
             for values, i in zip(crossing.unflatten(flat, rows), crossing.floats, strict=True):
                 into[i].copy_(values.view(into[i].shape))
 
-    def _pack_change(self, flat: Tensor, layout: MessageLayout, chunk: int, message: Tensor) -> Callable[[], None]:
+    def _pack_change(self, flat: Tensor, layout: MessageLayout, chunk: int, message: Tensor) -> _Change:
         assert self.store is not None
         values, choices = flat.float(), None
         if layout.chosen is not None:
@@ -278,14 +311,7 @@ class BoundarySide:
         change = torch.sub(values, m, out=self._scratch("change", values))
         layout.put_raw(flat, message)
         layout.encode(change, message, self._key("forward"))
-
-        def keep() -> None:
-            with self.stats.timed("store"):
-                layout.decode(message, m, add=True)
-                self._note(values, change, layout)
-                self._save(*self._renew(m, values, layout), layout, choices)
-
-        return keep
+        return _Change(layout, message, m, values, change, choices)
 
     def _unpack_change(self, whole: Tensor, layout: MessageLayout, chunk: int, message: Tensor) -> Tensor:
         self._load_ahead(chunk + _AHEAD)
@@ -392,10 +418,6 @@ class BoundarySide:
     ) -> None:
         assert message.numel() >= HEADER_BYTES
         seal(message, failed=failed, divided=False, **self._header(layout, direction, chunk, sent=True))
-
-
-def _nothing() -> None:
-    """There is nothing left to do."""
 
 
 def _is_finite(row: Tensor) -> bool:

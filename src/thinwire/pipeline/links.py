@@ -3,18 +3,69 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from thinwire.collectives import Transport
-from thinwire.pipeline.boundary_tensors import Direction
-from thinwire.pipeline.link_choices import DIRECTIONS, LinkChoices
-from thinwire.pipeline.stage_compression import StageCompression
+from thinwire.pipeline.message import Direction
 from thinwire.policies import LinkChoice, choose_by_link
 from thinwire.runtime import measure_one_way
 
+if TYPE_CHECKING:
+    from thinwire.pipeline.stage_compression import StageCompression
+
 _log = logging.getLogger("thinwire")
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
+
+@dataclass
+class LinkChoices:
+    """The choices for all boundaries, the same on every rank."""
+
+    step: int | None = None
+    """The training step before which they were made."""
+    rows: dict[int, dict[Direction, int]] = field(default_factory=dict)
+    """By boundary and direction, an index into the lists of `thinwire.policies.ByLink`."""
+
+    def due(self, step: int, timed: int, *, after: int, every: int | None) -> bool:
+        """Whether to choose before training step ``step``, in a process that has timed ``timed`` steps."""
+        if timed < after:
+            return False
+        return self.step is None or (every is not None and step >= self.step + every)
+
+    def to_tensor(self, num_boundaries: int) -> Tensor:
+        """Shape ``(1 + boundaries, 2)``, int64; -1 where nothing was chosen."""
+        rows = [[self.rows.get(b, {}).get(direction, -1) for direction in DIRECTIONS] for b in range(num_boundaries)]
+        step = -1 if self.step is None else self.step
+        return torch.tensor([[step, step], *rows], dtype=torch.int64, device="cpu")
+
+    @staticmethod
+    def from_tensor(x: Tensor, num_boundaries: int, counts: Mapping[Direction, int]) -> LinkChoices:
+        """The choices in a tensor that `to_tensor` made. ``counts``: the compressors to choose from, by direction.
+
+        Raises:
+            ValueError: It is not such a tensor, or has an index that is out of range.
+        """
+        if not isinstance(x, Tensor) or x.dtype != torch.int64 or x.shape != (1 + num_boundaries, len(DIRECTIONS)):
+            raise ValueError(
+                "the state's choices are not those of this many boundaries: it is not the state of this pipeline"
+            )
+        (step, _), *rows = x.tolist()
+        for row in rows:
+            for value, direction in zip(row, DIRECTIONS, strict=True):
+                if not -1 <= value < counts[direction]:
+                    raise ValueError(
+                        f"the state chose {direction} compressor {value} of {counts[direction]}: resume with the same "
+                        "adapt=ByLink(...)"
+                    )
+        made: dict[int, dict[Direction, int]] = {
+            b: {d: v for d, v in zip(DIRECTIONS, row, strict=True) if v >= 0} for b, row in enumerate(rows)
+        }
+        return LinkChoices(None if step < 0 else step, {b: row for b, row in made.items() if row})
 
 
 def choose(stages: Sequence[StageCompression], transport: Transport, step: int) -> None:

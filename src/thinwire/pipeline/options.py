@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from thinwire.arguments import check_int, check_type
 from thinwire.compressors import Coded, Compressor, Delta, Raw, Unsuited, check_stateless, coder_of, parse
 from thinwire.kernels import FORMAT_VERSION
-from thinwire.pipeline.boundary_tensors import BoundaryTensors, Direction
+from thinwire.pipeline.message import BoundaryTensors, Direction
 from thinwire.plan.contraction import check_contraction
 from thinwire.policies import ByLink
 from thinwire.store import Memory, Place, check_precision

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from thinwire.arguments import check_int
-from thinwire.pipeline.boundary_tensors import chunk_sizes
+from thinwire.arguments import check_int, check_type
+from thinwire.pipeline.message import chunk_sizes
 from thinwire.store import LARGEST_SAMPLE, Corner, Rows
 
 Ids = Sequence[int] | Tensor
 """One integer for each sample."""
 Corners = Sequence[Sequence[int]] | Tensor
 """Two integers for each sample: shape (samples, 2)."""
+_MOST_TEXT = 1024
+"""Characters of an error that other ranks are told."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,34 @@ class ScheduleStep:
     """Identifies the training through all its restarts."""
     batch: Batch | None = None
     """None where stages have the shapes that they were set up with and samples have no ids."""
+    error: str = ""
+    """Why the first stage's rank cannot take the step, if it cannot."""
+
+    def to_json(self) -> bytes:
+        """The announcement of the step, which `from_json` reads."""
+        batch = None if self.batch is None else vars(self.batch)
+        told = {**vars(self), "batch": batch, "error": self.error[:_MOST_TEXT]}
+        return json.dumps(told, separators=(",", ":")).encode()
+
+    @staticmethod
+    def from_json(data: bytes) -> ScheduleStep:
+        """The step that another rank has announced. Everything in it is checked.
+
+        Raises:
+            ValueError: It is none.
+        """
+        try:
+            told = json.loads(data)
+            batch = told.pop("batch")
+            step = ScheduleStep(**told, batch=None if batch is None else Batch.from_ids(**batch))
+            for name in ("number", "training_step", "run"):
+                check_int(name, getattr(step, name), 0, LARGEST_SAMPLE)
+            check_type("training", step.training, bool, "true or false")
+            check_type("error", step.error, str, "a text")
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+            text = f"{type(error).__name__}: {error}"[:_MOST_TEXT]
+            raise ValueError(f"the first stage's rank announced a step that cannot be: {text}") from None
+        return step
 
     def rows(self, chunk: int, num_chunks: int, count: int, length: int) -> Rows:
         """The samples of micro-batch ``chunk``; ``count`` and ``length`` are those that the pipeline was set up

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -18,11 +18,11 @@ from thinwire.collectives import PeerFailedError
 from thinwire.compat import tells_stage_tensors
 from thinwire.compressors import Compressor
 from thinwire.integrations.transports import failing_before_meeting
-from thinwire.pipeline.boundary_tensors import Direction
+from thinwire.pipeline.message import Direction
 from thinwire.pipeline.options import PipelineOptions, Specs
+from thinwire.pipeline.pipeline import Pipeline
 from thinwire.pipeline.schedule_step import Batch, Corners, Ids
 from thinwire.pipeline.stage_compression import StageCompression
-from thinwire.pipeline.stage_group import stage_group_of
 from thinwire.pipeline.stats import PipelineStats
 from thinwire.policies import ByLink, LinkChoice
 from thinwire.store import Memory, Place, Store
@@ -75,8 +75,7 @@ class CompressedStage(PipelineStage):
                 " call init_process_group('cpu:gloo,cuda:nccl')"
             )
         options.check(self.num_stages)
-        self._stage_group = stage_group_of(self.group)
-        self._compression = StageCompression(self, options, self._stage_group.beside)
+        self._compression = StageCompression(self, options)
         self._replaced = _Replaced(stage)
         setattr(stage, _BEGIN, self._replaced)
 
@@ -108,7 +107,9 @@ class CompressedStage(PipelineStage):
         Raises:
             TypeError, ValueError: these are no ids, lengths or corners.
         """
-        with self._stage_group.failing_where_given():
+        # Once the ranks have met, they learn of an error that ends this rank's program, and of none that it survives.
+        met = self._compression.pipeline is not None
+        with nullcontext() if met else failing_before_meeting(self.group):
             self._compression.give_batch(Batch.from_ids(ids, length, lengths, upcoming, corners))
 
     @property
@@ -134,7 +135,7 @@ class CompressedStage(PipelineStage):
         To be called on every rank between two steps. It holds the records in memory; of those on disk it lists which
         they are, and they are kept until ``snapshots`` newer states were made (`thinwire.store.Disk`).
         """
-        return self._compression.state_dict(self._stage_group.step, self._stage_group.run)
+        return self._compression.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a state, on every rank from the one it saved, before the first step of a new process or later.
@@ -143,7 +144,7 @@ class CompressedStage(PipelineStage):
             ValueError: it is not the state of a stage, or one of another seed or wire format.
             StoreError: its messages are not of this stage.
         """
-        self._stage_group.step, self._stage_group.run = self._compression.load_state_dict(state)
+        self._compression.load_state_dict(state)
 
     def close_stores(self) -> None:
         """Write what waits to be written and let go of files, at the end of a training. Later steps open them anew."""
@@ -153,25 +154,30 @@ class CompressedStage(PipelineStage):
         # A schedule begins each run with this, of all its stages before any moves.
         super().clear_runtime_states()
         self._replaced.needs_warning = False
-        self._stage_group.note(self._compression)
+        self._compression.pipeline = Pipeline.note(self._compression, self.group)
+
+    @property
+    def _pipeline(self) -> Pipeline:
+        assert self._compression.pipeline is not None, "a run has begun"
+        return self._compression.pipeline
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.is_first:  # it receives nothing, and begins when its samples are there
-            self._stage_group.begin()
+            self._pipeline.begin()
         return []
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         return []
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._sends("forward", fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
+        return self._sends(self.stage_index, fwd_chunk_id, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._sends("backward", bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
+        return self._sends(self.stage_index - 1, bwd_chunk_id, super().get_bwd_send_ops(bwd_chunk_id))
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: tuple[Any, ...], *rest: Any, **options: Any) -> Any:
         first = next((arg.shape[0] for arg in args if isinstance(arg, Tensor) and arg.dim()), None)
-        self._stage_group.begin(first if self.is_first else None)
+        self._pipeline.begin(first if self.is_first else None)
         with self._or_give_up():
             self._take_in("forward", fwd_chunk_id, self.args_recv_info.get(fwd_chunk_id, ()))
             with self._compression.computing("forward"):
@@ -183,49 +189,42 @@ class CompressedStage(PipelineStage):
             with self._compression.computing("backward"):
                 super().backward_one_chunk(bwd_chunk_id, *rest, **options)
             if bwd_chunk_id == self._compression.num_chunks - 1:
-                self._compression.check(wait=True)  # the first stage sends nothing back, where it would wait
+                self._pipeline.check(wait=True)  # the first stage sends nothing back, where it would wait
 
     @contextmanager
     def _or_give_up(self) -> Iterator[None]:
         """An error ends the step on the neighbours, too, which would wait for messages until their time is over."""
+        pipeline = self._pipeline
         try:
-            self._compression.check()
+            pipeline.check()
             yield
         except Exception as error:
             # Neighbours answer a failed message with failed ones: what this rank fails for itself comes first.
-            first = self._compression.failure() or error
-            group = self._stage_group
+            first = pipeline.failure() or error
             if not isinstance(first, PeerFailedError):
-                group.report(first)
-            group.give_up()
+                pipeline.report(first)
+            pipeline.give_up()
             if isinstance(first, PeerFailedError):
-                raise group.attribute(first) from None
+                raise pipeline.attribute(first) from None
             if first is error:
                 raise
             raise first from None
 
-    def _sends(self, direction: Direction, chunk: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+    def _sends(self, boundary: int, chunk: int, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         """Hand over the tensors of ``ops``, which are to be sent. The schedule has nothing left to send."""
-        if not ops:
-            return []
-        compression, peer = self._compression, ops[0]
-        side = compression.side(earlier=direction == "forward")
-        failing = self._stage_group.failing(f"sending to rank {peer.peer}", peer.group_peer)
-        with self._or_give_up():
-            compression.send(side, chunk, [op.tensor for op in ops], failing)
-            # A stage that gets gradients knows by them that its activations have arrived. What nobody answers must have
-            # left before the step ends, after which the training may.
-            if compression.sent_all(side) and (direction == "backward" or not side.crosses("backward")):
-                compression.settle()
+        if ops:
+            with self._or_give_up():
+                side = next(side for side in self._compression.sides if side.boundary == boundary)
+                self._pipeline.send(side, chunk, [op.tensor for op in ops])
         return []
 
     def _take_in(self, direction: Direction, chunk: int, infos: Sequence[Any]) -> None:
         """Put what arrived for a micro-batch where PyTorch's stage looks for it."""
-        arrivals = self._compression.arrivals.get(direction)
-        if arrivals is None:
-            return
+        boundary = self.stage_index - (direction == "forward")
         with self._compression.stats.timed("wait"):
-            tensors = arrivals.take(chunk)
+            tensors = self._pipeline.take(boundary, direction, chunk)
+        if tensors is None:
+            return
         infos = [info for info in infos if not info.is_root_arg and info.buffer is not None]
         with torch.no_grad():
             for info, tensor in zip(infos, tensors, strict=True):

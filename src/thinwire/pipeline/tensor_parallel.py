@@ -1,8 +1,9 @@
-"""Tensor parallelism: the sum behind a row-wise layer, compressed."""
+"""Tensor parallelism: the sum behind a row-wise layer, compressed (AQ-SGD, appendix F)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,18 +15,221 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 
 from thinwire.arguments import check_type
 from thinwire.collectives import CommunicationError, Transport
+from thinwire.collectives.message import seal, verify
+from thinwire.collectives.transport import ring_bytes
 from thinwire.compat import group_timeout
-from thinwire.compressors import Compressor, Delta, coder_of, parse
+from thinwire.compressors import Coded, Compressor, Delta, coder_of, parse
 from thinwire.integrations.transports import bare_transport
-from thinwire.kernels import FORMAT_VERSION
-from thinwire.pipeline.options import coded
-from thinwire.pipeline.sample_sum import SampleSum
+from thinwire.kernels import FORMAT_VERSION, derive_key
+from thinwire.pipeline.message import BoundaryTensors, Encoding, MessageLayout, Spec
+from thinwire.pipeline.options import coded, fitted
 from thinwire.pipeline.schedule_step import Batch, Ids
 from thinwire.pipeline.stats import PipelineStats
 from thinwire.plan.contraction import check_contraction
 from thinwire.runtime import agree, group_seed
 from thinwire.runtime.checkpoint import check_sealed, integers, sealed
-from thinwire.store import Memory
+from thinwire.store import Background, Memory, Part, RecordFormat, Rows, Store
+
+_GRAIN = 128
+"""Elements to a multiple of which samples are cut, so that buckets are whole."""
+_PARTS, _SUM = 0, 1
+"""The phases of an exchange."""
+
+
+class SampleSum:
+    """Sums one layer's activations over the ranks of a transport: ``A_Q = Q[Q(A_1) + … + Q(A_N)]`` (AQ-SGD, F.2).
+
+    Each rank adds up an N-th of every sample's elements. With ``delta(Q)`` all N + 1 messages are changes: a rank sends
+    what changed of its part since the sample's last visit, and of the sum the change, and what the last message of the
+    sum had left out, as in double-pass error compensation (Tang et al. 2019, equations 3 and 4). A sample's first visit
+    is sent in fp32. Ranks make the same calls; each keeps of a sample its own part, the sum, and of its N-th what the
+    last message left out: ``2 + 1/N`` times the activation in fp32.
+
+    Args:
+        transport: The ranks.
+        compressor: ``delta(...)`` of what codes activations, or such a compressor alone, which keeps nothing.
+        place: Where records are kept.
+        name: Distinguishes the layer from others, the same on all ranks.
+        seed: Of the draws of stochastic rounding.
+        stats: Counts what this rank sends.
+    """
+
+    def __init__(
+        self, transport: Transport, compressor: Compressor, place: Memory, *, name: str, seed: int, stats: PipelineStats
+    ) -> None:
+        coder = coder_of(compressor)
+        assert isinstance(coder, Coded), "it was checked"
+        self.transport, self._coder, self._place = transport, coder, place
+        self._keeps = isinstance(compressor, Delta)
+        self._name, self._seed, self.stats = name, seed, stats
+        self._shape: tuple[int, ...] | None = None
+        self._cuts: list[tuple[int, int]] = []
+        self._share = 0
+        self.store: Store | None = None
+        self._loaded: dict[str, Tensor] = {}
+        self.step = 0
+
+    def __call__(self, x: Tensor, samples: Sequence[int]) -> Tensor:
+        """The sum of all ranks' ``x`` (samples, ...) as it arrives on every one, in fp32 on the host. ``samples`` are
+        their ids; only their number counts if nothing is kept.
+
+        Raises:
+            ValueError: ``x`` has another number of samples than ``samples``, or another shape than before.
+            StoreError: There is no room for a sample.
+            TransportError, PeerFailedError, MessageError: A message did not come, or is not the expected one.
+        """
+        self._set_up(x, len(samples))
+        flat = x.detach().to("cpu", torch.float32).reshape(len(samples), -1)
+        rows = Rows.uniform(samples, 0)
+        refused = frozenset[int]() if self.store is None else self.store.admit(samples)
+        kinds = [self._kind(sample) for sample in samples]
+        part, total, rest = self._load(rows, kinds, flat.shape[1])
+        layouts = [self._layout(cut, rows, kinds, f"to {rank}") for rank, cut in enumerate(self._cuts)]
+        layouts_of_sum = [self._layout(cut, rows, kinds, f"sum {rank}") for rank, cut in enumerate(self._cuts)]
+        changes = [(flat - part)[:, start:end] for start, end in self._cuts]
+        arrived = self._scatter(changes, layouts, part)
+        rank = self.transport.rank
+        own = rest[:, : arrived.shape[1]] + arrived
+        sums = self._gather(own, layouts_of_sum)
+        for (start, end), change in zip(self._cuts, sums, strict=True):
+            total[:, start:end] += change
+        rest[:, : own.shape[1]] = own - sums[rank]
+        self._save((part, total, rest), rows, refused)
+        self.step += 1
+        self.stats.dense_bytes += ring_bytes(4 * flat.numel(), self.transport.world_size)
+        return total.view(x.shape)
+
+    def _set_up(self, x: Tensor, count: int) -> None:
+        if x.dim() < 2 or x.shape[0] != count:
+            raise ValueError(
+                f"activations of shape {tuple(x.shape)} are not those of {count} samples: the first dimension is the "
+                "batch, and set_sample_ids() takes the ids of all its samples before each forward pass"
+            )
+        if tuple(x.shape[1:]) == self._shape:
+            return
+        if self.store is not None:
+            raise ValueError(
+                f"a sample's activation has shape {tuple(x.shape[1:])}, and messages are kept of {self._shape}: "
+                "pad samples to one length"
+            )
+        self._shape = tuple(x.shape[1:])
+        numel, ranks = torch.Size(self._shape).numel(), self.transport.world_size
+        if numel < ranks:
+            raise ValueError(f"a sample's activation of shape {self._shape} cannot be shared by {ranks} ranks")
+        grain = _GRAIN if numel >= _GRAIN * ranks else 1
+        self._cuts = list(pairwise([numel * rank // ranks // grain * grain for rank in range(ranks)] + [numel]))
+        self._share = max(end - start for start, end in self._cuts)
+        if self._keeps:
+            parts = (Part(1, numel, False), Part(1, numel, False), Part(1, self._share, False))
+            form = RecordFormat(parts, site=self._name)
+            self.store = self._place.open(form, self._name, run=1, background=Background())
+            if self._loaded:
+                self.store.load_state_dict(self._loaded)
+                self._loaded = {}
+
+    def _kind(self, sample: int) -> Encoding:
+        return Encoding.CODED if self.store is None or self.store.visits(sample) else Encoding.RAW
+
+    def _layout(self, cut: tuple[int, int], rows: Rows, kinds: Sequence[Encoding], what: str) -> MessageLayout:
+        crossing = BoundaryTensors((Spec((len(rows.samples), cut[1] - cut[0]), torch.float32),))
+        return MessageLayout.build(crossing, rows, kinds, fitted(self._coder, crossing), site=f"{self._name} {what}")
+
+    def _load(self, rows: Rows, kinds: Sequence[Encoding], numel: int) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's parts as others know them, the sums, and what was left out of this rank's share of these; zero
+        where nothing is kept."""
+        widths = [numel, numel, self._share]
+        records = torch.zeros(len(rows.samples), sum(widths), dtype=torch.float32, device="cpu")
+        known = [i for i, kind in enumerate(kinds) if kind is Encoding.CODED]
+        if self.store is not None and known:
+            records[known] = self.store.load(Rows.uniform((rows.samples[i] for i in known), 0)).view(len(known), -1)
+        part, total, rest = records.split(widths, dim=1)
+        return part, total, rest
+
+    def _save(self, kept: tuple[Tensor, Tensor, Tensor], rows: Rows, refused: frozenset[int]) -> None:
+        if self.store is None:
+            return
+        values = torch.cat(kept, dim=1)
+        # All ranks have the same sum, so that they forget the same samples.
+        finite = torch.isfinite(kept[1]).all(1).tolist()
+        for sample in (sample for sample, good in zip(rows.samples, finite, strict=True) if not good):
+            self.stats.nonfinite += 1
+            self.store.forget(sample)
+        keep = [i for i, sample in enumerate(rows.samples) if finite[i] and sample not in refused]
+        if keep:
+            some = Rows.uniform((rows.samples[i] for i in keep), 0)
+            records = self.store.form.encode(values[keep].reshape(-1), some)
+            self.store.save(records, some, self.step)
+
+    def _scatter(self, changes: Sequence[Tensor], layouts: Sequence[MessageLayout], part: Tensor) -> Tensor:
+        """Send every rank its share of this rank's changes, and add up those that arrive. ``part`` becomes what the
+        others know of this rank's."""
+        rank, ranks = self.transport.rank, self.transport.world_size
+        messages = [self._encoded(own, layouts[peer], rank, _PARTS) for peer, own in enumerate(changes)]
+        for (start, end), layout, message in zip(self._cuts, layouts, messages, strict=True):
+            part[:, start:end] += self._decoded(message, layout)
+        arriving = [torch.empty_like(messages[rank]) for _ in range(ranks)]
+        arriving[rank] = messages[rank]
+        self._exchange(dict(enumerate(messages)), dict(enumerate(arriving)))
+        total = torch.zeros_like(changes[rank])
+        for source, message in enumerate(arriving):  # in the same order for every share
+            if source != rank:
+                self._verify(message, layouts[rank], source, _PARTS)
+            total += self._decoded(message, layouts[rank])
+        return total
+
+    def _gather(self, own: Tensor, layouts: Sequence[MessageLayout]) -> list[Tensor]:
+        """Send this rank's share of the sum to all others; all shares as they arrive."""
+        rank = self.transport.rank
+        messages = [torch.empty(layout.num_bytes, dtype=torch.uint8, device="cpu") for layout in layouts]
+        messages[rank] = self._encoded(own, layouts[rank], rank, _SUM)
+        self._exchange(dict.fromkeys(range(len(layouts)), messages[rank]), dict(enumerate(messages)))
+        for source, message in enumerate(messages):
+            if source != rank:
+                self._verify(message, layouts[source], source, _SUM)
+        return [self._decoded(message, layout) for message, layout in zip(messages, layouts, strict=True)]
+
+    def _exchange(self, leaving: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> None:
+        transport = self.transport
+        tag = transport.new_tag(1)
+        if transport.detector is not None:
+            transport.detector.advance()
+        peers = [peer for peer in leaving if peer != transport.rank]
+        pending = [transport.receive(arriving[peer], peer, tag) for peer in peers]
+        pending += [transport.send(leaving[peer], peer, tag) for peer in peers]
+        for one in pending:
+            one.wait()
+        self.stats.forward_sent_bytes += sum(leaving[peer].numel() for peer in peers)
+        self.stats.received_bytes += sum(arriving[peer].numel() for peer in peers)
+
+    def _encoded(self, values: Tensor, layout: MessageLayout, rank: int, phase: int) -> Tensor:
+        message = torch.zeros(layout.num_bytes, dtype=torch.uint8, device="cpu")
+        flat = values.contiguous().view(-1)
+        layout.put_raw(flat, message)
+        layout.encode(flat, message, derive_key(self._seed, self.step, rank, phase))
+        seal(message, source=rank, phase=phase, step=self.step, digest=layout.digest)
+        return message
+
+    def _decoded(self, message: Tensor, layout: MessageLayout) -> Tensor:
+        values = torch.zeros(layout.crossing.specs[0].shape, dtype=torch.float32, device="cpu")
+        layout.take_raw(message, values.view(-1))
+        layout.decode(message, values.view(-1))
+        return values
+
+    def _verify(self, message: Tensor, layout: MessageLayout, source: int, phase: int) -> None:
+        verify(message, peer=source, source=source, phase=phase, step=self.step, digest=layout.digest)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Tensors from which `load_state_dict` restores what is kept, and the step."""
+        state = self._loaded if self.store is None else self.store.state_dict()
+        return {"step": torch.tensor([self.step], dtype=torch.int64, device="cpu"), **state}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a state, which was checked; records are checked when the first activation shows their shape."""
+        self.step = int(state["step"])
+        self._loaded = {name: value for name, value in state.items() if name != "step"}
+        if self.store is not None and self._loaded:
+            self.store.load_state_dict(self._loaded)
+            self._loaded = {}
 
 
 class CompressedRowwiseParallel(RowwiseParallel):
