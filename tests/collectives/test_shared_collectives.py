@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import test_algorithms as algorithms
-import test_collectives as collectives
 import test_gathered as gathered
 
 import harness
@@ -33,7 +32,7 @@ CASES: list[tuple[Callable[..., None], tuple[object, ...]]] = [
 
 @pytest.fixture(params=[lambda rank: 0, lambda rank: rank // 2], ids=["one node", "nodes of two"])
 def _shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (collectives, gathered, algorithms):
+    for module in (gathered, algorithms):
         monkeypatch.setattr(module, "run_threads", partial(harness.run_threads, node_of=request.param))
 
 

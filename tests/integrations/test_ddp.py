@@ -32,19 +32,6 @@ def test_no_sync_accumulation(rank: int) -> None:
     assert float((got - want).norm() / want.norm()) < 0.02
 
 
-@on_ranks(2)
-def test_start_keeps_the_first_steps_dense(rank: int) -> None:
-    stock, model = make(rank), make(rank)
-    wire = thinwire.compress(model, start=3, skip_if_slower=False)
-    for step in range(5):
-        for each in (stock, model):
-            each.zero_grad()
-            loss_of(each, batch(rank, step)).backward()
-        same = all(torch.equal(a.grad, b.grad) for a, b in zip(trained(stock), trained(model), strict=True))
-        assert same == (step < 3)
-    assert (wire.stats.steps, wire.stats.compressed_steps) == (5, 2)
-
-
 def _trained(rank: int, cap_mb: float, seed: int) -> bytes:
     torch.manual_seed(rank)
     model = make(rank, bucket_cap_mb=cap_mb)

@@ -117,17 +117,6 @@ def test_an_error_reaches_the_loop_before_a_step(rank: int, options: dict) -> No
             Breaks.broken = False
 
 
-@on_ranks(2)
-def test_quantized_adam_trains_through_nested_passes(rank: int) -> None:
-    for way in WAYS[1:]:
-        model = DDP(Net(way), bucket_cap_mb=0.03)
-        optimizer = thinwire.optim.QuantizedAdam(model.parameters(), lr=1e-3, warmup=2)
-        thinwire.compress(model, "minmax(bits=4)", optimizer=optimizer, **KEEP)
-        for step in range(5):
-            _step(model, optimizer, rank, step)
-        assert_replicas_identical(model)
-
-
 def _sharpness_aware(rank: int) -> None:
     model, optimizer = _make()
     wire = thinwire.compress(model, "minmax(bits=8)", checks=thinwire.Checks(parity_every=1), **KEEP)

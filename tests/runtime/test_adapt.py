@@ -268,6 +268,21 @@ def test_another_family_is_handed_the_mean_residual_and_not_how_ranks_differ() -
     assert first == second > 0.6
 
 
+def test_a_layer_that_turns_raw_sends_its_residual_first() -> None:
+    """All that was sent has arrived after one step of ``ef(raw)``; a plain raw layer would lose the residual."""
+    shapes = {"w": (64, 48)}
+    policy = Scripted(every=4, window=1, lag=1, specs=("ef(topk(density=0.1))", "ef(raw)", "raw"))
+
+    def run(transport):
+        wire = Wire(BucketEngine(Plan.build(shapes, policy.specs[0]), shapes, transport, WireSettings(adapt=policy)))
+        arrived, sent = _sums(wire, shapes, 10)
+        assert wire.plan["w"] == thinwire.compressors.Raw()
+        return arrived, sent
+
+    (arrived, mine), (_, other) = run_threads(run, 2)
+    assert torch.allclose(arrived, (mine + other) / 2, atol=1e-4)
+
+
 def _arrives_in_all(rank: int, spec: str, loss_scale: float, infinite: tuple[int, ...] = ()) -> None:
     """All means of ten steps of DDP on a loss that is linear in its weights are the gradients of both ranks.
 
