@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := $(wildcard native/*) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: demo test test-slow test-all check format sanitize fuzz fuzz-sanitized chaos soak mutants conformance triton cuda cuda-wheels bench experiments experiments-smoke readme docs wheel wheel-check first-answer clean
+.PHONY: demo test test-slow test-all check format sanitize fuzz fuzz-sanitized chaos soak mutants conformance triton cuda cuda-wheels bench experiments experiments-smoke readme docs wheel wheel-check first-answer address clean
 
 demo: .venv/demo
 	$(BIN)/thinwire demo
@@ -111,12 +111,10 @@ bench: .venv/ready
 	$(BIN)/python -m experiments bench streams --json benchmarks/streams.json
 	$(BIN)/python -m experiments bench instrument --json benchmarks/instrument.json
 	$(BIN)/python -m experiments bench optimizer --json benchmarks/optimizer.json
-	$(BIN)/python -m experiments bench blob --json benchmarks/blob.json
 	$(BIN)/thinwire bench step --rate 1gbit --json benchmarks/step-1gbit.json
 	$(BIN)/thinwire bench step --rate none --skip-if-slower --target 0 --batches 8 --json benchmarks/step-loopback.json
 	$(BIN)/python -m experiments bench doctor --json benchmarks/doctor.json
 	$(BIN)/python -m experiments bench doctor --sharded --rounds 4 --json benchmarks/doctor-fsdp.json
-	$(BIN)/python -m experiments bench auto --json benchmarks/auto.json
 	$(BIN)/python -m experiments bench compressors --json benchmarks/compressors.json --plot benchmarks/compressors.svg
 	$(BIN)/python -m experiments policies record --out build/gradients
 	$(BIN)/python -m experiments policies replay build/gradients --json benchmarks/policies.json --plot benchmarks/policies.svg
@@ -152,6 +150,10 @@ wheel-check: .venv/ready
 # From an empty folder to doctor's answer about a script: under ten minutes, or it is an error.
 first-answer: .venv/ready
 	$(BIN)/python tools/first_answer.py --json build/first-answer.json
+
+# Puts the repository's ADDRESS in place of the placeholder, wherever that is named.
+address:
+	sed -i "s#https://example.org/thinwire#$(ADDRESS)#g" pyproject.toml README.md docs/index.md
 
 clean:
 	rm -rf .venv .venv-cuda build demo dist

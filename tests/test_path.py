@@ -1,4 +1,4 @@
-"""How many Python files a message goes through, counted by tracing calls; docs/dive.md walks the same files.
+"""How many Python files a message goes through, counted by tracing calls; docs/how-it-works.md walks the same files.
 
 A path is made of the files on the call stacks from the hook down to C++: those that have control while a message is
 made, and through which an error comes back. Files of which only a helper is called, which returns at once, are counted
@@ -25,7 +25,7 @@ from sharded import build, compress
 NATIVE = "thinwire.kernels._native"
 CODES = ("encode", "decode", "reduce")
 ROOT = Path(thinwire.__file__).parent
-DIVE = Path(__file__).parents[1] / "docs" / "dive.md"
+DIVE = Path(__file__).parents[1] / "docs" / "how-it-works.md"
 
 
 class Calls:

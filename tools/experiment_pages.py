@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,8 +13,7 @@ from captions import CAPTIONS
 from figures import BENCHMARKS, Figures, bullets, claims, machines, picture, pictures, table
 
 from experiments.framework.claims import estimated
-from experiments.framework.findings import share
-from experiments.framework.verdicts import JUDGED
+from experiments.framework.verdicts import shown_difference
 from thinwire_tools.lab.units import format_rate, parse_rate
 
 Row = dict[str, Any]
@@ -59,13 +58,13 @@ def experiment(name: str, benchmarks: Path = BENCHMARKS) -> str:
     if not (benchmarks / f"repro-{name}.json").exists():
         return f"Not measured yet: `python -m experiments {name}`."
     measured = Measured(name, benchmarks)
-    about, source = measured.about, "paper" if "differs_from_the_paper" in measured.about else "thesis"
+    paper = import_module(f"experiments.papers.{name}.paper").PAPER
     parts = [
         f"{_verdicts(measured.rows)} Measured on {measured.machine()}.",
         "## Claim by claim",
-        f"[How a claim is judged](docs/results.md#how-a-claim-is-judged). {_own_rules(about['judged'])}",
+        f"[How a claim is judged](docs/results.md#how-a-claim-is-judged). {paper.judged}",
         *NOTES.get(name, ()),
-        claims(measured.rows, f"the {source}", PARTS.get(name, {})),
+        claims(measured.rows, f"the {paper.source}", PARTS.get(name, {})),
         "## Tables and figures",
     ]
     captions = CAPTIONS[name]
@@ -76,15 +75,8 @@ def experiment(name: str, benchmarks: Path = BENCHMARKS) -> str:
         shown = [stem for stem in left if text.startswith(captions[stem].under or "\n")]
         parts += [picture(left.pop(stem), captions[stem].text) for stem in shown]
     parts += [picture(path, captions[stem].text) for stem, path in left.items()]
-    differs = [_plain(_CORRECTED.get(str(text), str(text))) for text in about[f"differs_from_the_{source}"]]
-    parts += [f"## Differences from the {source}'s setup", bullets(differs).rstrip()]
+    parts += [f"## Differences from the {paper.source}'s setup", bullets(paper.differs).rstrip()]
     return "\n\n".join(parts)
-
-
-def _plain(difference: str) -> str:
-    for recorded, plain in _PLAIN_DIFFERENCES:
-        difference = difference.replace(recorded, plain)
-    return difference
 
 
 def _verdicts(rows: list[Row]) -> str:
@@ -95,197 +87,6 @@ def _verdicts(rows: list[Row]) -> str:
     )
 
 
-def _own_rules(judged: str) -> str:
-    """The recorded rules without those of all papers, whatever these said in between their first and last sentence."""
-    first, *_, last = map(re.escape, JUDGED.split(". "))
-    own = re.sub(rf"{first}\. .*{last}\. ", "", judged, count=1)
-    return _PLAIN_RULES.get(own, f"{own[:1].upper()}{own[1:]}.")
-
-
-_PLAIN_RULES = {
-    "AQ-SGD's loss, of the last epoch and held out, may be above FP32's by 1%, and by half of what DirectQ loses with "
-    "as many bits, in trainings that DirectQ at 2 bits damages": (
-        "AQ-SGD's loss, both in the last epoch and held out, may exceed FP32's by at most 1 %, and by at most half of "
-        "what DirectQ loses with as many bits. DirectQ at 2 bits is the control."
-    ),
-    "Losses of the last epoch may be 1% above FP32's, and half of what DirectQ loses with as many bits, in trainings "
-    "that DirectQ fw2 bw4 damages": (
-        "Losses of the last epoch may exceed FP32's by at most 1 %, and by at most half of what DirectQ loses with as "
-        "many bits. DirectQ fw2 bw4 is the control."
-    ),
-    "The thesis's own factors are asked for only where links are calibrated to its multi-node baseline (3.9) and where "
-    "it gives shares (3.1, 3.7); of quality at most 1% of the perplexity or the accuracy may be lost": (
-        "A factor of the thesis is required only where links are calibrated to its multi-node baseline (3.9) and where "
-        "it gives shares (3.1, 3.7); elsewhere, any speed-up is enough. At most 1 % of perplexity or accuracy may be "
-        "lost."
-    ),
-    "Of accuracy FFT may lose half of what it is ahead of the next best in the paper, and a method that loses in the "
-    "paper does not where less than half of that is lost": (
-        "FFT may lose at most half of its lead over the next best method in the paper. That a method loses accuracy "
-        "does not hold if it loses less than half as much as in the paper."
-    ),
-    "(a): a claim holds if it does on every data set, convergence at every seed; linear is an R² of at least 0.99 of a "
-    "line through the gap's logarithm, and like full precision at most 1.5 times its steps; (b): methods that match "
-    "SGD may lose half of what QSGD loses in the paper": (
-        "Logistic regression: a claim holds if it holds on every data set, and convergence for every seed. It is "
-        "linear if a line fits the logarithm of the gap with an R² of at least 0.99, and like that in full precision "
-        "if it takes at most 1.5 times the steps. Networks: a method that ends at SGD's quality may lose at most half "
-        "of what QSGD loses in the paper."
-    ),
-    "Of the baseline's perplexity at most 1% may be lost; a factor of throughput is asked for where one is given": (
-        "At most 1 % of the baseline's perplexity may be lost. A speed-up must reach a factor only where the claim "
-        "says which."
-    ),
-}
-"""Recorded rules in a reader's words."""
-
-
-_CORRECTED: dict[str, str] = {
-    "quantisation is min-max, not QSGD, as CGX's own; PowerSGD's reference is rank 16 on the GPT, whose matrices are "
-    "128 wide, instead of 32": (
-        "quantisation is min-max, not QSGD, as CGX's own; PowerSGD's reference is rank 16 on the GPT, whose matrices "
-        "are 128 wide, instead of 32, and top-k's a density of 20 % there, instead of 10 %"
-    ),
-    "quality is that of 2 ranks and short trainings, the GPT's by its loss instead of perplexity": (
-        "quality is that of 2 ranks and short trainings; the GPT's perplexity is that of a byte"
-    ),
-    "(c) one seed": "(c) three seeds",
-    "(b) 4 ranks are processes that share this machine's cores, on emulated links, instead of 16 GPUs on InfiniBand: "
-    "an all-gather of 8 bits sends half of what fp32's all-reduce does, not twice as much; what is timed is larger "
-    "than what is trained": (
-        "(b) 4 ranks are processes on this machine, on emulated links, instead of 16 GPUs on InfiniBand; where steps "
-        "are timed, a rank computed them once, alone on a core, and ranks sleep for as long; an all-gather of 8 bits "
-        "sends half of what fp32's all-reduce does, not twice as much; what is timed is larger than what is trained"
-    ),
-    "ranks are processes that share this machine's cores, on an emulated link, instead of GPUs on InfiniBand": (
-        "ranks are processes that share this machine's cores, on an emulated link, instead of GPUs on InfiniBand; for "
-        "figure 16 a rank computed its steps once, alone on a core, and ranks sleep for as long"
-    ),
-}
-"""Recorded differences that no longer are since rows are judged or measured again."""
-
-_PLAIN_DIFFERENCES = (
-    (
-        "a rank computed its steps once, alone on a core; ranks sleep for as long, and communicate",
-        "computation is [replayed](docs/results.md#how-steps-are-timed)",
-    ),
-    (
-        "where steps are timed, a rank computed them once, alone on a core, and ranks sleep for as long",
-        "where steps are timed, computation is [replayed](docs/results.md#how-steps-are-timed)",
-    ),
-    (
-        "a rank computed its steps once, alone on a core, and ranks sleep for as long",
-        "computation is [replayed](docs/results.md#how-steps-are-timed)",
-    ),
-    (
-        "by the factor that is printed: a micro-batch of so much smaller a network computes for less time and has "
-        "smaller activations, and the factor makes wire to compute the paper's, by values a second; the backward "
-        "pass takes twice the forward pass here, three times there",
-        "by a factor that keeps the paper's ratio of communication to computation, since smaller networks compute "
-        "for less time and have smaller activations; the backward pass takes twice as long as the forward pass "
-        "here, three times in the paper",
-    ),
-    (
-        "by the factor that is printed, which makes the activations' wire to compute the paper's, by values a second",
-        "by a factor that keeps the paper's ratio of the activations' communication to computation",
-    ),
-    (
-        "the first epoch is not left out: without a warm-up epoch only first activations are sent whole (algorithm "
-        "1); figure 4 and what is by the authors' recipe have the warm-up epoch of appendix D, which DirectQ has "
-        "not here",
-        "bytes include the first epoch; the first activation of each sample is sent in full (algorithm 1); AQ-SGD "
-        "has the warm-up epoch of appendix D in figure 4 and by the authors' recipe, DirectQ does not",
-    ),
-    (
-        "its times are steps of trainings by seconds of a step, and",
-        "its times are steps multiplied by the time of a step, and",
-    ),
-    (
-        "fp16 has a fixed loss scale; bf16, which CPUs compute in faster, is beside it (appendix H.4)",
-        "fp16 has a fixed loss scale; bf16, in which CPUs compute faster, is added (appendix H.4)",
-    ),
-    ("bits by link is no experiment of the paper's", "bits by link is not in the paper"),
-    (
-        "each task has the learning rate, of two or three tried, at which FP32 loses least on what is held out, "
-        "and all methods have that",
-        "in each task all methods have the learning rate, of two or three tried, at which FP32's held-out loss is "
-        "lowest",
-    ),
-    (
-        "256 for all positions' vectors, which both sides move towards what arrives",
-        "256 for the vectors of all positions; both sides move them towards what arrives",
-    ),
-    (
-        "since a client's few classes would be a batch's moments; crops move an image by an eighth of it, and its "
-        "message at the second cut, of fewer positions, by as many of them as are nearest",
-        "since a client has few classes; crops move an image by an eighth of its size, and its message at the "
-        "second cut by the nearest number of positions",
-    ),
-    (
-        "cutting exchanges short (figure C.1) is done to gloo's own collectives",
-        "figure C.1 shortens the messages of gloo's own collectives",
-    ),
-    (
-        "perplexities are those of weights as they are gathered, quantised; the figures also hold those of weights "
-        "as the optimizer keeps them",
-        "perplexity is that of the quantised weights, as they are gathered; the JSON files also have that of the "
-        "optimizer's weights",
-    ),
-    (
-        "data made with the 90 features of YearPredictionMSD, which is not shipped with anything",
-        "data generated with the 90 features of YearPredictionMSD",
-    ),
-    (
-        "so much smaller a network computes for so much less time, and the rows of figure 5.3 say what each link "
-        "makes of the baseline",
-        "smaller networks compute for less time; figure 5.3 has the baseline's step time over each link",
-    ),
-    (
-        "FSDP2 gathers the next block while one computes, asked to for all methods alike; PyTorch's own "
-        "collectives do not use that on a CPU, thinwire's do",
-        "FSDP2 prefetches the next block with all methods; on a CPU this speeds up thinwire's collectives, but not "
-        "PyTorch's own",
-    ),
-    (
-        "values take the nearest of them, and of uniform ones one by stochastic rounding unless it is said "
-        "otherwise; bits above 6 stay uniform",
-        "values are rounded to the nearest of them, and stochastically to uniform ones unless a row says "
-        "otherwise; more than 6 bits stay uniform",
-    ),
-    (
-        "the overhead is that of decisions as far apart as by default, one in 500 steps, from seconds measured here",
-        "the overhead is that of one decision in 500 steps, the default, at the times measured here",
-    ),
-    (
-        "takes the threshold of the step before: it waits for no layer, as the thesis's has to",
-        "takes the threshold of the step before, so that it need not wait for all layers, as the thesis's does",
-    ),
-    (
-        "(a) the 12 workers are an axis of arrays in one process and compute, in fp64, what each would compute alone",
-        "(a) the 12 workers are computed in one process, in fp64",
-    ),
-    (
-        "are made with the shapes of the LibSVM sets; they are not these sets, which --data reads",
-        "are generated data with the shapes of these LibSVM sets; `--data` reads the sets themselves",
-    ),
-    ("f* is gradient descent's, brought to its end by L-BFGS", "f* is found by gradient descent and then L-BFGS"),
-    ("(a) ", "logistic regression: "),
-    ("(b) ", "networks: "),
-    ("(c) ", "beta and eps: "),
-    (
-        "links are as slow as it takes for fp32 to reach the share of linear scaling that it has in the thesis, "
-        "measured at the start, unless a rate is given",
-        "rates of links are chosen at the start so that fp32 reaches the share of linear scaling that it has in "
-        "the thesis",
-    ),
-    (
-        "QNCCL is a process group of backend thinwire, handed DDP's buckets without a layout, over gloo",
-        "QNCCL is thinwire's process group over gloo, without the shapes of the layers in DDP's buckets",
-    ),
-)
-"""Phrases of recorded differences, and a reader's words for them."""
-
-RATIOS = "Ratios are medians over rounds in which the methods take turns. They are not quotients of the median speeds."
 PARTS = {
     "aqsgd": {"links": "bits by link"},
     "cgx": {number: f"table {number}" for number in ("3.4", "3.5", "3.6", "3.7", "3.9")} | {"blob": "QNCCL"},
@@ -304,12 +105,8 @@ NOTES = {
         "buckets are compressed without regard to layers, as in QNCCL (section 3.7.2). In the tables, ratios are "
         "medians over separate runs, not quotients of the median speeds.",
     ),
-    "intsgd": ("A ratio of times is that of the method named first over the other's.",),
+    "intsgd": ("A ratio says how many times as fast, or as slow, a method is as the claim has it.",),
     "qsdp": ("Bytes of L-GreCo are those of training steps, including the steps before its first plan.",),
-    "lgreco": (
-        "The GPT's rows of table 4.3 print the interval of the held-out loss. Its perplexity is what is judged, and "
-        "the last column is half of that interval.",
-    ),
 }
 """What a reader of a paper's claims has to know of their figures."""
 
@@ -476,7 +273,7 @@ def _lgreco_equal(measured: Measured) -> Iterator[str]:
     for row in measured.under("equal bytes/lost/"):
         name, _, kind = row["name"].removeprefix("equal bytes/lost/").partition("/")
         title = EQUAL_KINDS[kind or name].format(spec=row["spec"].partition(" with ")[0])
-        rows.append([title, f"{row['sent'] / 1e3:,.1f}", share(estimated(row, "lost"))])
+        rows.append([title, f"{row['sent'] / 1e3:,.1f}", shown_difference(estimated(row, "lost"))])
     title = "The GPT at equal bytes, held-out loss beyond fp32's (in brackets, one-sided 95 % bounds)"
     yield from _titled(title, ["", "kB a step, rank 0", "beyond fp32"], rows)
 
@@ -509,7 +306,7 @@ def _lgreco_throughput(measured: Measured) -> Iterator[str]:
         ]
         body.append(["nothing sent", *(f"{row['nothing_sent'][n]:,.0f}" for n in worlds), "0"])
         head = ["tokens/s", *(f"{n} ranks" for n in worlds), f"kB a step, {worlds[-1]} ranks"]
-        link = re.sub(r" of \d+ ranks", "", row["found"].split(":")[0])
+        link = f"tokens/s over {_rate(row['name'].rpartition('/')[2])}"
         yield from _titled(f"{row['figure'].capitalize()}, {link}", head, body)
 
 

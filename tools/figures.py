@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def claims(results: list[dict[str, Any]], whose: str, figures: Mapping[str, str]
     return table(["figure or table", whose, "here", "holds", "interval (±)"], rows, numbers=False)
 
 
-def bullets(texts: list[str]) -> str:
+def bullets(texts: Iterable[str]) -> str:
     return "".join(f"- {text}\n" for text in texts)
 
 

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from experiment_pages import RATIOS, experiment, sharded
+from experiment_pages import experiment, sharded
 from figures import BENCHMARKS, ROOT, Figures, bullets, table
 
-from experiments.bench.auto import NetworkSpec
-from experiments.bench.formats import BITS, FORMATS, KINDS, TREATMENTS
 from experiments.framework import power as power_tables, results_page
 from experiments.framework.catalogue import CATALOGUE
+from thinwire_tools.compare.statistics import estimate, relative_differences
 from thinwire_tools.lab.units import format_rate, parse_rate
 
 RATES = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s"}
@@ -39,48 +38,90 @@ TITLES = {
 
 
 def headline() -> str:
-    faster = [
-        Figures(BENCHMARKS / file).get(name) or 0.0
-        for file, name in (("demo.json", "speedup_over_fp32/thinwire"), ("step-1gbit.json", "speedup_over_fp32"))
-    ]
-    loss = Figures(BENCHMARKS / "local.json").rows["val_loss_above_fp32/thinwire"]
-    within = math.ceil(1e3 * max(abs(loss["lower"]), abs(loss["upper"]))) / 10
+    """Claims one by one, each against its own control."""
+    short, local = Figures(BENCHMARKS / "demo.json"), Figures(BENCHMARKS / "local.json")
+    over_100 = sorted([short.get("speedup_over_fp32/thinwire") or 0.0, _speed(local, "thinwire")])
+    over_1000 = Figures(BENCHMARKS / "step-1gbit.json").get("speedup_over_fp32") or 0.0
     return (
-        "**thinwire compresses what distributed PyTorch training sends: gradients under DDP, weights and gradients "
-        "under FSDP2, activations between pipeline stages. On CPU ranks, gradients in 4 bits make training steps "
-        f"{faster[0]:.1f} times as fast over 100 Mbit/s and {faster[1]:.1f} times over 1 Gbit/s, and the loss ends "
-        f"within {within:g} % of fp32's. For slower links there are [local updates](docs/local.md): workers exchange "
-        f"what they have learned every few steps, in a hundredth of the bytes; {_with_muon('100mbit')}.**"
+        "**thinwire compresses what distributed PyTorch training sends over slow networks**: gradients under DDP, "
+        "weights and gradients under FSDP2, activations between pipeline stages. On CPU ranks and emulated links:\n\n"
+        f"- **Steps.** With gradients in 4 bits they are {over_100[0]:.1f} to {over_100[1]:.1f} times as fast as those "
+        f"of DDP in fp32 over 100 Mbit/s, and {over_1000:.1f} times over 1 Gbit/s.\n"
+        "- **Loss.** With gradients in 4 bits it ends where the same training in fp32 ends: the difference over "
+        f"{local.record['about']['seeds']} seeds is {local.bounded('val_loss_above_fp32/thinwire')}; in brackets, a "
+        "90 % confidence interval.\n"
+        "- **Slower links.** With [local updates](docs/local.md), ranks train alone for some steps and then exchange "
+        f"what they have learned, in {_fewer(local, 'local')} times fewer bytes than DDP in fp32. That costs loss: "
+        f"{local.bounded('val_loss_above_fp32/local')} with AdamW."
     )
 
 
-def _with_muon(rate: str) -> str:
-    """How soon local updates with Muon have fp32's loss over a link of ``rate``, and where they end."""
-    long = Figures(BENCHMARKS / "local.json")
-    muon, fp32 = (long.rows[f"{rate}/seconds_to_same_loss/{name}"]["value"] for name in ("muloco", "fp32"))
-    below = -long.rows["val_loss_above_fp32/muloco"]["value"]
-    return (
-        f"with Muon over {format_rate(parse_rate(rate))} they reach the loss of fp32 DDP with AdamW "
-        f"{fp32 / muon:.0f} times as soon, and end {100 * below:.0f} % below it"
-    )
+def _speed(figures: Figures, name: str) -> float:
+    """Steps of a variant over 100 Mbit/s, in multiples of the speed of DDP's in fp32."""
+    return (figures.get("100mbit/step_s/fp32") or 0.0) / (figures.get(f"100mbit/step_s/{name}") or math.inf)
+
+
+def _fewer(figures: Figures, name: str) -> str:
+    sent = [figures.get(f"100mbit/sent_bytes/{each}") or 1.0 for each in ("fp32", name)]
+    return f"{sent[0] / sent[1]:.0f}"
+
+
+_OVER_100_MBIT = {
+    "thinwire": ("local", "**4 bits**", "fp32"),
+    "in-optimizer": (
+        "in-optimizer",
+        "**2 bits in `CompressedAdamW`**, at twice the learning rate of AdamW, its control",
+        "fp32",
+    ),
+    "powersgd": ("in-optimizer", "PyTorch's PowerSGD, rank 4", "fp32"),
+    "local": ("local", "local updates, every 8 steps in 2 bits", "fp32"),
+    "muloco": ("local", "local updates with Muon, every 8 steps in 2 bits", "muon"),
+    "alone": ("local", "control: training alone, nothing sent", "fp32"),
+}
+"""Variants of ``bench local``: the record that has them, a title, and their own control."""
+
+_OWN_OPTIMIZER = {
+    "AdamW, 4 bits": ("**4 bits**", "AdamW, fp32"),
+    "CompressedAdamW, 2 bits, buckets of 64": ("**2 bits in `CompressedAdamW`**", "CompressedAdamW, fp32"),
+    "Muon, 2 bits": ("**2 bits, Muon**", "Muon, fp32"),
+    "DiLoCo, AdamW, 2 bits, every 25": ("local updates, every 25 steps in 2 bits", "AdamW, fp32"),
+    "DiLoCo, Muon, 2 bits, every 10": ("local updates with Muon, every 10 steps in 2 bits", "Muon, fp32"),
+    "alone": ("control: training alone", "AdamW, fp32"),
+}
+"""Variants of ``bench training``, a title, and the same optimizer in fp32."""
 
 
 def longer() -> str:
-    short, long = (Figures(BENCHMARKS / f"{name}.json") for name in ("demo", "local"))
-    about, nothing = long.record["about"], short.get("val_loss_above_fp32/alone") or 0.0
-    ours, plain, muon, alone = (
-        long.bounded(f"val_loss_above_fp32/{name}") for name in ("thinwire", "local", "muloco", "alone")
-    )
-    seconds = [long.get(f"10mbit/seconds_to_same_loss/{name}") or 0.0 for name in ("muloco", "thinwire")]
+    """Trainings that are long enough to judge the loss, each beside its own control."""
+    local, training = Figures(BENCHMARKS / "local.json"), Figures(BENCHMARKS / "training.json")
+    short = []
+    for name, (record, title, control) in _OVER_100_MBIT.items():
+        figures = Figures(BENCHMARKS / f"{record}.json")
+        sent = f", {_fewer(figures, name)} times fewer bytes" if figures.get(f"100mbit/sent_bytes/{name}") else ""
+        difference = _against(figures, f"val_loss/{name}", f"val_loss/{control}", "by_seed")
+        short.append(f"{title}: {_speed(figures, name):.1f} times the steps{sent}, loss {difference}")
+    long = [
+        f"{title}: {_against(training, f'loss/{name}', f'loss/{control}', 'losses')}"
+        for name, (title, control) in _OWN_OPTIMIZER.items()
+    ]
+    muon, ours = (training.bounded(f"difference/{name}, fp32") for name in ("Muon", "CompressedAdamW"))
+    about, task = local.record["about"], local.record["about"]["task"]
     return (
-        f"This is one seed of {short.record['about']['task']['steps']} steps, too short to judge the loss at the end: "
-        f"even ranks that send nothing end only {100 * nothing:.1f} % above fp32. Over "
-        f"{about['task']['steps']} steps and {about['seeds']} seeds, against fp32, 4 bits end at {ours}, local updates "
-        f"at {plain}, with Muon at {muon}, and training alone at {alone}; in brackets, 90 % confidence "
-        "intervals ([measured](docs/local.md#measured)). Use local updates where the link is too slow for 4 "
-        f"bits per step: over 10 Mbit/s, those with Muon are at fp32's loss in {seconds[0]:.0f} s, and 4 bits in "
-        f"{seconds[1]:.0f} s. Muon in fp32, their control, ends at {long.bounded('val_loss_above_fp32/muon')}."
+        f"Two byte-level GPTs, {about['seeds']} seeds; in brackets, 90 % confidence intervals. Held-out losses are "
+        "against the same optimizer in fp32: AdamW, or Muon (`thinwire.optim.Muon`), which steps along orthogonalized "
+        "momenta, where that is named. Steps and bytes are against DDP in fp32 with AdamW.\n\n"
+        f"Over 100 Mbit/s, {task['steps']} steps ([more](docs/local.md#measured)):\n\n{bullets(short)}\n"
+        f"Over 1000 steps, each method at its best learning rate ([more](docs/compressed-adamw.md#loss-and-bytes)): "
+        f"{'; '.join(long)}.\n\n"
+        "What an optimizer gains by itself is another matter: in fp32, against AdamW in fp32, Muon ends at "
+        f"{muon}, and `CompressedAdamW` at {ours}."
     )
+
+
+def _against(figures: Figures, name: str, control: str, runs: str) -> str:
+    """The difference of a variant's losses to its control's, seed by seed, and its interval."""
+    found = estimate(relative_differences(*(figures.rows[each][runs] for each in (name, control))))
+    return f"{100 * found.mean:+.2f} % ({100 * found.lower:+.2f} to {100 * found.upper:+.2f})"
 
 
 def demo() -> str:
@@ -88,6 +129,7 @@ def demo() -> str:
     task = figures.record["about"]["task"]
     fp32 = figures.get("steps_per_s/fp32") or 1.0
     fp32_loss = figures.get("val_loss/fp32") or 1.0
+    muon = (figures.get("val_loss/muloco") or math.nan) / (figures.get("val_loss/muon") or math.nan) - 1
     rows = []
     for name, title in TITLES.items():
         speed, loss = figures.get(f"steps_per_s/{name}"), figures.get(f"val_loss/{name}")
@@ -111,8 +153,9 @@ def demo() -> str:
         f"{figures.record['about']['parameters'] / 1e6:.1f} million parameters on the Python standard library's "
         "source over an emulated 100 Mbit/s link, from the same weights and with the same batches.\n\n"
         f"{table(head, rows)}\n\n![Held-out loss against time](benchmarks/demo/loss.svg)\n\n"
-        f"The curves are losses on {task['probe_windows']} of the {task['held_out_windows']} held-out windows of the "
-        f"table. {figures.machine}."
+        "Losses are means of −ln of the probability that the model gave each byte (nats per byte). "
+        f"Local updates with Muon end {100 * muon:.1f} % above Muon in fp32, their control. The curves are losses on "
+        f"{task['probe_windows']} of the {task['held_out_windows']} held-out windows of the table. {figures.machine}."
     )
 
 
@@ -356,138 +399,6 @@ def fft_blocks() -> str:
     return f"{about}multiples of `torch.Tensor.copy_`:\n\n{table(head, body)}\n\n{figures.machine}."
 
 
-BLOB = {
-    "fp32": "stock DDP, fp32",
-    "uniform": "process group, each buffer as one layer",
-    "registered": "process group, layers registered",
-    "layerwise": "`thinwire.compress(model)`",
-}
-"""Methods of ``python -m experiments bench blob``, by what they are called for people."""
-
-
-def blob() -> str:
-    figures, rows = Figures(BENCHMARKS / "blob.json"), []
-    rates = [rate for rate in RATES if figures.get(f"steps_per_s/fp32/{rate}") is not None]
-    for method, title in BLOB.items():
-        speeds = [
-            f"{figures.get(f'steps_per_s/{method}/{rate}'):.2f} ({figures.get(f'over_fp32/{method}/{rate}'):.2f}x)"
-            for rate in rates
-        ]
-        errors = [
-            f"{figures.get(f'{name}/{method}/{rates[0]}'):.1%}"
-            for name in ("relative_error", "relative_error_of_biases_and_norms")
-        ]
-        rows.append([title, *speeds, *errors])
-    head = ["steps/s, 2 ranks", *(RATES[rate] for rate in rates), "error of the mean", "of biases and norms"]
-    return (
-        "`python -m experiments bench blob`: the demo's GPT in 4 bits, its gradients compressed as flat buffers or "
-        "as layers.\n\n"
-        f"{table(head, rows)}\n\n{RATIOS}\n\n{figures.machine}."
-    )
-
-
-CHANGES = {"normal": "normal", "half zero": "half of them zero", "Laplace": "Laplace", "t(3)": "Student's t(3)"}
-"""Changes of ``python -m experiments bench changes``, by what they are called for people."""
-
-
-def changes() -> str:
-    figures = Figures(BENCHMARKS / "changes.json")
-    specs = [name.partition("/")[2] for name in figures.rows if name.startswith("normal/")]
-    trained = [spec for spec in specs if figures.get(f"loss/{spec}") is not None]
-    head = ["share of a change that is lost, by its values' distribution", *CHANGES.values()]
-    head += ["loss, held out, above FP32's"] if trained else []
-    rows = []
-    for spec in specs:
-        row = [f"`{spec}`", *(f"{figures.get(f'{name}/{spec}'):.2f}" for name in CHANGES)]
-        if trained:
-            losses = [figures.get(f"{name}/{spec}") for name in ("loss", "held out")]
-            row.append(", ".join(f"{loss:+.1%}" for loss in losses if loss is not None))
-        rows.append(row)
-    seeds = f", trained with {figures.record['about']['seeds']} seeds" if trained else ""
-    return f"`python -m experiments bench changes`{seeds}:\n\n{table(head, rows)}\n\n{figures.machine}."
-
-
-def first_epoch() -> str:
-    figures = Figures(BENCHMARKS / "first-epoch.json")
-    about, rows = figures.record["about"], []
-    for name in (name.partition("/")[2] for name in figures.rows if name.startswith("bits/")):
-        kinds = ("bits", "error", "held_out", "above_fp32", "deviation")
-        bits, error, loss, above, deviation = (figures.get(f"{kind}/{name}") or 0.0 for kind in kinds)
-        title = f"`{name}`" if "(" in name else name
-        rows.append([title, f"{bits:.2f}", f"{error:.3f}", f"{loss:.4f}", f"{above:+.2%} ± {deviation:.2%}"])
-    rows.sort(key=lambda row: float(row[3]))
-    head = ["forward", "bits per activation", "error", "held-out loss", "against FP32"]
-    return (
-        f"`python -m experiments bench first-epoch`: a GPT of {about['stages']} stages, one epoch of "
-        f"{about['samples']} samples from random weights, {about['seeds']} seeds. Gradients: 8 bits (FP32: 32).\n\n"
-        f"{table(head, rows)}\n\n{figures.machine}."
-    )
-
-
-def keeping() -> str:
-    figures = Figures(BENCHMARKS / "keeping.json")
-    rows = []
-    for title, kind, name in (key.split("/") for key in figures.rows):
-        if kind != "loss":
-            continue
-        kinds = ("loss", "held_out", "deviation", "fewer", "kept_bytes")
-        loss, out, deviation, fewer, kept = (figures.get(f"{title}/{kind}/{name}") or 0.0 for kind in kinds)
-        share = [f"{loss:+.2%}", f"{out:+.2%} ± {deviation:.2%}", f"{fewer:.1f}x", f"{kept / 1e3:,.0f} kB"]
-        rows.append([title, name, *share])
-    head = ["", "kept", "loss against FP32's", "held out", "fewer bytes forward", "on one side"]
-    return (
-        f"`python -m experiments bench keeping`: {figures.record['about']['seeds']} seeds of a GPT in two stages, "
-        f"changes and activations in `gaussian`'s 2 bits, gradients in 6.\n\n{table(head, rows)}\n\n"
-        f"{figures.machine}."
-    )
-
-
-def sums() -> str:
-    figures = Figures(BENCHMARKS / "sums.json")
-    about, rows = figures.record["about"], []
-    for name in (name.partition("/")[2] for name in figures.rows if name.startswith("loss/")):
-        kinds = ("loss", "deviation", "held_out", "fewer")
-        loss, deviation, out, fewer = (figures.get(f"{kind}/{name}") or 0.0 for kind in kinds)
-        rows.append([f"`{name}`", f"{loss:+.2%} ± {deviation:.2%}", f"{out:+.2%}", f"{fewer:.1f}x"])
-    head = ["sums", "loss against FP32's", "held out", "fewer bytes, first visits included"]
-    return (
-        f"`python -m experiments bench sums`: {about['seeds']} seeds of a GPT, {about['epochs']} epochs over "
-        f"{about['num_ranks']} ranks.\n\n{table(head, rows)}\n\n{figures.machine}."
-    )
-
-
-def crops() -> str:
-    figures = Figures(BENCHMARKS / "crops.json")
-    about, rows = figures.record["about"], []
-    for name in (name.partition("/")[2] for name in figures.rows if name.startswith("loss/")):
-        kinds = ("loss", "accuracy", "deviation", "moved", "fewer")
-        loss, right, deviation, moved, fewer = (figures.get(f"{kind}/{name}") or 0.0 for kind in kinds)
-        change = f"{moved:.0%}" if moved != 1 else ""
-        rows.append([name, f"{loss:.3f}", f"{right:.1%} ± {deviation:.1%}", change, f"{fewer:.1f}x"])
-    head = ["messages", "training loss", "held-out accuracy", "a change in an activation", "fewer bytes"]
-    return (
-        f"`python -m experiments bench crops`: {about['seeds']} seeds of a ResNet34 of few channels, {about['epochs']} "
-        "epochs of digits; changes in 2 bits, a fifth of the gradients in 8.\n\n"
-        f"{table(head, rows)}\n\n{figures.machine}."
-    )
-
-
-def formats() -> str:
-    figures = Figures(BENCHMARKS / "formats.json")
-    rows = []
-    for (name, form), treatment in itertools.product(FORMATS.items(), TREATMENTS):
-        if not form.stochastic or treatment == "as it is":
-            columns = itertools.product(KINDS, BITS)
-            errors = (f"{figures.get(f'{kind}/{bits}/{name}/{treatment}'):.3f}" for kind, bits in columns)
-            rows.append([name if treatment == "as it is" else "", treatment, *errors])
-    head = ["", "", *(f"{kind}, {bits} bits" for kind, bits in itertools.product(KINDS, BITS))]
-    return (
-        "`python -m experiments bench formats`: relative error of what the demo's GPT has at steps 20, 100 and 199 of "
-        "its training. All take half a bit an element for scales and spikes.\n\n"
-        f"{table(head, rows)}\n\n{figures.machine}."
-    )
-
-
 def integers() -> str:
     figures = Figures(BENCHMARKS / "integers.json")
     about, rows = figures.record["about"], []
@@ -558,32 +469,6 @@ def stores() -> str:
         f"and 90 % confidence intervals of {about['rounds']} runs in turn.\n\n"
         f"{table(['links', 'schedule', 'messages kept', 'a step', 'against nothing kept'], rows)}\n\n{figures.machine}."
     )
-
-
-AUTO = ("fixed", "one way", "auto")
-
-
-def auto() -> str:
-    figures = Figures(BENCHMARKS / "auto.json")
-    about = figures.record["about"]
-    rows = []
-    for cell, place in about["cells"].items():
-        on = place["decided"]["auto"].startswith("on")
-        gains = [f"{figures.get(f'over_fp32/{choice}/{cell}') or 0.0:.2f}x" for choice in AUTO]
-        fp32 = f"{1e3 * (figures.get(f'step_s/fp32/{cell}') or 0.0):.0f} ms"
-        rows.append([_network(cell), fp32, *gains, f"`{place['algorithm']}`" if on else "off"])
-    head = ["network", "fp32", f"`{about['spec']}`", "auto, `sra` alone", "auto", "by"]
-    return (
-        "`python -m experiments bench auto`: steps of the demo's GPT in multiples of stock DDP's speed, medians of "
-        f"rounds in which all take turns.\n\n{table(head, rows)}\n\n{figures.machine}."
-    )
-
-
-def _network(cell: str) -> str:
-    place = NetworkSpec.parse(cell)
-    rates = (place.rate or "no limit").replace("mbit", " Mbit/s").replace("gbit", " Gbit/s").replace(",", ", ")
-    beside = "a rank on each" if place.ranks == 1 else f"{place.ranks} ranks on each"
-    return f"{place.nodes} nodes, {beside}, {rates}"
 
 
 _NOTHING = "nothing sent"
@@ -663,10 +548,6 @@ def optimizer() -> str:
 
 def training(record: str = "training.json") -> str:
     return trainings(Figures(BENCHMARKS / record), "bench training", "workers")
-
-
-def masks() -> str:
-    return trainings(Figures(BENCHMARKS / "masks.json"), "bench masks", "workers simulated in one process")
 
 
 def deltas() -> str:
@@ -888,19 +769,6 @@ def _same_loss(file: str, setting: str) -> str:
     )
 
 
-def bursts() -> str:
-    figures = Figures(BENCHMARKS / "bursts.json")
-    about, modes = figures.record["about"], ("at once", "streaming")
-    rate = format_rate(parse_rate(about["rate"]))
-    whole, streamed = (figures.get(f"busiest_second_bytes/{mode}") or 0.0 for mode in modes)
-    return (
-        f"`python -m experiments bench bursts`: {about['size_mb']:g} MB of fp32 weights, exchanged in 2 bits every "
-        f"{about['every']} steps of {about['step_ms']:g} ms, in which nothing is computed, over {rate}. In its busiest "
-        f"second the link carries {whole / 1e6:.2f} MB of a whole model, and {streamed / 1e6:.2f} MB "
-        f"({streamed / whole:.2f} times) of four fragments sent in turn.\n\n{figures.machine}."
-    )
-
-
 def peers() -> str:
     figures = Figures(BENCHMARKS / "peers.json")
     about, rows = figures.record["about"], []
@@ -1082,18 +950,10 @@ def _ratio(ratio: dict[str, float] | None) -> str:
 PAGES = {
     "README.md": {"headline": headline, "demo": demo, "longer": longer},
     "docs/paper-fft.md": {"fft-blocks": fft_blocks},
-    "docs/compressors.md": {"compressors": compressors, "formats": formats, "low-rank": low_rank},
+    "docs/compressors.md": {"compressors": compressors, "low-rank": low_rank},
     "docs/speed.md": {"allreduce": allreduce, "allreduce-long": allreduce_long, "step": step, "streams": streams},
-    "docs/process-group.md": {"blob": blob, "conformance": conformance},
-    "docs/pipelines.md": {
-        "changes": changes,
-        "first-epoch": first_epoch,
-        "keeping": keeping,
-        "crops": crops,
-        "stores": stores,
-        "pipelines": pipelines,
-    },
-    "docs/tensor-parallel.md": {"sums": sums},
+    "docs/process-group.md": {"conformance": conformance},
+    "docs/pipelines.md": {"stores": stores, "pipelines": pipelines},
     "docs/failures.md": {"chaos": chaos, "soak": soak, "fuzz": fuzz},
     "docs/fsdp.md": {"sharded": sharded, "deltas": deltas, "deltas-nodes": deltas_nodes},
     "docs/integers.md": {"integers": integers},
@@ -1102,12 +962,10 @@ PAGES = {
         "in-optimizer": in_optimizer,
         "training": training,
         "training-8": partial(training, "training-8.json"),
-        "masks": masks,
     },
     "docs/index.md": {"first-answer": first_answer},
-    "docs/local.md": {"local": local, "peers": peers, "bursts": bursts},
+    "docs/local.md": {"local": local, "peers": peers},
     "docs/members.md": {"members": members},
-    "docs/auto.md": {"auto": auto},
     "docs/doctor.md": {"doctor": doctor, "doctor-fsdp": doctor_fsdp},
     "docs/kernels.md": {"kernels": kernels},
     "docs/algorithms.md": {"algorithms": algorithms},

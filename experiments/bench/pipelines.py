@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
 
+import thinwire
+from thinwire.store import Disk
 from thinwire_tools import lab
+from thinwire_tools.bench.rank import serve
 from thinwire_tools.bench.ranks import run_ranks
 from thinwire_tools.lab.units import format_rate, parse_rate
 from thinwire_tools.results import OutputFile, Results
@@ -73,7 +85,150 @@ def run(
     steps: int,
     network: lab.Network | None,
 ) -> list[float]:
-    """Return the seconds of the steps that `pipelines_rank.run` takes; ``network`` None: over loopback."""
+    """Return the seconds of the steps that `measure` takes; ``network`` None: over loopback."""
     config = {"method": method, "schedule": schedule, "stages": stages, "chunks": CHUNKS, "batch": BATCH}
     config |= {"length": LENGTH, "width": WIDTH, "steps": steps}
-    return run_ranks("experiments.bench.pipelines_rank", config, RANKS, network)["step_s"]
+    return run_ranks(__name__, config, RANKS, network)["step_s"]
+
+
+# --- on a rank
+
+_WARM_UP = 2
+_SCHEDULES = {
+    "1f1b": "Schedule1F1B",
+    "gpipe": "ScheduleGPipe",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zero-bubble": "ScheduleInterleavedZeroBubble",
+}
+
+
+class _Input(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Emulated) -> Tensor:
+        ctx.layer = layer
+        time.sleep(layer.forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.layer.backward_s - ctx.layer.weights_s)
+        return grads[0], None
+
+
+class _Weight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, layer: Emulated) -> Tensor:
+        ctx.layer = layer
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.layer.weights_s)
+        return grads[0], None
+
+
+class Emulated(nn.Module):
+    """A layer that scales and shifts, and sleeps forward, for the gradient of its input, and for its weights'."""
+
+    def __init__(self, width: int, forward_s: float, backward_s: float, weights_s: float) -> None:
+        super().__init__()
+        self.forward_s, self.backward_s, self.weights_s = forward_s, backward_s, weights_s
+        self.scale = nn.Parameter(torch.ones(width))
+        self.shift = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Input.apply(x + self.shift, self) * _Weight.apply(self.scale, self)
+
+
+class Recorder:
+    """Notes when this rank's stages began to compute, and when they last ended."""
+
+    def __init__(self, stages: Sequence[Any]) -> None:
+        self.spans: list[tuple[float, float]] = []
+        for stage in stages:
+            if isinstance(stage, thinwire.CompressedStage):
+                # Its calls include waiting.
+                stage._compression.computing = lambda direction: self.computing()
+            else:
+                self._time(stage, "forward_one_chunk")
+                self._time(stage, "backward_one_chunk")
+            self._time(stage, "backward_weight_one_chunk")
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Note when the body computes."""
+        began = time.perf_counter()
+        yield
+        self.spans.append((began, time.perf_counter()))
+
+    def _time(self, stage: Any, name: str) -> None:
+        compute = getattr(stage, name)
+
+        def timed(*args: Any, **options: Any) -> Any:
+            with self.computing():
+                return compute(*args, **options)
+
+        setattr(stage, name, timed)
+
+
+def measure(
+    method: list[str] | None,
+    schedule: str,
+    stages: list[list[list[float]]],
+    chunks: int,
+    batch: int,
+    length: int,
+    width: int,
+    steps: int,
+) -> dict[str, Any]:
+    """Train, and return the seconds of each step, from the first task of any rank to the end of the last.
+
+    Args:
+        method: forward and backward compressors of `thinwire.compress_stage`, and the folder that messages are kept in
+            if it is not memory; None for PyTorch's own stages.
+        schedule: a key of `_SCHEDULES`.
+        stages: by stage, for each of its layers the seconds forward, backward, and of the weights.
+        chunks: micro-batches of a step.
+        batch: samples of a micro-batch.
+        length: of a sample.
+        width: of each position.
+        steps: to take.
+    """
+    rank, num_ranks, cpu = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
+    mine: list[Any] = []
+    for index in range(rank, len(stages), num_ranks):
+        module = nn.Sequential(*(Emulated(width, *times) for times in stages[index]))
+        stage = PipelineStage(module, index, len(stages), cpu)
+        specs = None if method is None else [json.loads(spec) if spec.startswith("[") else spec for spec in method]
+        mine.append(stage if specs is None else _compressed(stage, specs, chunks * batch))
+    recorder = Recorder(mine)
+    kind = getattr(pipelining, _SCHEDULES[schedule])
+    single = schedule in ("gpipe", "1f1b")
+    plan = kind(mine[0] if single else mine, chunks, loss_fn=nn.functional.mse_loss)
+    x = torch.randn(chunks * batch, length, width, generator=torch.Generator().manual_seed(0))
+    first, last = mine[0].is_first, mine[-1].is_last
+    optimizer = torch.optim.SGD([p for stage in mine for p in stage.submod.parameters()], lr=1e-3)
+    taken: list[float] = []
+    for _ in range(_WARM_UP + steps):
+        recorder.spans.clear()
+        optimizer.zero_grad()
+        if first and method is not None:
+            mine[0].set_sample_ids(range(len(x)))
+        dist.barrier()
+        plan.step(*([x] if first else []), target=x.tanh() if last else None, return_outputs=False)
+        optimizer.step()
+        recorded: list[Any] = [None] * num_ranks
+        dist.all_gather_object(recorded, recorder.spans)
+        spans = [span for rank_spans in recorded for span in rank_spans]
+        taken.append(max(end for _, end in spans) - min(begin for begin, _ in spans))
+    return {"step_s": sorted(taken[_WARM_UP:])}
+
+
+def _compressed(stage: PipelineStage, method: list[Any], num_samples: int) -> thinwire.CompressedStage:
+    forward, backward, *folder = method
+    store = Disk(*folder, num_samples=num_samples) if folder else None
+    return thinwire.compress_stage(stage, forward=forward, backward=backward, store=store)
+
+
+def main() -> None:
+    serve(measure)

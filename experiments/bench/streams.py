@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from statistics import median
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from thinwire.collectives import ProcessGroupTransport
 from thinwire_tools import lab
+from thinwire_tools.bench.allreduce_rank import Method, Stopwatch
+from thinwire_tools.bench.rank import TIMEOUT, serve
 from thinwire_tools.bench.ranks import run_ranks
 from thinwire_tools.results import OutputFile, Results
 
@@ -51,7 +57,7 @@ def streams(
     for link in links:
         rate, rtt, *loss = link.split("/")
         with lab.Network(2, rate=rate, rtt=rtt, loss=loss[0] if loss else None) as network:
-            answer: Any = run_ranks("experiments.bench.streams_rank", config, 2, network)
+            answer: Any = run_ranks(__name__, config, 2, network)
             results.about[link] = network.describe()
         for pause_s in PAUSES_S:
             times = {number: seconds for number, paused_s, seconds in answer if paused_s == pause_s}
@@ -63,3 +69,32 @@ def streams(
             results.write(json)
     console.print(table)
     return 0
+
+
+# --- on a rank
+
+
+def _transport(streams: int) -> ProcessGroupTransport:
+    first, *others = [dist.new_group(timeout=TIMEOUT) for _ in range(streams)]
+    assert isinstance(first, dist.ProcessGroup)
+    transport = ProcessGroupTransport(first, TIMEOUT)
+    transport.add_streams([group for group in others if isinstance(group, dist.ProcessGroup)])
+    return transport
+
+
+def measure(
+    numel: int, compressor: str, numbers: list[int], pauses_s: list[float], repeats: int
+) -> list[tuple[int, float, list[float]]]:
+    """Seconds of all-reduces by each number of streams, right after another one and after pauses, in turns."""
+    methods = {number: Method(numel, compressor, "sra", _transport(number)) for number in numbers}
+    x, stopwatch = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank())), Stopwatch()
+    times: dict[tuple[int, float], list[float]] = {(n, pause_s): [] for n in numbers for pause_s in pauses_s}
+    for turn in range(repeats):
+        for number, pause_s in random.Random(turn).sample(list(times), len(times)):
+            values = x.clone()
+            times[number, pause_s].append(stopwatch.time(lambda n=number, v=values: methods[n].run(v), pause_s))
+    return [(number, pause_s, seconds) for (number, pause_s), seconds in times.items()]
+
+
+def main() -> None:
+    serve(measure)

@@ -37,19 +37,20 @@ class Row:
 
 @dataclass(frozen=True)
 class Claim:
-    """``statement``: what the paper says; ``text``: what the rows say, for people; ``rule``: None for what is only
-    shown beside the claims. ``row``: the measured value that it is about; where that follows from other rows, ``value``
-    makes it of them, in ``unit``. ``over_link``: it rests on times over a slow link. ``unjudged``: why there is no rule
-    for what the paper does claim, such as that the set-up implies it."""
+    """``statement``: what the paper says; ``rule``: how rows are judged, None for what is only shown beside the claims.
+    ``row``: the measured value that it is about; where that follows from other rows, ``value`` makes it of them, in
+    ``unit``. ``text``: what the rows say, for people, where the interval that the rule looked at does not say it.
+    ``over_link``: it rests on times over a slow link. ``unjudged``: why there is no rule for what the paper does claim,
+    such as that the set-up implies it."""
 
     figure: str
     row: str
     statement: str
-    text: Callable[[Rows], str]
     rule: Rule | None = None
     over_link: bool = False
     value: Callable[[Rows], float] | None = None
     unit: str = ""
+    text: Callable[[Rows], str] | None = None
     unjudged: str = ""
 
 
@@ -94,7 +95,8 @@ def _finding(row: Row, claim: Claim | None, rows: Rows, emulated: bool) -> Findi
     if claim.over_link and not emulated:
         text, judgement = NO_LINK, Judgement(None)
     else:
-        text, judgement = claim.text(rows), claim.rule(rows) if claim.rule else Judgement(None, claim.unjudged)
+        judgement = claim.rule(rows) if claim.rule else Judgement(None, claim.unjudged)
+        text = claim.text(rows) if claim.text else judgement.found
     if not judged:
         return Finding(*fields, "", text, None, dict(row.data), aside=claim.statement, why=claim.unjudged)
     verdict = judgement.holds, dict(row.data), "", judgement.why, judgement.detectable
@@ -120,14 +122,14 @@ _OF_EVERY_ROW = ("name", "value", "unit", "figure", "claim", "found", "holds", "
 # --- rules that papers share
 
 
-def within(row: str, key: str, margin: float) -> Rule:
+def within(row: str, key: str, margin: float, unit: str = "%") -> Rule:
     """The mean over seeds of the differences under ``key`` is at most ``margin``."""
-    return lambda rows: matches(estimated(rows[row], key), margin)
+    return lambda rows: matches(estimated(rows[row], key), margin, unit)
 
 
-def beyond(row: str, key: str, effect: float | None = None) -> Rule:
+def beyond(row: str, key: str, effect: float | None = None, unit: str = "%") -> Rule:
     """It is above zero; it is ``effect`` in the paper."""
-    return lambda rows: exceeds(estimated(rows[row], key), effect)
+    return lambda rows: exceeds(estimated(rows[row], key), effect, unit)
 
 
 def faster_than_all(row: str, others: Sequence[str]) -> Rule:

@@ -41,13 +41,13 @@ def repro_all(
     Examples:
       python -m experiments all
       python -m experiments all --only fft cgx --out found
-      python -m experiments all --from benchmarks --out found     # the page alone, from figures that are there
+      python -m experiments all --from benchmarks --out found     # judge figures that are there
       python -m experiments all --smoke
 
     Args:
         only: which of them; all, if none is named.
         smoke: the small version of each: the same path, no figures worth keeping.
-        from_: run nothing: write the page from the repro-*.json files of this folder.
+        from_: run nothing: judge the repro-*.json files of this folder, and write the page.
         out: folder for the page, the pictures and the figures.
         json: write how many claims of each paper hold, do not or are inconclusive to this file.
     """
@@ -63,7 +63,7 @@ def repro_all(
     chosen = [entry for entry in CATALOGUE if not wanted or entry.name in wanted]
     codes = {} if from_ is not None else _run_all(console, chosen, out, smoke=smoke)
     with ends_command():
-        papers = read(from_ or out)
+        papers = read(from_ or out, judge=from_ is not None)
     path = out / "results.md"
     path.write_text(f"# Results of the reproductions\n\n{page(papers, pages=None)}")
     console.print(_shown(papers))

@@ -12,7 +12,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from experiments.framework.verdicts import outcome
-from thinwire_tools.compare.statistics import Estimate
 from thinwire_tools.results import Results
 
 
@@ -34,22 +33,6 @@ class Finding:
     aside: str = ""
     why: str = ""
     detectable: float | None = None
-
-
-def points(difference: Estimate) -> str:
-    """A difference in accuracy, with its bounds: ``"−0.4 points (−0.9 to +0.1)"``."""
-    return _bounded(difference, f"{100 * difference.mean:+.2f} points")
-
-
-def share(difference: Estimate) -> str:
-    """A relative difference, with its bounds: ``"−0.4 % (−0.9 to +0.1)"``."""
-    return _bounded(difference, f"{100 * difference.mean:+.2f} %")
-
-
-def _bounded(estimate: Estimate, text: str) -> str:
-    if not math.isfinite(estimate.lower):
-        return text
-    return f"{text} ({100 * estimate.lower:+.2f} to {100 * estimate.upper:+.2f})"
 
 
 def table(findings: Sequence[Finding], title: str) -> Table:

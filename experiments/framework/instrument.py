@@ -9,15 +9,16 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any, Self, TypeVar
 
+from experiments.framework import replicas
+from experiments.framework.rank import Rank
 from experiments.framework.replay import Compute
 from experiments.framework.timing import NUM_RANKS, OnTurn, Place, TimedMethod, Times, Timing
 from experiments.tasks.models import Model
 from thinwire_tools import lab
-from thinwire_tools.compare.tasks import describe
 
 FoundT = TypeVar("FoundT")
 
@@ -84,25 +85,23 @@ class PinnedTiming(Timing):
 
     def __enter__(self) -> Self:
         super().__enter__()
-        self._ask({"do": "pin", "cores": self._cores, "slowdown": self._slowdown})
+        self.call(Rank.pin, cores=self._cores, slowdown=self._slowdown)
         return self
 
-    def _entering(self, model: Model, methods: Sequence[TimedMethod]) -> dict[str, Any]:
-        command = super()._entering(model, methods)
+    def _entering(self, model: Model) -> dict[str, Any]:
         if self._computes is None:
-            return command
+            return {}
         if model not in self._computes:
-            answers = self._ask({"do": "record", "task": describe(model.task)})
-            self._computes[model] = Compute.from_json(answers[0]["compute"])
-        return {**command, "compute": asdict(self._computes[model])}
+            self._computes[model] = Compute.from_json(self.call(replicas.record, task=model.task)[0]["compute"])
+        return {"compute": self._computes[model]}
 
     def _order(self, methods: Sequence[TimedMethod], round_: int) -> list[tuple[int, TimedMethod]]:
         order = list(enumerate(methods))
         self._random.shuffle(order)
         return order
 
-    def _shape(self, rate: str | None) -> None:
-        super()._shape(None if rate is None else f"{lab.parse_rate(rate) // self._slowdown}bit")
+    def shape(self, rate: str | None) -> None:
+        super().shape(None if rate is None else f"{lab.parse_rate(rate) // self._slowdown}bit")
 
 
 def joined(runs: Sequence[Times]) -> Times:

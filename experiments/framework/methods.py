@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -56,11 +56,6 @@ class Method:
     by_priority: bool = False
     """Whether that is an L-GreCo which weighs the bytes of later buckets more."""
     exclude: tuple[str, ...] = ()
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """The method of which `dataclasses.asdict` made ``values``, perhaps by way of JSON."""
-        return cls(**{**values, "exclude": tuple(values["exclude"])})
 
     @property
     def one_bucket(self) -> bool:

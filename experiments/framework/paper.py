@@ -18,6 +18,7 @@ from experiments.framework.parts import announce, chosen_parts, finish, make_par
 from experiments.framework.progress import Screen
 from experiments.framework.run_cache import RunCache
 from experiments.framework.study import Scale, Study
+from experiments.framework.verdicts import JUDGED
 from thinwire_tools import plots
 from thinwire_tools.compare.statistics import need_scipy
 from thinwire_tools.exits import ends_command
@@ -44,8 +45,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Paper(Generic[ScaleT]):
-    """``judged``: by which rules claims are judged, for people; ``differs``: in what this is not the experiment of the
-    ``source``; ``study``: what its parts measure with."""
+    """``judged``: by which rules claims are judged, beside those of all papers; ``differs``: in what this is not the
+    experiment of the ``source``; both are for the paper's page. ``study``: what its parts measure with."""
 
     name: str
     title: str
@@ -57,6 +58,11 @@ class Paper(Generic[ScaleT]):
     smoke: ScaleT
     study: Callable[[ScaleT, Path, Screen, bool, RunCache], Study[ScaleT]]
     source: Literal["paper", "thesis"] = "paper"
+
+    @property
+    def rules(self) -> str:
+        """By which claims are judged."""
+        return f"{JUDGED}. {self.judged}"
 
     def judge(self, record: Mapping[str, Any]) -> list[Finding]:
         """The claims, judged again by the rows of a JSON file that this paper's command wrote."""
@@ -95,7 +101,7 @@ def command(paper: Paper[Any], summary: str) -> Callable[..., int]:
         shown: dict[str, Any] = {"command": f"python -m experiments {paper.name}", "title": paper.title}
         shown |= {"out": out, "path": path}
         if record is not None:
-            write_again(console, paper.judge(record), record, paper.judged, path, paper.title)
+            write_again(console, paper.judge(record), record, paper.rules, path, paper.title)
             return 0
         emulated = announce(console, sum(paper.parts[part].seconds(scale) for part in chosen))
         phases = {
@@ -120,7 +126,7 @@ def command(paper: Paper[Any], summary: str) -> Callable[..., int]:
             "smoke": smoke,
             "times": None if times is None else times.name,
             f"differs_from_the_{paper.source}": paper.differs,
-            "judged": paper.judged,
+            "judged": paper.rules,
         }
         return finish(console, findings, failures, about, **shown)
 

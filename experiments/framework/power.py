@@ -18,7 +18,7 @@ from rich.table import Table
 
 from experiments.framework import claims
 from experiments.framework.claims import Rows
-from experiments.framework.findings import share
+from experiments.framework.verdicts import shown_difference
 from thinwire_tools.compare.statistics import CONFIDENCE, POWER, Estimate, estimate, need_scipy, relative_differences
 from thinwire_tools.results import OutputFile, Results
 
@@ -241,7 +241,7 @@ def cells(one: Power) -> list[str]:
     if one.control is None:
         control = "none recorded"
     else:
-        control = share(one.control) + ("" if one.control_fails else ": not clearly worse")
+        control = shown_difference(one.control) + ("" if one.control_fails else ": not clearly worse")
     least = "none" if math.isinf(one.least) else _percent(one.least)
     seen = [_percent(one.visible(number)) for number in _SEEDS]
     return [one.task.title, one.task.metric, f"{one.num_methods}, {one.num_seeds}", *seen, least, control]

@@ -6,9 +6,11 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from experiments.framework import findings
 from experiments.framework.catalogue import CATALOGUE, LEFT_OUT, Entry
 from experiments.framework.verdicts import RUN_SCATTER, WORDS, outcome
 
@@ -30,6 +32,9 @@ Each claim is judged *holds*, *does not hold* or *inconclusive*, by one-sided 95
   interval contains its bound, such as 1 for "is faster". Time to a loss is the steps to it, from seeds trained without
   a clock, by the time of a step; its interval contains the scatter of both.
 - A single training or measurement has no interval, and is inconclusive.
+
+What was found is the difference or the ratio that is judged, with its bounds: of an equality, a positive difference is
+what is lost; otherwise a positive difference, or a ratio above the bound, is what the claim says.
 
 *Interval* in the tables is half the width of the interval of what is judged: smaller differences cannot be seen."""
 _ONCE = ("one training", "one measurement")
@@ -82,8 +87,8 @@ class RecordedPaper:
         return Counter(_WORDS[claim.holds] for claim in self.claims)
 
 
-def read(folder: Path) -> list[RecordedPaper]:
-    """What is known of each paper.
+def read(folder: Path, *, judge: bool = False) -> list[RecordedPaper]:
+    """What is known of each paper. ``judge``: claims are judged again, instead of taken from the files.
 
     ``<folder>/repro-<name>.json`` is of the whole run; later runs of some of its parts, ``repro-<name>-*.json``, take
     the place of its rows of the same names.
@@ -91,10 +96,10 @@ def read(folder: Path) -> list[RecordedPaper]:
     Raises:
         ValueError: a file is not what ``python -m experiments ... --json`` writes.
     """
-    return [_recorded(entry, folder) for entry in CATALOGUE]
+    return [_recorded(entry, folder, judge) for entry in CATALOGUE]
 
 
-def _recorded(entry: Entry, folder: Path) -> RecordedPaper:
+def _recorded(entry: Entry, folder: Path, judge: bool) -> RecordedPaper:
     rows: dict[str, tuple[dict[str, Any], str]] = {}
     failures: list[str] = []
     machines: list[str] = []
@@ -104,12 +109,21 @@ def _recorded(entry: Entry, folder: Path) -> RecordedPaper:
         record = _record(path)
         machine = _machine(record)
         machines += [] if machine in machines else [machine]
-        rows |= {row["name"]: (row, machine) for row in record["results"]}
+        results = _judged(entry, record) if judge else record["results"]
+        rows |= {row["name"]: (row, machine) for row in results}
         failures += [f"{part}: {why}" for part, why in record.get("about", {}).get("failures", {}).items()]
     judged = [(row, machine) for row, machine in rows.values() if row.get("claim")]
     claims = tuple(_claim(entry, row, machine) for row, machine in judged)
     changed = tuple(_changed(row) for row, _ in judged if "judged_before" in row)
     return RecordedPaper(entry, claims, changed, tuple(failures), tuple(machines))
+
+
+def _judged(entry: Entry, record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a record with what its paper's claims say of them today."""
+    paper = import_module(f"experiments.papers.{entry.name}.paper").PAPER
+    before = {row["name"]: row["judged_before"] for row in record["results"] if "judged_before" in row}
+    rows = findings.record(paper.judge(record), "", {}, prefix="").results
+    return [row | ({"judged_before": before[row["name"]]} if row["name"] in before else {}) for row in rows]
 
 
 def _claim(entry: Entry, row: dict[str, Any], machine: str) -> RecordedClaim:

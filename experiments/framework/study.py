@@ -12,9 +12,10 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 from experiments.framework.claims import Row
 from experiments.framework.methods import Method
 from experiments.framework.progress import Screen
-from experiments.framework.rank import ScoredTask
+from experiments.framework.ranks import OnStep
+from experiments.framework.replicas import ScoredTask
 from experiments.framework.run_cache import RunCache
-from experiments.framework.training import Gradients, OnStep, Runs, Trained
+from experiments.framework.training import Gradients, Runs, Trained
 from experiments.tasks.resnet import ImageTask
 from thinwire_tools.compare.paired import Watcher
 from thinwire_tools.lab.units import format_rate, parse_rate, parse_rates

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import fmean, geometric_mean, median
 from typing import Any, Self
@@ -81,7 +81,8 @@ class Sooner:
 
     def above(self, bound: float) -> Judgement:
         """Whether it is more than ``bound`` times sooner, as other seeds and another run would find, too."""
-        return faster(self._by_round, bound, by_seed=[geometric_mean(by_round) for by_round in self.ratios])
+        by_seed = [geometric_mean(by_round) for by_round in self.ratios]
+        return replace(faster(self._by_round, bound, by_seed=by_seed), found=self.text)
 
     @property
     def _by_round(self) -> list[float]:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from types import ModuleType, TracebackType
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol
 
-from experiments.framework import rank as rank_module
+from experiments.framework import replicas
 from experiments.framework.methods import FP32, NOTHING, Method
+from experiments.framework.rank import Call, Rank
+from experiments.framework.ranks import Ranks
 from experiments.tasks.models import Model
 from thinwire.policies import Sync
 from thinwire_tools import lab
-from thinwire_tools.compare.rank_processes import launch_ranks
-from thinwire_tools.compare.tasks import describe
 from thinwire_tools.compare.train import ring_factor
 from thinwire_tools.lab.units import format_rate
 
@@ -26,7 +23,6 @@ RANKS_PER_NODE = 2
 Place = Literal["links", "nodes", "host"]
 """Where ranks are: each behind a link of its own; two to a node, which has a link; or all on this host."""
 
-_TIMEOUT_S = 180.0
 _CALIBRATION_ROUNDS = 3
 # Communication hides behind half of the computation at best.
 _FIRST_GUESS_HIDDEN = 0.5
@@ -88,32 +84,20 @@ class Times:
         return median(self.over(name, other))
 
 
-class Timing:
+class Timing(Ranks):
     """Rank processes at a ``place``; a context manager. ``emulated``: the place's links are, else all use loopback."""
 
-    _program: ClassVar[ModuleType] = rank_module
-    """What they run."""
+    _enters: ClassVar[Call] = staticmethod(replicas.enter)
+    """What ranks call to build the models that take turns."""
+    _burst_bytes: ClassVar[int | None] = None
+    """Of the links' token buckets, where they are not the lab's own."""
 
     def __init__(self, place: Place, *, emulated: bool, num_ranks: int = NUM_RANKS) -> None:
-        self._place, self._emulated, self._num_ranks = place, emulated and place != "host", num_ranks
-        self._stack = ExitStack()
-        self.link: dict[str, Any] | str = "loopback"
-
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            per_node = RANKS_PER_NODE if self._place == "nodes" else 1
-            network = self._made_network(per_node) if self._emulated else None
-            self._network = stack.enter_context(network) if network is not None else None
-            options = {"name": self._place, "timeout_s": _TIMEOUT_S}
-            started = launch_ranks(self._program, None, self._num_ranks, self._network, **options)
-            self._ranks, _ = stack.enter_context(started)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stack.close()
+        network = None
+        if emulated and place != "host":
+            options: dict[str, Any] = {} if self._burst_bytes is None else {"burst_bytes": self._burst_bytes}
+            network = lab.Network(num_ranks, ranks_per_node=RANKS_PER_NODE if place == "nodes" else 1, **options)
+        super().__init__(num_ranks, network, name=place)
 
     def times(
         self,
@@ -160,8 +144,8 @@ class Timing:
         """Bytes of every bucket and seconds of communication of each of ``steps`` steps, on the rank that decides, and
         what each layer had last, as of `Times.layers`."""
         self._enter(model, (method,))
-        self._shape(rate)
-        answer = self._ask({"do": "syncs", "which": 0, "steps": steps})[0]
+        self.shape(rate)
+        answer = self.call(replicas.syncs, which=0, steps=steps)[0]
         on_turn(steps, method.title)
         self._leave()
         return [Sync(tuple(sizes), seconds) for sizes, seconds in answer["syncs"]], answer["layers"]
@@ -171,7 +155,7 @@ class Timing:
         self._enter(model, methods)
         errors = {}
         for which, method in enumerate(methods):
-            answers = self._ask({"do": "errors", "which": which, "steps": steps})
+            answers = self.call(replicas.errors, which=which, steps=steps)
             errors[method.name] = [float(error) for error in answers[0]["errors"]]
             on_turn(steps, method.title)
         self._leave()
@@ -191,7 +175,7 @@ class Timing:
             return {name: median(rounds) for name, rounds in turns.rounds().items()}
 
         ceiling = seconds(None)["nothing"]
-        bits = 8 * model.gradient_bytes * ring_factor(self._num_ranks)
+        bits = 8 * model.gradient_bytes * ring_factor(self.num_ranks)
         high = bits / (ceiling * (min(1 / share, _SLOWEST_GUESS) - _FIRST_GUESS_HIDDEN))
         low = high / 2
         at_high, at_low = seconds(high), seconds(low)
@@ -203,36 +187,29 @@ class Timing:
         )
         return rate_text(rate)
 
-    def _made_network(self, ranks_per_node: int) -> lab.Network:
-        return lab.Network(self._num_ranks, ranks_per_node=ranks_per_node)
-
     def _enter(
         self, model: Model, methods: Sequence[TimedMethod]
     ) -> tuple[dict[str, float], dict[str, list[dict[str, Any]]]]:
         """Build and warm up, over links without a limit; bytes that each method hands to the network in a step, and
         what it gives to each layer."""
-        self._shape(None)
-        answer = self._ask(self._entering(model, methods))[0]
+        self.shape(None)
+        answer = self.call(type(self)._enters, task=model.task, methods=tuple(methods), **self._entering(model))[0]
         counted = zip(methods, answer["payload_bytes"], strict=True)
         sent = {method.name: count for method, count in counted if count is not None}
         plain = {
-            method.name: model.gradient_bytes * ring_factor(self._num_ranks)
+            method.name: model.gradient_bytes * ring_factor(self.num_ranks)
             for method in methods
             if method.kind == "ddp"
         }
         layers = {method.name: rows for method, rows in zip(methods, answer["layers"], strict=True) if rows}
         return {**sent, **plain}, layers
 
-    def _entering(self, model: Model, methods: Sequence[TimedMethod]) -> dict[str, Any]:
-        """What ranks are to build."""
-        return {
-            "do": "enter",
-            "task": describe(model.task),
-            "methods": [dataclasses.asdict(method) for method in methods],
-        }
+    def _entering(self, model: Model) -> dict[str, Any]:
+        """What ranks need to know beside that to build models."""
+        return {}
 
     def _leave(self) -> None:
-        self._ask({"do": "leave"})
+        self.call(Rank.leave)
 
     def _turns(
         self, methods: Sequence[TimedMethod], *, rounds: int, steps: int, rates: Sequence[str | None], on_turn: OnTurn
@@ -241,7 +218,7 @@ class Timing:
         by_rate = [_Turns(methods) for _ in rates]
         for round_ in range(1 + rounds):
             for rate, turns in zip(rates, by_rate, strict=True):
-                self._shape(rate)
+                self.shape(rate)
                 if len(rates) > 1:
                     # Connections get used to the other rate by what is sent least over it.
                     self._turn(len(methods) - 1, 1)
@@ -258,20 +235,7 @@ class Timing:
         return order if round_ % 2 else order[::-1]
 
     def _turn(self, which: int, steps: int) -> list[dict[str, Any]]:
-        return self._ask({"do": "turn", "which": which, "steps": steps})
-
-    def _ask(self, command: dict[str, Any]) -> list[dict[str, Any]]:
-        """What the ranks answer to ``command``."""
-        return self._ranks.run(command, _nothing, _nothing)
-
-    def _shape(self, rate: str | None) -> None:
-        if self._network is None:
-            return
-        if rate is None:
-            self._network.unshape()
-        else:
-            self._network.shape(rate)
-            self.link = self._network.describe()
+        return self.call(Rank.turn, which=which, steps=steps)
 
 
 class _Turns:
@@ -290,7 +254,6 @@ class _Turns:
         return {
             name: tuple(fmean(answer["cpu_s"] for answer in answers) for answers in rounds)
             for name, rounds in self.answers.items()
-            if all("cpu_s" in answer for answers in rounds for answer in answers)
         }
 
     def stages(self) -> dict[str, dict[str, float]]:
@@ -329,7 +292,3 @@ def rate_text(rate_bps: float) -> str:
 def shown_rate(rate: str) -> str:
     """The same for people."""
     return format_rate(lab.parse_rate(rate))
-
-
-def _nothing(*_: Any) -> None:
-    """Ignore the arguments."""

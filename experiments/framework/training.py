@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from statistics import fmean, median
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.framework import rank as rank_module
+from experiments.framework import replicas
 from experiments.framework.methods import Method
-from experiments.framework.rank import ScoredTask
+from experiments.framework.ranks import OnStep, Ranks, described, telling
+from experiments.framework.replicas import ScoredTask
 from experiments.framework.run_cache import RunCache
 from thinwire.runtime import ParityError
 from thinwire_tools import lab
-from thinwire_tools.compare.rank_processes import launch_ranks
-from thinwire_tools.compare.tasks import describe, probe_steps
+from thinwire_tools.compare.tasks import probe_steps
 
-_TIMEOUT_S = 180.0
 _FIRST_STEPS = 5
-
-OnStep = Callable[[int, float], None]
 
 
 @dataclass(frozen=True)
@@ -44,12 +38,6 @@ class Trained:
     final_accuracy: float
     final_loss: float
     alpha: tuple[tuple[int, float], ...]
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """The training of which `dataclasses.asdict` made ``values``, perhaps by way of JSON."""
-        plain = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-        return cls(**{**plain, "alpha": tuple((step, alpha) for step, alpha in values["alpha"])})
 
     @property
     def seconds(self) -> list[float]:
@@ -102,27 +90,12 @@ def curves(runs: Sequence[Trained]) -> dict[str, object]:
     }
 
 
-class Runs:
+class Runs(Ranks):
     """Rank processes on a link of ``rate`` (None: loopback), and what they have trained; a context manager."""
 
     def __init__(self, task: ScoredTask, num_ranks: int, rate: str | None, cache: RunCache | None = None) -> None:
-        self.task, self.num_ranks, self.rate = task, num_ranks, rate
-        self.link: dict[str, Any] | str = "loopback"
-        self._cache = cache or RunCache()
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            self._network = stack.enter_context(lab.Network(self.num_ranks)) if self.rate is not None else None
-            started = launch_ranks(rank_module, None, self.num_ranks, self._network, timeout_s=_TIMEOUT_S)
-            self._ranks, self._folder = stack.enter_context(started)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stack.close()
+        super().__init__(num_ranks, lab.Network(num_ranks) if rate is not None else None, cache)
+        self.task, self.rate = task, rate
 
     def train(self, method: Method, seed: int, on_step: OnStep, *, measure: int = 0, shaped: bool = False) -> Trained:
         """Train, unless it has been; ``shaped``: over the slow link.
@@ -131,37 +104,29 @@ class Runs:
             RankFailed: a rank did not make it.
             ParityError: ranks ended with different parameters.
         """
-        shaped = shaped and self._network is not None
-        task, sent = describe(self.task), dataclasses.asdict(method)
+        link = self.rate if shaped and self.network is not None else None
+        arguments: dict[str, Any] = {"task": self.task, "method": method, "seed": seed, "measure": measure}
         # Neither name nor colour changes a run.
-        run = {name: value for name, value in sent.items() if name not in ("name", "title", "colour")}
-        link = self.rate if shaped else None
-        key = {"task": task, "method": run, "seed": seed, "measure": measure, "link": link, "num_ranks": self.num_ranks}
-        known = self._cache.get(key)
-        if known is None:
-            self._set_link(shaped)
-            command = {"do": "train", "task": task, "method": sent, "seed": seed, "measure": measure}
-            known = dataclasses.asdict(self._trained(self._ranks.run(command, _reporter(on_step), _nothing), method))
-            self._cache.put(key, known)
-        return Trained.from_dict(known)
+        run = {name: value for name, value in asdict(method).items() if name not in ("name", "title", "colour")}
+        key = {**arguments, "task": described(self.task), "method": run, "link": link}
+
+        def make() -> list[dict[str, Any]]:
+            self.shape(link)
+            return self.call(replicas.train, hear=telling(on_step), **arguments)
+
+        return self._trained(self.kept(key, make), method)
 
     def record(self, seed: int, at: Sequence[int], on_step: OnStep) -> Gradients:
         """Train uncompressed and keep every rank's own gradient at the steps ``at``."""
-        self._set_link(False)
-        command = {
-            "do": "gradients",
-            "task": describe(self.task),
-            "seed": seed,
-            "at": sorted(at),
-            "folder": str(self._folder),
-        }
-        self._ranks.run(command, _reporter(on_step), _nothing)
+        self.shape(None)
+        arguments: dict[str, Any] = {"task": self.task, "seed": seed, "at": sorted(at), "folder": self.folder}
+        self.call(replicas.gradients, hear=telling(on_step), **arguments)
         shapes = {name: parameter.shape for name, parameter in self.task.build(seed).named_parameters()}
         # As thinwire's own filter: the other layers are sent raw.
         taken = [name for name, shape in shapes.items() if len(shape) > 1 and shape.numel() >= 1024]
         by_rank = []
         for rank in range(self.num_ranks):
-            flat = torch.from_numpy(np.load(self._folder / f"gradients-{rank}.npy", allow_pickle=False))
+            flat = torch.from_numpy(np.load(self.folder / f"gradients-{rank}.npy", allow_pickle=False))
             parts = flat.split([shape.numel() for shape in shapes.values()], dim=1)
             layers = dict(zip(shapes, parts, strict=True))
             by_rank.append([[layers[name][i].view(shapes[name]) for name in taken] for i in range(len(at))])
@@ -187,29 +152,8 @@ class Runs:
             alpha=tuple((step, value) for step, value in first["alpha"]),
         )
 
-    def _set_link(self, shaped: bool) -> None:
-        if self._network is None or self.rate is None:
-            return
-        if shaped:
-            self._network.shape(self.rate)
-            self.link = self._network.describe()
-        else:
-            self._network.unshape()
-
 
 def _pooled(parts: Sequence[tuple[float, int, int]]) -> tuple[float, float]:
     """Mean loss and accuracy from every rank's sums."""
     count = sum(images for _, _, images in parts)
     return math.fsum(total for total, _, _ in parts) / count, sum(right for _, right, _ in parts) / count
-
-
-def _reporter(on_step: OnStep) -> Callable[[int, dict[str, Any]], None]:
-    def show(rank: int, event: dict[str, Any]) -> None:
-        if rank == 0 and event["event"] == "step":
-            on_step(event["step"], event["loss"])
-
-    return show
-
-
-def _nothing(*_: Any) -> None:
-    """Ignore the arguments."""

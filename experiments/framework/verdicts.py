@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from thinwire_tools.compare.statistics import CONFIDENCE, Estimate, estimate, need_scipy
 
@@ -53,29 +53,35 @@ _REWORDED = (
 @dataclass(frozen=True)
 class Judgement:
     """A verdict; None: it is inconclusive. ``why``: the reason, for people. ``detectable``: half the width of the
-    interval, as a share of the baseline's value or in its unit: smaller differences are not told from none."""
+    interval, as a share of the baseline's value or in its unit: smaller differences are not told from none. ``found``:
+    what was measured, with its bounds, for people."""
 
     holds: bool | None
     why: str = ""
     detectable: float | None = None
+    found: str = ""
 
 
 ONE_TRAINING = Judgement(None, "one training: no interval")
 ONE_MEASUREMENT = Judgement(None, "one measurement: no interval")
 
 
-def counted(holds: bool) -> Judgement:
+def counted(holds: bool, found: str = "") -> Judgement:
     """The verdict on what is counted and the same in every run: bytes, bits, integers."""
-    return Judgement(holds)
+    return Judgement(holds, found=found)
 
 
-def unsound(why: str) -> Judgement:
-    """The verdict where the set-up of the recorded run cannot judge the claim."""
-    return Judgement(None, why)
+def unsound(why: str, judgement: Judgement | None = None) -> Judgement:
+    """The verdict where the set-up of the recorded run cannot judge the claim, whatever it found (``judgement``)."""
+    return Judgement(None, why, found=judgement.found if judgement else "")
 
 
-def matches(difference: Estimate, margin: float) -> Judgement:
-    """Whether a difference (positive is worse) is at most ``margin``."""
+def matches(difference: Estimate, margin: float, unit: str = "%") -> Judgement:
+    """Whether a difference (positive is worse), of which a hundredth is one ``unit``, is at most ``margin``."""
+    return replace(_matches(difference, margin), found=shown_difference(difference, unit))
+
+
+def _matches(difference: Estimate, margin: float) -> Judgement:
     half = difference.upper - difference.mean
     if math.isinf(difference.mean):
         return Judgement(False, "a training diverged")
@@ -92,8 +98,12 @@ def matches(difference: Estimate, margin: float) -> Judgement:
     return Judgement(None, f"the interval contains the margin, {_shown(margin)}", half)
 
 
-def exceeds(difference: Estimate, effect: float | None = None) -> Judgement:
+def exceeds(difference: Estimate, effect: float | None = None, unit: str = "%") -> Judgement:
     """Whether a difference (positive is as claimed) is above zero; ``effect``: how large it is in the paper."""
+    return replace(_exceeds(difference, effect), found=shown_difference(difference, unit))
+
+
+def _exceeds(difference: Estimate, effect: float | None) -> Judgement:
     half = difference.upper - difference.mean
     if math.isinf(difference.mean):
         return Judgement(difference.mean > 0, "a training diverged")
@@ -109,10 +119,9 @@ def exceeds(difference: Estimate, effect: float | None = None) -> Judgement:
 def faster(ratios: Sequence[float], bound: float = 1.0, *, by_seed: Sequence[float] | None = None) -> Judgement:
     """Whether ``ratios`` of times (one a round) are above ``bound``, as another run would find them, too; ``by_seed``:
     the same, one a training, where trainings differ in how many steps they take."""
-    if len(ratios) < 2:
-        return ONE_MEASUREMENT
-    if by_seed is not None and len(by_seed) < 2:
-        return ONE_TRAINING
+    if len(ratios) < 2 or (by_seed is not None and len(by_seed) < 2):
+        once = ONE_MEASUREMENT if len(ratios) < 2 else ONE_TRAINING
+        return replace(once, found=_shown_ratio(ratios))
     rounds, *seeds = (estimate([math.log(ratio / bound) for ratio in some]) for some in (ratios, by_seed) if some)
     quantile = float(need_scipy().t.ppf(CONFIDENCE, _SCATTER_FREEDOM))
     half = math.hypot(quantile * RUN_SCATTER, *(found.upper - found.mean for found in (rounds, *seeds)))
@@ -122,7 +131,7 @@ def faster(ratios: Sequence[float], bound: float = 1.0, *, by_seed: Sequence[flo
 def faster_in_runs(ratios: Sequence[float], bound: float = 1.0) -> Judgement:
     """Whether ``ratios`` of times (one a separate run) are above ``bound``."""
     if len(ratios) < 2:
-        return ONE_MEASUREMENT
+        return replace(ONE_MEASUREMENT, found=_shown_ratio(ratios))
     runs = estimate([math.log(ratio / bound) for ratio in ratios])
     return _beyond(runs.mean, runs.upper - runs.mean, bound)
 
@@ -130,31 +139,41 @@ def faster_in_runs(ratios: Sequence[float], bound: float = 1.0) -> Judgement:
 def _beyond(mean: float, half: float, bound: float) -> Judgement:
     """Whether a ratio is above ``bound``, by the logarithm of what it is of it, and half of that one's interval."""
     share = math.expm1(half)
+    found = _shown_ratio([bound * math.exp(mean)], half)
     if abs(mean) > half:
-        return Judgement(mean > 0, detectable=share)
-    return Judgement(None, f"a ratio within {_shown(share)} of {bound:g} cannot be told from it", share)
+        return Judgement(mean > 0, detectable=share, found=found)
+    return Judgement(None, f"a ratio within {_shown(share)} of {bound:g} cannot be told from it", share, found)
 
 
 def larger(ratios: Sequence[float]) -> Judgement:
     """Whether ``ratios`` that no clock took part in (of errors, of bytes) are above 1."""
     if len(ratios) < 2:
-        return ONE_MEASUREMENT
-    return exceeds(estimate([math.log(ratio) for ratio in ratios]))
+        return replace(ONE_MEASUREMENT, found=_shown_ratio(ratios))
+    return larger_by([math.log(ratio) for ratio in ratios])
+
+
+def larger_by(logarithms: Sequence[float], effect: float | None = None) -> Judgement:
+    """Whether ratios with these ``logarithms`` are above 1; ``effect``: the logarithm of how large it is in the
+    paper."""
+    found = estimate(logarithms)
+    shown = _shown_ratio([math.exp(found.mean)], found.upper - found.mean)
+    return replace(exceeds(found, effect), found=shown)
 
 
 def all_hold(judgements: Iterable[Judgement]) -> Judgement:
     """Of a claim of several parts: it fails with any of them, and is inconclusive where one of the others is."""
     parts = list(judgements)
+    found = "; ".join(part.found for part in parts if part.found)
     for holds in (False, None):
         for part in parts:
             if part.holds is holds:
-                return part
-    return Judgement(True, detectable=max((part.detectable or 0.0 for part in parts), default=0.0))
+                return replace(part, found=found)
+    return Judgement(True, detectable=max((part.detectable or 0.0 for part in parts), default=0.0), found=found)
 
 
 def if_seen(seen: bool, judgement: Judgement) -> Judgement:
     """The judgement, if the control that must fail did; a task that sees no damage says nothing."""
-    return judgement if seen else unsound("the control did not surely fail, so that this says nothing")
+    return judgement if seen else unsound("the control did not surely fail, so that this says nothing", judgement)
 
 
 def outcome(text: str, why: str | None) -> str:
@@ -163,7 +182,26 @@ def outcome(text: str, why: str | None) -> str:
         return text
     for pattern, words in _REWORDED:
         why = re.sub(pattern, words, why)
-    return f"{text}; {why}"
+    return f"{text}; {why}" if text else why
+
+
+def shown_difference(difference: Estimate, unit: str = "%") -> str:
+    """A difference, of which a hundredth is one ``unit``, with its bounds: ``"−0.40 % (−0.91 to +0.12)"``."""
+    if not math.isfinite(difference.mean):
+        return "diverges"
+    text = f"{100 * difference.mean:+.2f} {unit}"
+    if not math.isfinite(difference.lower):
+        return text
+    return f"{text} ({100 * difference.lower:+.2f} to {100 * difference.upper:+.2f})"
+
+
+def _shown_ratio(ratios: Sequence[float], half: float | None = None) -> str:
+    """A ratio, with the bounds that half of its logarithm's interval makes."""
+    if not ratios:
+        return ""
+    if half is None or not math.isfinite(half):
+        return f"{ratios[0]:.3g}x"
+    return f"{ratios[0]:.3g}x ({ratios[0] * math.exp(-half):.3g} to {ratios[0] * math.exp(half):.3g})"
 
 
 def _shown(share: float) -> str:

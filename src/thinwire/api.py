@@ -109,7 +109,7 @@ def compress_ddp(
             element only: no global generator is touched.
         adapt: a policy that chooses each layer's compression anew from time to time while the model trains:
             ``lgreco(every=500, warmup=100)`` sends the least at the error that ``compressor`` would have
-            (docs/adaptive.md). Its ``warmup`` is a ``start``. ``wire.decisions`` lists what it decided.
+            (docs/auto.md). Its ``warmup`` is a ``start``. ``wire.decisions`` lists what it decided.
         optimizer: the optimizer, for compressors that follow its learning rate (``fft(theta=diminishing)``) or its
             steps (``intsgd(scale=params)``), and for ``accordion``. With `thinwire.optim.CompressedAdamW` updates are
             sent in the gradients' place, with `thinwire.optim.QuantizedAdam` momenta once its warm-up is over, both

@@ -6,14 +6,17 @@ import signal
 import ssl
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from thinwire.aggregator.server import Aggregator, Limits
 from thinwire_tools.exits import ends_command
 from thinwire_tools.results import OutputFile, Results
+
+if TYPE_CHECKING:
+    from thinwire.aggregator.server import Aggregator
 
 
 def aggregator(
@@ -38,7 +41,8 @@ def aggregator(
 
     Examples:
       thinwire aggregator --host 0.0.0.0 --port 29600 --slots 256
-      wire = thinwire.compress(model, "intsgd(bits=8)", network=thinwire.Network(aggregator="10.0.0.1:29600"))
+      network = thinwire.Network(aggregator="10.0.0.1:29600")
+      wire = thinwire.compress(model, "intsgd(bits=8)", network=network)
 
     Args:
         host: Where to listen; 0.0.0.0 for all interfaces.
@@ -56,6 +60,8 @@ def aggregator(
     Returns:
         The exit code: 0 after Ctrl-C.
     """
+    from thinwire.aggregator.server import Aggregator, Limits
+
     console = Console(highlight=False)
     with ends_command(ValueError, OSError):
         server = Aggregator(

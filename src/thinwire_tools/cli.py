@@ -27,8 +27,8 @@ class Command:
     """One command of a `Program`.
 
     Args:
-        target: ``"module:function"``. The module is imported only when the command is run; tyro makes the function's
-            parameters into options.
+        target: ``"module:function"``, whose parameters tyro makes into options. The module is imported for help, too:
+            what needs PyTorch, the function imports itself.
         summary: what it does, in a line of help.
         takes_script: whether what follows ``--`` is a program to run, passed to the function as its first argument.
         with_script: the function in place of ``target`` where a program follows ``--``, if that is another.
@@ -244,7 +244,7 @@ THINWIRE = Program(
     {
         "Start here": {
             "demo": Command(
-                "thinwire_tools.compare.demo:demo", "training over a 100 Mbit/s link, with and without thinwire"
+                "thinwire_tools.compare.command:demo", "training over a 100 Mbit/s link, with and without thinwire"
             ),
             "doctor": Command(
                 "thinwire_tools.doctor.command:doctor", "would it help your training, and by how much?", True
@@ -252,13 +252,13 @@ THINWIRE = Program(
         },
         "Choose": {
             "compare": Command(
-                "thinwire_tools.compare.compare:compare",
+                "thinwire_tools.compare.command:compare",
                 "do these compressors keep the loss? paired runs",
                 takes_script=True,
-                with_script="thinwire_tools.compare.script:compare_script",
+                with_script="thinwire_tools.compare.command:compare_script",
                 forms=("a small GPT of its own", "your own script"),
             ),
-            "compare every": Command("thinwire_tools.compare.every:every", "the same for every compressor"),
+            "compare every": Command("thinwire_tools.compare.command:every", "the same for every compressor"),
         },
         "Run": {
             "run": Command("thinwire_tools.run.command:run", "a script with compression, without a change to it", True),
@@ -267,13 +267,13 @@ THINWIRE = Program(
         },
         "Measure": {
             "bench kernels": Command(
-                "thinwire_tools.bench.kernels:kernels", "speed of compression, beside a plain copy"
+                "thinwire_tools.bench.command:kernels", "speed of compression, beside a plain copy"
             ),
             "bench allreduce": Command(
-                "thinwire_tools.bench.allreduce:allreduce", "an all-reduce beside gloo's, on a link"
+                "thinwire_tools.bench.command:allreduce", "an all-reduce beside gloo's, on a link"
             ),
-            "bench step": Command("thinwire_tools.bench.step:step", "a training step beside DDP's, on a slow link"),
-            "bench cuda": Command("thinwire_tools.bench.cuda:cuda", "compressors on a GPU: speed and kernel launches"),
+            "bench step": Command("thinwire_tools.bench.command:step", "a training step beside DDP's, on a slow link"),
+            "bench cuda": Command("thinwire_tools.bench.command:cuda", "compressors on a GPU: speed and launches"),
         },
     },
     (

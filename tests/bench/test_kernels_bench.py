@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from thinwire_tools.bench.kernels import kernels
+from thinwire_tools.bench.command import kernels
 
 
 def test_figures_add_up(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from commands import shown_by
 from thinwire import parse
 from thinwire.compressors import registered
 from thinwire_tools import lab
-from thinwire_tools.compare import compare as command, every, paired, statistics, tasks
+from thinwire_tools.compare import command, compare, every, paired, statistics, tasks
 from thinwire_tools.compare.comparison import Comparison, Run, Side
 from thinwire_tools.compare.statistics import Verdict, estimate, judge, relative_differences, seeds_needed
 from thinwire_tools.compare.tasks import probe_steps
@@ -163,13 +163,13 @@ def test_the_schedule_rises_to_its_highest_and_decays_to_the_end(steps: int) -> 
 
 
 def test_exit_codes_and_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert command.share_of("1%") == command.share_of("0.01") == 0.01
-    assert command.share_of("0.5 %") == 0.005
+    assert compare.share_of("1%") == compare.share_of("0.01") == 0.01
+    assert compare.share_of("0.5 %") == 0.005
     same, broken = side("same", [[5, 3, 2, 2, 2]] * 2), side("broken", [[5, 4, 3, 3, 3]] * 2)
     cases = [(same, broken, False, 0), (same, broken, True, 0), (broken, side("b", [[9, 9]] * 2), True, 1)]
     for variant, control, strict, code in [*cases, (same, side("s", [[2, 2]] * 2), False, 1)]:
         found = comparison(variant, control, FP32)
-        monkeypatch.setattr(command, "compare_training", lambda *_, found=found, **__: found)
+        monkeypatch.setattr(compare, "compare_training", lambda *_, found=found, **__: found)
         assert command.compare(strict=strict) == code
 
 

@@ -20,7 +20,7 @@ import pytest
 from aggregation import wait_until
 from commands import shown_by
 from thinwire_tools import lab
-from thinwire_tools.compare import demo as demo_module, rank_processes
+from thinwire_tools.compare import command, demo as demo_module, rank_processes
 from thinwire_tools.compare.paired import Setup
 from thinwire_tools.compare.rank_processes import RankFailed, RankProcesses
 from thinwire_tools.compare.tasks import describe
@@ -129,8 +129,8 @@ def test_over_loopback_time_is_not_compared_and_the_demo_goes_on_after_crashes(
         return run(ranks, command, *args)
 
     monkeypatch.setattr(rank_processes.RankProcesses, "run", run_and_kill)
-    monkeypatch.setattr(demo_module.lab, "unavailable", lambda: "no [right] to make namespaces")
-    assert demo_module.demo(smoke=True, out=tmp_path, seed=3) == 1
+    monkeypatch.setattr(command.lab, "unavailable", lambda: "no [right] to make namespaces")
+    assert command.demo(smoke=True, out=tmp_path, seed=3) == 1
     record, figures = json.loads((tmp_path / "demo.json").read_text()), _values(tmp_path / "demo.json")
     assert set(record["about"]["failures"]) == {"powersgd", "bf16"}
     assert {"val_loss/fp32", "val_loss/thinwire", "val_loss/control"} <= set(figures)

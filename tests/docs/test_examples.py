@@ -1,4 +1,4 @@
-"""The scripts in examples/, the recipes of docs/recipes.md and the notebook do what they say."""
+"""The scripts in examples/, the recipes of docs/trainers.md and the notebook do what they say."""
 
 from __future__ import annotations
 

@@ -11,28 +11,15 @@ from typing import Any, NamedTuple
 import pytest
 
 from experiments.__main__ import main as experiments_main
-from experiments.bench import crops, families, first_epoch, keeping, peers, pipelines, stores, sums
-from experiments.bench.bursts import bursts
-from experiments.bench.formats import BITS, FORMATS, KINDS, TREATMENTS
-from experiments.bench.masks import METHODS, REFERENCE, Method, train
+from experiments.bench import families, peers, pipelines, stores
 from experiments.bench.optimizer import optimizer
 from experiments.bench.peers import COMPRESSORS, PEER
 from experiments.bench.streams import streams
 from thinwire.compressors import parse
 from thinwire_tools import lab
-from thinwire_tools.compare.gpt import GPTConfig
-from thinwire_tools.compare.tasks import GPTTask
 from thinwire_tools.doctor.settings_sharded import SHARDED_SETTINGS
 
 Rows = dict[str, dict[str, Any]]
-BY_NAME = {method.name: method for method in METHODS}
-
-
-def of_bursts(rows: Rows) -> None:
-    # A million weights in 2 bits, with scales and headers.
-    for way in ("at once", "streaming"):
-        assert rows[f"sent_bytes/{way}"]["value"] > 1.05e6 * 2 / 8
-    assert rows["step_s/streaming"]["value"] >= 0.02
 
 
 def of_compressors(rows: Rows) -> None:
@@ -44,40 +31,11 @@ def of_compressors(rows: Rows) -> None:
     assert claim["holds"] == (claim["value"] < 1)
 
 
-def of_crops(rows: Rows) -> None:
-    fp32, aware, nothing = (rows[f"fewer/{name}"]["value"] for name in (crops.FP32, crops.AWARE, "nothing kept"))
-    assert fp32 < 1 < aware < nothing
-
-
 def of_deltas(rows: Rows) -> None:
     found = {name: row["value"] for name, row in rows.items()}
     assert found["sent_bytes/W4 as changes, G8"] == found["sent_bytes/W4 G8"] < found["sent_bytes/fp32"] / 4
     assert found["sent_bytes/alone"] == 0
     assert found["difference/W2 G8"] > 0.02 > abs(found["difference/W4 as changes, G8"])
-
-
-def of_first_epoch(rows: Rows) -> None:
-    assert rows[f"above_fp32/{first_epoch.FP32}"]["value"] == rows[f"error/{first_epoch.FP32}"]["value"] == 0
-    control, gaussian = (rows[f"error/{name}"]["value"] for name in (first_epoch.CONTROL, "gaussian(bits=4)"))
-    assert control > 2 * gaussian > 0
-
-
-def of_formats(rows: Rows) -> None:
-    assert set(rows) == {"/".join(map(str, at)) for at in product(KINDS, BITS, FORMATS, TREATMENTS)}
-    for kind, name, way in product(KINDS, FORMATS, TREATMENTS):
-        two, three, four = (rows[f"{kind}/{bits}/{name}/{way}"]["value"] for bits in BITS)
-        assert 0 < four < three < two < 1
-
-
-def of_keeping(rows: Rows) -> None:
-    for title in ("five epochs", "one epoch"):
-        kept, fewer = (
-            {name: rows[f"{title}/{what}/{name}"]["value"] for name in keeping.METHODS}
-            for what in ("kept_bytes", "fewer")
-        )
-        assert kept["16 centres, 2 bits"] < kept["256 centres, 2 bits"]
-        assert kept["direct, 2 bits"] == 0 < kept["messages of samples, 2 bits"]
-        assert fewer["direct, 2 bits"] > fewer["16 centres, 2 bits"] > 1
 
 
 def of_optimizer(rows: Rows) -> None:
@@ -109,12 +67,6 @@ def of_streams(rows: Rows) -> None:
         assert three["gain"] == pytest.approx(one["value"] / three["value"])
 
 
-def of_sums(rows: Rows) -> None:
-    methods = (sums.CONTROL, "direct(maxabs(bits=4))", "delta(maxabs(bits=4))")
-    control, direct, delta = (rows[f"fewer/{name}"]["value"] for name in methods)
-    assert control > direct > delta
-
-
 class Bench(NamedTuple):
     run: Callable[[Path], int]
     check: Callable[[Rows], None]
@@ -128,16 +80,10 @@ def _command(*words: str) -> Callable[[Path], int]:
 _LINKS = ("50mbit/20ms", "50mbit/20ms/0.1%")
 BENCHES = {
     "compressors": Bench(_command("compressors"), of_compressors),
-    "crops": Bench(_command("crops", "--seeds", "1"), of_crops, "sklearn"),
     "deltas": Bench(_command("deltas", "--seeds", "2"), of_deltas),
-    "first-epoch": Bench(_command("first-epoch", "--seeds", "1"), of_first_epoch),
-    "formats": Bench(_command("formats"), of_formats),
-    "keeping": Bench(_command("keeping", "--seeds", "1"), of_keeping),
     "optimizer": Bench(lambda path: optimizer(size_mb=4, turns=1, json=path), of_optimizer),
-    "sums": Bench(_command("sums", "--seeds", "1", "--num-ranks", "2"), of_sums),
 }
 OVER_LINKS = {
-    "bursts": Bench(lambda path: bursts(size_mb=4.2, every=12, step_ms=20, rounds=1, json=path), of_bursts),
     "peers": Bench(lambda p: peers.peers(rates=("1gbit",), steps=30, every=10, seeds=1, json=p), of_peers, PEER),
     "stores": Bench(lambda path: stores.stores(rates=("1gbit",), steps=1, rounds=2, json=path), of_stores),
     "streams": Bench(lambda path: streams(links=_LINKS, size_mb=1, numbers=(1, 3), repeats=2, json=path), of_streams),
@@ -168,40 +114,6 @@ def test_steps_of_pipelines_take_what_stages_compute(name: str, schedule: str) -
     computed = [[[0.002, 0.004, 0.002]]] * pipelines.RANKS
     (taken,) = pipelines.run(pipelines.METHODS[name], schedule, computed, 1, None)
     assert taken >= pipelines.CHUNKS * 0.006
-
-
-@pytest.mark.parametrize("masks", ["own", "mean", "owners", "known"])
-def test_updates_of_one_worker_that_are_sent_whole_are_those_of_adamw(masks: str) -> None:
-    whole = _loss(Method("whole", "updates", masks=masks), workers=1)
-    assert whole == pytest.approx(_loss(BY_NAME[REFERENCE], workers=1), rel=1e-6)
-    assert _loss(Method("sparse", "updates", masks=masks, density=0.01), workers=1) != pytest.approx(whole, rel=1e-4)
-
-
-def test_momenta_that_are_sent_whole_are_those_of_the_mean_gradient() -> None:
-    whole = _loss(Method("whole", "momenta", "AdamS", "owners", late=True), workers=2)
-    assert whole == pytest.approx(_loss(BY_NAME["AdamS, fp32"], workers=2), rel=1e-6)
-
-
-def _loss(method: Method, workers: int) -> float:
-    task = GPTTask(model=GPTConfig(width=32, layers=1, context=16), steps=4, batch=2, held_out_windows=8)
-    return train(method, task, workers, seed=0, rate=1e-2)["loss"]
-
-
-@pytest.mark.network
-@pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
-def test_bench_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "auto.json"
-    cell = ["--links", "2x1@100mbit", "--batch", "1", "--rounds", "1", "--steps", "1"]
-    assert experiments_main(["bench", "auto", *cell, "--json", str(path)]) == 0
-    record = json.loads(path.read_text())
-    found = {row["name"]: row["value"] for row in record["results"]}
-    # 19 MB at 100 Mbit/s take 1.5 s, and 4 bits an eighth of it.
-    assert found["step_s/fp32/2x1@100mbit"] > 1.4
-    assert all(found[f"over_fp32/{way}/2x1@100mbit"] > 1.2 for way in ("fixed", "one way", "auto"))
-    decided = record["about"]["cells"]["2x1@100mbit"]
-    assert decided["algorithm"] == "sra"
-    assert decided["decided"]["auto"].startswith("on: a step takes")
-    assert "2x1@100mbit" in capsys.readouterr().out
 
 
 @pytest.mark.network

@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from experiments.bench import claims, families
-from experiments.bench.bursts import busiest_second
 from experiments.bench.claims import Point, at_equal_bytes, at_the_settings, fft_points, verdicts
-from experiments.bench.formats import rotated
 from experiments.bench.gradients import Gradients, Moment, make_task, record
 from experiments.bench.passes import Pass, Quality, measure_quality
 from thinwire.compressors import FFT, QSGD, TernGrad, TopK, parse, registered
@@ -121,19 +119,3 @@ def test_the_claim_of_the_fft_is_judged_at_equal_bytes_and_at_the_papers_setting
     assert {name: f.holds for name, f in settings.items()} == {"top-k": False, "QSGD": True, "TernGrad": True}
     assert settings["top-k"].ratio == pytest.approx(1.25)
     assert at_the_settings(alone) == []
-
-
-def test_the_busiest_second_is_the_most_between_samples_a_second_apart() -> None:
-    assert busiest_second([(0.0, 0), (0.5, 5), (2.0, 500), (2.5, 600), (3.25, 601)]) == 100
-    assert busiest_second([(0.0, 7)]) == 0
-
-
-def test_a_rotation_keeps_norms_spreads_an_outlier_and_is_undone() -> None:
-    for block in (32, 128):
-        x = torch.randn(8 * block, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        y = rotated(x, block, seed=0)
-        assert torch.allclose(y.view(-1, block).norm(dim=1), x.view(-1, block).norm(dim=1))
-        assert torch.allclose(rotated(y, block, seed=0, back=True), x)
-        alone = torch.zeros(block, dtype=torch.float64)
-        alone[3] = 1.0
-        assert torch.allclose(rotated(alone, block, seed=0).abs(), torch.full_like(alone, block**-0.5))

@@ -28,15 +28,6 @@ from experiments.papers.qsdp.paper import PAPER as QSDP
 
 PAPERS: tuple[Paper[Any], ...] = (FFT, CGX, INTSGD, LGRECO, QSDP, AQSGD, FULLSTACK)
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-_COARSER = {
-    ("aqsgd", "figure 7/direct/scratch/2 stages/fw3 bw6"),
-    ("aqsgd", "figure 8/aqsgd/bf16/2 stages/fw3 bw6"),
-    ("aqsgd", "figure 9/direct/large/2 stages/fw3 bw6"),
-    ("aqsgd", "figure 9 (8 stages)/direct/deep/8 stages/fw3 bw6"),
-    ("fullstack", "figure 10/loss/aqsgd"),
-    ("fullstack", "figure 10/loss/direct"),
-}
-"""Claims whose text is made of what the JSON file keeps with six digits."""
 
 
 def _files(paper: Paper[Any]) -> list[Path]:
@@ -64,8 +55,7 @@ def test_recorded_runs_are_judged_as_they_were_and_have_a_row_for_every_claim(pa
             finding = judged[row["name"]]
             assert finding.claim == (row["claim"] or ""), row["name"]
             assert finding.holds is row["holds"], row["name"]
-            if row["claim"] and (paper.name, row["name"]) not in _COARSER:
-                assert finding.text == row["found"], row["name"]
+            assert finding.text == row["found"], row["name"]
     rows = [f"{claim.figure}/{claim.row}" for claim in paper.claims]
     assert len(set(rows)) == len(rows)
     assert set(rows) <= names
@@ -147,12 +137,12 @@ def _least(row: str) -> Rule:
 
 
 def _claim(row: str, **options: Any) -> Claim:
-    return Claim("1", row, "it is least", lambda rows: f"{rows[row]['value']:.1f}", _least(row), **options)
+    return Claim("1", row, "it is least", _least(row), text=lambda rows: f"{rows[row]['value']:.1f}", **options)
 
 
 def test_a_claim_is_judged_by_the_rows_of_its_figure() -> None:
     rows = [Row("1", "a/b", 1.0, "x", {"seen": [1]}), Row("1", "a/c", 2.0, "x"), Row("2", "a/d", 0.5, "x")]
-    found = judge([_claim("a/b"), Claim("1", "a/c", "shown", lambda rows: "so")], rows, emulated=True)
+    found = judge([_claim("a/b"), Claim("1", "a/c", "shown", text=lambda rows: "so")], rows, emulated=True)
     assert found[0] == Finding("1", "a/b", 1.0, "x", "it is least", "1.0", True, {"seen": [1]})
     assert found[1] == Finding("1", "a/c", 2.0, "x", "", "so", None, {}, aside="shown")
     assert found[2] == Finding("2", "a/d", 0.5, "x", "", "", None)

@@ -18,7 +18,8 @@ import thinwire
 from doctor_training import train
 from harness import run_ranks
 from thinwire_tools import cli
-from thinwire_tools.run.command import Attachment, Misused, run
+from thinwire_tools.run.attachment import Attachment, Misused
+from thinwire_tools.run.command import run
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "doctor_training.py")
 ALWAYS = {"skip_if_slower": False}

@@ -4,33 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from experiments.framework.findings import share
 from experiments.framework.time_to_loss import Course
-from experiments.framework.verdicts import Judgement, exceeds, matches
 from experiments.papers.aqsgd.methods import Method
 from experiments.papers.aqsgd.trainings import Trained
 from thinwire_tools.compare.statistics import Estimate, estimate, relative_differences
-
-
-@dataclass(frozen=True)
-class Lost:
-    """How much higher a method's loss is, as a share of another's."""
-
-    estimate: Estimate
-    text: str
-
-    def within(self, margin: float) -> Judgement:
-        """Whether it is at most ``margin`` higher."""
-        return matches(self.estimate, margin)
-
-    @property
-    def beyond(self) -> Judgement:
-        """Whether it is higher at all."""
-        return exceeds(self.estimate)
 
 
 def held_out(run: Trained) -> float:
@@ -38,13 +18,9 @@ def held_out(run: Trained) -> float:
     return run.held_out[-1]
 
 
-def lost(ours: Sequence[float], others: Sequence[float], whole: float | None = None) -> Lost:
-    """By losses seed by seed; differences are shares of ``whole``, or of the others' loss."""
-    difference = estimate(differences(ours, others, whole))
-    text = f"loss {fmean(ours):.3f} against {fmean(others):.3f}: {share(difference)}"
-    if not math.isfinite(difference.mean):
-        text = f"diverges, against a loss of {fmean(others):.3f}"
-    return Lost(difference, text)
+def lost(ours: Sequence[float], others: Sequence[float], whole: float | None = None) -> Estimate:
+    """How much higher losses are, seed by seed, as shares of ``whole``, or of the others' loss."""
+    return estimate(differences(ours, others, whole))
 
 
 def differences(ours: Sequence[float], others: Sequence[float], whole: float | None = None) -> list[float]:

@@ -15,10 +15,9 @@ from typing import Any, Literal
 from experiments.framework.claims import Row
 from experiments.framework.study import Study
 from experiments.papers.aqsgd.methods import FP32, Method, aqsgd, direct
-from experiments.papers.aqsgd.rank import Asked
 from experiments.papers.aqsgd.study import NUM_STAGES, AQSGDScale, AQSGDStudy
 from experiments.papers.aqsgd.tasks import FineTuning
-from experiments.papers.aqsgd.trainings import Trained, Trainings
+from experiments.papers.aqsgd.trainings import Asked, Trained, Trainings
 from thinwire_tools.compare.rank_processes import RankFailed
 
 _STORES: tuple[Literal["memory", "disk"], ...] = ("memory", "disk")

@@ -11,10 +11,9 @@ from typing import Any, ClassVar, Literal, Self
 
 from experiments.framework.study import Scale
 from experiments.papers.aqsgd import tasks
-from experiments.papers.aqsgd.links import OverLinks
 from experiments.papers.aqsgd.methods import FP32, Method
 from experiments.papers.aqsgd.tasks import FineTuning
-from experiments.papers.aqsgd.timing import Computed, PipelineTiming
+from experiments.papers.aqsgd.timing import Computed, OverLinks, PipelineTiming
 from experiments.papers.aqsgd.trainings import FirstTraining, Trained, Trainings
 from thinwire_tools.compare.data import standard_library
 

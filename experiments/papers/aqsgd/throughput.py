@@ -10,12 +10,11 @@ from experiments.framework.claims import Row
 from experiments.framework.time_to_loss import Course, courses, sooner
 from experiments.framework.timing import Times, shown_rate
 from experiments.papers.aqsgd.judging import course, differences
-from experiments.papers.aqsgd.links import where
 from experiments.papers.aqsgd.methods import FP32, Method, aqsgd, by_link, direct
-from experiments.papers.aqsgd.rank import Asked
 from experiments.papers.aqsgd.study import MORE_STAGES, AQSGDScale, AQSGDStudy
 from experiments.papers.aqsgd.tasks import FineTuning
-from experiments.papers.aqsgd.trainings import Trained, Trainings
+from experiments.papers.aqsgd.timing import where
+from experiments.papers.aqsgd.trainings import Asked, Trained, Trainings
 from thinwire import parse
 from thinwire_tools import plots
 from thinwire_tools.lab import parse_rate

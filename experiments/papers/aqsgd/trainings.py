@@ -1,34 +1,124 @@
-"""Trainings of the paper's figures: rank processes, their link, and every run they have made."""
+"""Trainings of the paper's figures, as rank processes make them and as their parent asks for them."""
 
-from __future__ import annotations
+# No `from __future__ import annotations` here: methods and tasks are made of plain values.
 
-import dataclasses
+import gc
 import math
+import os
+import signal
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from types import ModuleType, TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
+from experiments.framework.rank import Rank
+from experiments.framework.ranks import AnyNetwork, OnStep, Ranks, described, telling
 from experiments.framework.run_cache import RunCache
-from experiments.papers.aqsgd import rank as rank_module
 from experiments.papers.aqsgd.methods import Method
-from experiments.papers.aqsgd.rank import Asked
+from experiments.papers.aqsgd.stages import Pipe
 from experiments.papers.aqsgd.tasks import FineTuning
 from thinwire_tools import lab
-from thinwire_tools.compare.rank_processes import RankProcesses, launch_ranks
 
-_TIMEOUT_S = 120.0
+_PROMPTS, _PROMPT_SHARE = 8, 0.5
 BURST_BYTES = 2 * 1514
 """Of the token buckets of slow links: two full frames, so that no part of a message is free."""
 
-OnStep = Callable[[int, float], None]
-"""Called with every step's number and loss."""
+# --- on a rank
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Of a training, what is wanted beside it: loss on what is held out, at both ends; completions; checkpoints in a
+    folder every so many steps, going on from the last of them, and rank and step at which a process kills itself."""
+
+    held_out: bool = True
+    completions: bool = False
+    save_every: int = 0
+    resume: bool = False
+    dies: tuple[int, int] | None = None
+
+
+def train(
+    rank: Rank,
+    kind: type[Pipe],
+    task: FineTuning,
+    method: Method,
+    seed: int,
+    weights: Path | None,
+    folder: Path,
+    asked: Asked,
+) -> dict[str, Any]:
+    """Losses of every step and on what is held out (where the last stage is), seconds of every step, what the
+    stage counted, hashes of what it keeps at each boundary."""
+    pipe = kind(task, method, seed, weights, folder / "store")
+    checkpoint = folder / f"state{rank.rank}"
+    start = _load(pipe, checkpoint) if asked.resume else 0
+    record: dict[str, Any] = {"losses": [], "held_out": [], "right": [], "step_s": []}
+    if asked.held_out:
+        _look(pipe, record)
+    rank.channel.hold("train")
+    batches = [ids for epoch in range(task.epochs) for ids in pipe.order(seed, epoch)]
+    for step in range(start, len(batches)):
+        if asked.dies == (rank.rank, step):
+            os.kill(os.getpid(), signal.SIGKILL)
+        started = time.perf_counter()
+        loss = pipe.step(batches[step], task.rate(step))
+        record["step_s"].append(time.perf_counter() - started)
+        record["losses"].append(loss)
+        rank.channel.send("step", step=step + 1, loss=loss)
+        if asked.save_every and (step + 1) % asked.save_every == 0:
+            _save(pipe, checkpoint, step + 1)
+    if asked.held_out:
+        _look(pipe, record)
+    record["stats"] = pipe.stats()
+    record["kept"] = pipe.kept()
+    record["links"] = [{name: link._asdict() for name, link in row.items()} for row in pipe.stage.links]
+    record["start"] = start
+    if asked.completions:
+        tokens, at = _prompts(task)
+        record["completions"] = pipe.complete(tokens, at)[:_PROMPTS].tolist()
+        record["prompted"] = at
+        record["text"] = tokens[:_PROMPTS].tolist()
+    pipe.close()
+    del pipe
+    gc.collect()
+    return record
+
+
+def _look(pipe: Pipe, record: dict[str, Any]) -> None:
+    score = pipe.held_out()
+    if score is not None:
+        record["held_out"].append(score[0])
+        record["right"].append(score[1])
+
+
+def _save(pipe: Pipe, path: Path, step: int) -> None:
+    """All that a stage needs to go on bit by bit; the file is there whole or not at all."""
+    new = path.with_suffix(".new")
+    torch.save({"step": step, **pipe.state_dict()}, new)
+    new.replace(path)
+
+
+def _load(pipe: Pipe, path: Path) -> int:
+    state = torch.load(path, weights_only=True)
+    pipe.load_state_dict(state)
+    return int(state["step"])
+
+
+def _prompts(task: FineTuning) -> tuple[Tensor, int]:
+    """Windows that are held out, and from where on they are to be completed."""
+    tokens, _ = next(task.held_out())
+    return tokens, round(_PROMPT_SHARE * task.model.context)
+
+
+# --- in the parent
 
 
 @dataclass(frozen=True)
@@ -99,13 +189,10 @@ class FirstTraining:
         return self._known[key]
 
 
-class Trainings:
+class Trainings(Ranks):
     """``num_ranks`` processes on a link of ``rate`` (None: loopback), and what they have trained; a context manager."""
 
-    _program: ClassVar[ModuleType] = rank_module
-    """What they run."""
-    _lasting: ClassVar[bool] = True
-    """Whether the same processes train again and again, or each training has new ones."""
+    _pipe: ClassVar[type[Pipe]] = Pipe
 
     def __init__(
         self,
@@ -117,30 +204,11 @@ class Trainings:
     ) -> None:
         """``network``: one that is there already, whatever its rate, instead of one of ``rate``; ``cache``: where
         finished trainings are kept, in memory by default, for their times are those of this machine now."""
-        self.num_ranks, self._first, self._rate, self._network = num_ranks, first, rate, network
-        self._ranks: RankProcesses | None = None
-        self._cache = cache or RunCache()
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            if self._network is None and self._rate is not None:
-                made = lab.Network(self.num_ranks, rate=self._rate, burst_bytes=BURST_BYTES)
-                self._network = stack.enter_context(made)
-            if self._lasting:
-                self._ranks = stack.enter_context(self._started())
-            self._stack = stack.pop_all()
-        return self
-
-    @contextmanager
-    def _started(self) -> Iterator[RankProcesses]:
-        with launch_ranks(self._program, None, self.num_ranks, self._network, timeout_s=_TIMEOUT_S) as (ranks, _):
-            yield ranks
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stack.close()
+        made: AnyNetwork | None = None if network is None else nullcontext(network)
+        if made is None and rate is not None:
+            made = lab.Network(num_ranks, rate=rate, burst_bytes=BURST_BYTES)
+        super().__init__(num_ranks, made, cache)
+        self._first = first
 
     def train(
         self,
@@ -148,7 +216,7 @@ class Trainings:
         method: Method,
         seed: int,
         on_step: OnStep,
-        asked: Asked = Asked(),  # noqa: B008 - frozen
+        asked: Asked = Asked(),
         folder: Path | None = None,
     ) -> Trained:
         """Train, unless it has been; ``folder`` is for checkpoints and stores on disk.
@@ -156,27 +224,22 @@ class Trainings:
         Raises:
             RankFailed: a rank did not make it.
         """
-        key = {
-            "task": dataclasses.asdict(task),
-            "method": dataclasses.asdict(method),
-            "seed": seed,
-            "asked": dataclasses.asdict(asked),
-            "num_ranks": self.num_ranks,
-        }
-        if folder is None and (known := self._cache.get(key)) is not None:
-            return trained(task, known["answers"])
-        weights = self._first.weights(task, on_step)
-        with tempfile.TemporaryDirectory(prefix="thinwire-aqsgd-") as own:
-            command = {
-                "do": "train",
-                "weights": None if weights is None else str(weights),
-                "folder": str(folder or own),
-                **key,
-            }
-            with nullcontext(self._ranks) if self._ranks is not None else self._started() as ranks:
-                answers = ranks.run(command, reporter(on_step, self.num_ranks - 1), _nothing)
-        self._cache.put(key, {"answers": answers})
-        return trained(task, answers)
+        arguments: dict[str, Any] = {"kind": self._pipe, "task": task, "method": method, "seed": seed, "asked": asked}
+
+        def make() -> list[dict[str, Any]]:
+            weights = self._first.weights(task, on_step)
+            options: dict[str, Any] = {"hear": telling(on_step), "teller": self.num_ranks - 1}
+            with tempfile.TemporaryDirectory(prefix="thinwire-aqsgd-") as own:
+                return self._trained(**options, **arguments, weights=weights, folder=folder or Path(own))
+
+        if folder is not None:
+            return trained(task, make())
+        key = {"task": described(task), "method": described(method), "seed": seed, "asked": asdict(asked)}
+        return trained(task, self.kept(key, make))
+
+    def _trained(self, **arguments: Any) -> list[dict[str, Any]]:
+        """What ranks answer that train."""
+        return self.call(train, **arguments)
 
 
 def trained(task: FineTuning, answers: Sequence[dict[str, Any]]) -> Trained:
@@ -205,23 +268,9 @@ def trained(task: FineTuning, answers: Sequence[dict[str, Any]]) -> Trained:
     )
 
 
-def reporter(on_step: OnStep, rank: int) -> Callable[[int, dict[str, Any]], None]:
-    """Tells steps of the rank that has losses."""
-
-    def show(reporting: int, event: dict[str, Any]) -> None:
-        if reporting == rank and event["event"] == "step":
-            on_step(event["step"], event["loss"])
-
-    return show
-
-
 def _finite(loss: float) -> float:
     return loss if math.isfinite(loss) else math.inf
 
 
 def _mean(losses: Sequence[float]) -> float:
     return fmean(losses) if all(map(math.isfinite, losses)) else math.inf
-
-
-def _nothing(*_: Any) -> None:
-    """Ignore the arguments."""

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from experiments.papers.aqsgd.stages import Pipe, digest
-from experiments.papers.fullstack.hooks import hook
 from experiments.papers.fullstack.methods import Method
 from experiments.papers.fullstack.tasks import Stacked
 from thinwire_tools.compare.train import gradient_bytes, ring_factor
+from thinwire_tools.compare.variants import POWERSGD_RANK, send_bf16
 
 _ONE_BUCKET_MB = 1e6
 
@@ -158,3 +159,26 @@ class Grid(Pipe):
     def _disband(self) -> None:
         """Groups stay: PyTorch names a part of the world's groups, which `thinwire.compress` makes, by how many groups
         there are, and a name that comes again finds the addresses of the group that had it."""
+
+
+# --- PyTorch's own methods of compressing gradients
+
+_POWERSGD_START = 2
+"""The least that PyTorch takes with error feedback."""
+
+
+def hook(ddp: DistributedDataParallel, name: Literal["bf16", "powersgd"], group: dist.ProcessGroup) -> None:
+    """Register one on ``ddp``, whose process group is the whole world.
+
+    Raises:
+        ValueError: it is not: these hooks divide by the size of the world.
+    """
+    if dist.get_world_size(group) != dist.get_world_size():
+        raise ValueError("PyTorch's hooks are compared among all ranks, without a pipeline")
+    if name == "bf16":
+        send_bf16(ddp)
+        return
+    state = powerSGD_hook.PowerSGDState(
+        group, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=_POWERSGD_START
+    )
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

@@ -10,22 +10,23 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
-from types import ModuleType
 from typing import Any, ClassVar, Literal, Self
 
 from experiments.framework import pictures
 from experiments.framework.claims import Row
+from experiments.framework.rank import Rank
+from experiments.framework.ranks import Ranks
 from experiments.framework.study import Scale
 from experiments.framework.time_to_loss import courses, reached, sooner
 from experiments.framework.timing import Times, shown_rate
 from experiments.papers.aqsgd.judging import course, draw_runs, facts, held_out
-from experiments.papers.aqsgd.links import OverLinks, where
-from experiments.papers.aqsgd.rank import Asked
 from experiments.papers.aqsgd.resume import checkpoint_every, killed, kills, steps_of
+from experiments.papers.aqsgd.stages import Pipe
 from experiments.papers.aqsgd.tasks import FineTuning
-from experiments.papers.aqsgd.timing import PipelineTiming
-from experiments.papers.aqsgd.trainings import FirstTraining, Trained, Trainings
-from experiments.papers.fullstack import rank as rank_module, tasks
+from experiments.papers.aqsgd.timing import OverLinks, PipelineTiming, where
+from experiments.papers.aqsgd.trainings import Asked, FirstTraining, Trained, Trainings, train
+from experiments.papers.fullstack import clusters, split, tasks, tensors
+from experiments.papers.fullstack.grid import Grid
 from experiments.papers.fullstack.methods import (
     ACTIVATIONS,
     ADAM,
@@ -47,9 +48,8 @@ from experiments.papers.fullstack.split import Splitting
 from experiments.papers.fullstack.tasks import Stacked
 from experiments.tasks.images import load
 from experiments.tasks.models import Model
-from thinwire_tools import lab, plots
+from thinwire_tools import plots
 from thinwire_tools.compare.data import standard_library
-from thinwire_tools.compare.rank_processes import RankProcesses
 from thinwire_tools.compare.statistics import relative_differences
 from thinwire_tools.lab import parse_rate
 
@@ -66,6 +66,7 @@ _LAST_ROUNDS = 3
 """Of split learning, whose losses are noisy: the mean of these is the training loss."""
 
 Kind = Literal["split", "clusters", "tensors"]
+_RUN = {"split": split.run, "clusters": clusters.run, "tensors": tensors.run}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,30 +98,19 @@ class StackScale(Scale):
         return {"num_stages": NUM_STAGES, "control": CONTROL.title}
 
 
-class StackTiming(PipelineTiming):
-    """A timing of methods in which all of this is sent; others use its network, too."""
-
-    _program: ClassVar[ModuleType] = rank_module
-
-    @property
-    def ranks(self) -> RankProcesses:
-        return self._ranks
-
-    @property
-    def network(self) -> lab.Network | None:
-        return self._network
-
-    def unshape(self) -> None:
-        """Give links no limit."""
-        self._shape(None)
-
-
 class StackTrainings(Trainings):
-    """Trainings in replicas of a pipeline. Process groups of a part of the world stay until their processes end, and
-    each wakes up a hundred times a second."""
+    """Trainings in replicas of a pipeline, each by new processes: groups of a part of the world stay until their
+    processes end, and each wakes up a hundred times a second."""
 
-    _program: ClassVar[ModuleType] = rank_module
-    _lasting = False
+    _pipe: ClassVar[type[Pipe]] = Grid
+
+    def __enter__(self) -> Self:
+        self.network = self._stack.enter_context(self._made)
+        return self
+
+    def _trained(self, **arguments: Any) -> list[dict[str, Any]]:
+        with Ranks(self.num_ranks, nullcontext(self.network)) as ranks:
+            return ranks.call(train, **arguments)
 
 
 @dataclass
@@ -136,14 +126,15 @@ class StackStudy(OverLinks[StackScale]):
         folder = self.kept("folder", lambda: tempfile.TemporaryDirectory(prefix="thinwire-fullstack-"))
         return self.kept("first", lambda: nullcontext(FirstTraining(Path(folder))))
 
-    def timing(self) -> StackTiming:
-        """Ranks that are timed."""
-        return self.kept("timing", lambda: StackTiming(emulated=self.emulated, num_ranks=NUM_RANKS))
+    def timing(self) -> PipelineTiming:
+        """Ranks that are timed; others use their network, too."""
+        grid: dict[str, Any] = {"num_ranks": NUM_RANKS, "num_stages": NUM_STAGES, "pipe": Grid}
+        return self.kept("timing", lambda: PipelineTiming(emulated=self.emulated, **grid))
 
     def trainings(self) -> StackTrainings:
         """Training over the links of those that are timed, without a limit."""
         timing = self.timing()
-        timing.unshape()
+        timing.shape(None)
         options: dict[str, Any] = {"network": timing.network, "cache": self.cache}
         return self.kept("trainings", lambda: StackTrainings(NUM_RANKS, self.first(), **options))
 
@@ -167,10 +158,10 @@ class StackStudy(OverLinks[StackScale]):
         pairs = [(name, seed) for seed in self.seeds for name in methods]
         jobs = [{"seed": seed, **job(methods[name])} for name, seed in pairs]
 
-        def show(rank: int, event: dict[str, Any]) -> None:
+        def show(event: dict[str, Any]) -> None:
             self.advance(1, f"{methods[pairs[event['job']][0]].title}: loss {event['loss']:.2f}")
 
-        answers = self.timing().ranks.run({"do": "jobs", "kind": kind, "jobs": jobs}, show, lambda _: None)
+        answers = self.timing().call(Rank.share, run=_RUN[kind], jobs=jobs, hear=show, teller=None)
         results = {int(at): result for answer in answers for at, result in answer["results"].items()}
         by_method: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
         for at, (name, _) in enumerate(pairs):

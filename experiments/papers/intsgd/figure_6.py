@@ -146,12 +146,6 @@ def curve(rows: Rows, dataset: str, method: str, key: str) -> Array:
     return np.array(rows[f"gap/{dataset}/{method}"][key])
 
 
-def target_of_steps(rows: Rows, dataset: str, name: str) -> float:
-    """The gap that `steps_over_twin` asks for."""
-    full = curve(rows, dataset, _TWINS[name], "gap_mean")
-    return max(_REACHED, float(full[len(full) // 2]))
-
-
 def straightness(rows: Rows, dataset: str, name: str) -> float:
     return linearity(curve(rows, dataset, name, "steps"), curve(rows, dataset, name, "gap_mean"))
 
@@ -172,12 +166,6 @@ def growth(rows: Rows, dataset: str) -> tuple[float, float, float]:
     sent = curve(rows, dataset, "intgd", "largest_sent")
     # Up to the first record all may have been exact.
     return float(sent[1] or sent[2]), float(sent[-1]), float(curve(rows, dataset, "intdiana", "largest_sent")[-1])
-
-
-def bits_per_step(rows: Rows, dataset: str, name: str) -> float:
-    """`mean_bits`, in the mean over seeds."""
-    bits, steps = curve(rows, dataset, name, "bits_per_coordinate"), curve(rows, dataset, name, "steps")
-    return float((bits[-1] - bits[1]) / (steps[-1] - steps[1]))
 
 
 def _draw(study: IntSGDStudy, minimised: Minimised) -> None:

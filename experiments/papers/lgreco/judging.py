@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from experiments.framework.findings import points, share
 from experiments.framework.verdicts import Judgement, matches
 from thinwire_tools.compare.comparison import Comparison, Run, Side
 from thinwire_tools.compare.statistics import Estimate, estimate, relative_differences
@@ -39,16 +38,8 @@ def kept(row: Mapping[str, Any], margin: float | None = None) -> Judgement:
     # The loss is the logarithm of perplexity: a difference of 0.01 is 1 % of it.
     nats = 1.0 if row["counts_right"] else row["theirs"]
     lost = _estimate(row)
-    return matches(Estimate(nats * lost.mean, lost.deviation, nats * lost.lower, nats * lost.upper, 2), allowed)
-
-
-def shown(row: Mapping[str, Any]) -> str:
-    """A row's `lost`, for people."""
-    ours, theirs = (math.nan if row[key] is None else row[key] for key in ("ours", "theirs"))
-    if row["counts_right"]:
-        return f"accuracy {ours:.2%} against {theirs:.2%}, lost: {points(_estimate(row))}"
-    perplexity = f"perplexity {math.exp(ours):.1f} against {math.exp(theirs):.1f}"
-    return f"held-out loss {ours:.4f} against {theirs:.4f}: {share(_estimate(row))}; {perplexity}"
+    difference = Estimate(nats * lost.mean, lost.deviation, nats * lost.lower, nats * lost.upper, 2)
+    return matches(difference, allowed, "points" if row["counts_right"] else "%")
 
 
 def _estimate(row: Mapping[str, Any]) -> Estimate:

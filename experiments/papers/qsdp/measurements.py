@@ -45,8 +45,7 @@ from experiments.papers.qsdp.methods import (
     uniform,
 )
 from experiments.papers.qsdp.sizes import SIZES, TIMED, WORDS, Size, SizeName, timed
-from experiments.papers.qsdp.timing import ShardedTiming
-from experiments.papers.qsdp.trainings import Trained, Trainings
+from experiments.papers.qsdp.trainings import ShardedTiming, Trained, Trainings
 from experiments.tasks.models import Model
 from thinwire_tools import plots
 from thinwire_tools.compare.data import standard_library

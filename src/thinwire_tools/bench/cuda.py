@@ -26,8 +26,7 @@ from thinwire.collectives import (
 from thinwire.compressors import CodecCall, Coded, Key, Piece, Segments, State, Summed, first_state, parse
 from thinwire.runtime.executor import elapsed
 from thinwire_tools.bench.tables import figures_table
-from thinwire_tools.exits import ends_command
-from thinwire_tools.results import OutputFile, Results
+from thinwire_tools.results import Results
 
 SPECS = (
     *("minmax(bits=4)", "ef(minmax(bits=4))", "minmax(bits=8, bucket=1024)", "maxabs(bits=4)", "qsgd(bits=4)"),
@@ -56,30 +55,8 @@ class Row:
     sent_bytes: int = 0
 
 
-def cuda(*, size_mb: float = 25.0, repeats: int = 20, ranks: int = 4, json: OutputFile = None) -> int:
-    """Time compressors on a GPU beside a copy of as many bytes there, and an all-reduce of ranks that share the GPU.
-
-    A bucket of 40 layers is compressed as one. GB/s counts the fp32 bytes of the values, by the GPU's own clock;
-    launches are kernels, copies and fills that one call started. The ranks of the all-reduce are threads with a stream
-    each; what they share is the GPU, so it shows the arithmetic of all of them and no network.
-
-    Examples:
-      thinwire bench cuda
-      thinwire bench cuda --size-mb 100 --ranks 2 --json cuda.json
-
-    Args:
-        size_mb: fp32 megabytes (2^20 bytes) of the bucket; DDP's buckets have 25.
-        repeats: times that each figure is measured; the median counts.
-        ranks: of the all-reduce.
-        json: write the figures to this file.
-    """
-    with ends_command():
-        if size_mb <= 0 or repeats < 1 or ranks < 1:
-            raise ValueError("--size-mb must be above 0, --repeats and --ranks at least 1")
-    missing = _missing()
-    if missing:
-        Console(stderr=True, highlight=False).print(f"thinwire bench cuda: {missing}")
-        return 1
+def show_speeds(size_mb: float, repeats: int, ranks: int) -> Results:
+    """Time every row and print the table. The arguments are the options of ``thinwire bench cuda``."""
     device = torch.device("cuda", torch.cuda.current_device())
     console = Console(highlight=False)
     with console.status(f"{size_mb:g} MB on {torch.cuda.get_device_name(device)}; kernels are compiled first ..."):
@@ -99,12 +76,11 @@ def cuda(*, size_mb: float = 25.0, repeats: int = 20, ranks: int = 4, json: Outp
         )
     console.print(f"{about['device']}, {size_mb:g} MB of fp32 in {_LAYERS} layers")
     console.print(table)
-    if json:
-        results.write(json)
-    return 0
+    return results
 
 
-def _missing() -> str:
+def missing() -> str:
+    """What this machine lacks to measure a GPU, and what to do; empty if nothing."""
     if not torch.cuda.is_available():
         return (
             f"this PyTorch ({torch.__version__}) sees no CUDA device, and there is nothing to measure without one. "

@@ -18,8 +18,7 @@ from thinwire.compressors import FFT, CodecCall, Piece, Segments
 from thinwire.compressors.gaussian import MAGNITUDES
 from thinwire.kernels import Format, reference
 from thinwire_tools.bench.tables import figures_table
-from thinwire_tools.exits import ends_command
-from thinwire_tools.results import OutputFile, Results
+from thinwire_tools.results import Results
 
 _ROTATED = 4
 """Buffers that take turns, so that none of them is found in a cache."""
@@ -74,26 +73,8 @@ class Buffers:
         return made
 
 
-def kernels(*, size_mb: float = 25.0, threads: int | None = None, repeats: int = 15, json: OutputFile = None) -> None:
-    """Time the CPU kernels beside torch's copy_ on as many bytes.
-
-    All operations take turns, so a noisy machine is noisy for all alike; figures are medians. GB/s counts the fp32
-    bytes that the values take, whatever is read or written. The break-even bandwidth is that of a link on which
-    sending fp32 takes as long as encoding, sending the message and decoding, one after the other.
-
-    Examples:
-      thinwire bench kernels
-      thinwire bench kernels --threads 1 --json kernels.json
-
-    Args:
-        size_mb: fp32 megabytes (2^20 bytes) of each operation; DDP's buckets have 25.
-        threads: CPU threads; by default torch's number.
-        repeats: turns of each operation.
-        json: write the figures to this file.
-    """
-    with ends_command():
-        if size_mb <= 0 or repeats < 1:
-            raise ValueError("--size-mb must be above 0 and --repeats at least 1")
+def show_speeds(size_mb: float, threads: int | None, repeats: int) -> Results:
+    """Time every case and print the tables. The arguments are the options of ``thinwire bench kernels``."""
     console = Console(highlight=False)
     with _threads(threads) as count:
         formats = [Format(4, 128), Format(4, 128, rounding="nearest"), Format(4, 1024), Format(8, 1024), Format(2, 64)]
@@ -120,8 +101,7 @@ def kernels(*, size_mb: float = 25.0, threads: int | None = None, repeats: int =
         results.add(f"break-even: {_name(form)}", gbit_per_s, "Gbit/s", bits_per_element=bits)
         even.add_row(_name(form), f"{bits:.2f}", f"{gbit_per_s:.1f} Gbit/s")
     console.print(even)
-    if json:
-        results.write(json)
+    return results
 
 
 @contextmanager

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-import tyro
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -19,64 +18,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from thinwire.runtime import ParityError
 from thinwire_tools.compare.comparison import Comparison, Run
 from thinwire_tools.compare.data import standard_library
-from thinwire_tools.compare.paired import CONTROL, Watcher, compare_training
+from thinwire_tools.compare.paired import Watcher, compare_training
 from thinwire_tools.compare.rank_processes import RankFailed
 from thinwire_tools.compare.tasks import SIZES, GPTTask
 from thinwire_tools.exits import FAILED, ends_command
 from thinwire_tools.results import OutputFile, Results
-
-
-def compare(
-    variants: tyro.conf.Positional[tuple[str, ...]] = ("minmax(bits=4, bucket=128)",),
-    *,
-    seeds: int = 3,
-    within: str = "1%",
-    control: str | None = CONTROL,
-    size: Literal["small", "demo"] = "small",
-    steps: int | None = None,
-    ranks: int = 2,
-    rate: str | None = None,
-    learning_rate: float | None = None,
-    measure: int = 0,
-    smoke: bool = False,
-    strict: bool = False,
-    json: OutputFile = None,
-) -> int:
-    """Compare the loss that training ends at with compressed gradients to that with uncompressed (fp32) ones.
-
-    Paired runs of a byte-level GPT over several seeds, a confidence interval of the difference, and a control that must
-    fail, so that "within 1 %" means something: exits with 1 if the control does not.
-
-    Examples:
-      thinwire compare "minmax(bits=4, bucket=128)" "ef(minmax(bits=2))"
-      thinwire compare "minmax(bits=4)" --seeds 5 --within 0.5% --rate 100mbit --json out.json
-      thinwire compare "topk(density=0.01)" "topk(density=0.01) with lgreco(every=25)"
-      thinwire compare --smoke
-
-    Args:
-        variants: specs of compressors; "SPEC with POLICY" has a policy (lgreco, kmeans, accordion ...) choose for each
-            layer while training goes on; "alone" has ranks send nothing.
-        seeds: number of seeds, each one paired run of every variant; a verdict takes at least 2.
-        within: how much higher a loss may be and still be the same: 1% or 0.01.
-        control: a spec that must fail; None for none, which leaves open whether this training shows damage at all.
-        size: of the GPT: small (0.8 M parameters) or demo (4.8 M).
-        steps: training steps of each run.
-        ranks: number of ranks.
-        rate: of each rank's link (100mbit, 1gbit ...), emulated; without it loopback, where time means nothing.
-        learning_rate: the highest one, for all variants, instead of the size's own.
-        measure: every so many steps, also measure how far the mean that arrives is from the exact one (alpha).
-        smoke: a tiny model and few steps, under a minute: the same path, no figures worth keeping.
-        strict: exit with 1 unless every variant is within the margin.
-        json: write the figures to this file.
-    """
-    with ends_command(ValueError):
-        if script := next((text for text in variants if text.endswith(".py")), None):
-            before = "".join(f'"{text}" ' for text in variants[: variants.index(script)])
-            raise ValueError(f"a script comes after two dashes: thinwire compare {before}-- {script}")
-        task = _task("smoke" if smoke else size, steps, learning_rate)
-    options = {"control": control, "num_ranks": ranks, "rate": rate, "measure": measure}
-    comparison = conduct("thinwire compare", task, variants, seeds=seeds, within=within, json=json, **options)
-    return 0 if comparison.sensitive and (comparison.all_within or not strict) else 1
 
 
 def conduct(
@@ -112,7 +58,7 @@ def write_figures(
         console.print(f"Figures: {path}", soft_wrap=True, markup=False)
 
 
-def _task(size: str, steps: int | None, learning_rate: float | None) -> GPTTask:
+def task_of(size: str, steps: int | None, learning_rate: float | None) -> GPTTask:
     task = SIZES[size]
     if steps is not None:
         if steps < 2:

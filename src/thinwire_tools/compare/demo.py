@@ -7,7 +7,6 @@ forwards and backwards, so that whatever else this machine does slows all of the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -18,16 +17,13 @@ from typing import Any, Self
 from rich.console import Console
 from rich.markup import escape
 
-from thinwire_tools import lab
 from thinwire_tools.compare.compare import Bar, show, write_figures
 from thinwire_tools.compare.comparison import Adder, Comparison, Ratio, Run, Side
 from thinwire_tools.compare.gpt import GPTConfig
-from thinwire_tools.compare.paired import train_in_turns
-from thinwire_tools.compare.tasks import GPTTask, library_text
+from thinwire_tools.compare.tasks import GPTTask
 from thinwire_tools.compare.variants import ALONE, BASELINE, CONTROL_RULES, LOCAL_EVERY, VARIANTS
-from thinwire_tools.exits import ends_command
-from thinwire_tools.lab.units import format_rate, parse_rate, parse_rates
-from thinwire_tools.results import OutputFile, Results
+from thinwire_tools.lab.units import format_rate, parse_rate
+from thinwire_tools.results import Results
 
 # The first two turns show the most: what users have, and what they would have.
 ORDER = ("fp32", "thinwire", "bf16", "powersgd", "low-rank", "local", "muloco", "muon", "alone", "control")
@@ -51,7 +47,8 @@ SMOKE = replace(
     probe_every=4,
 )
 MARGIN = 0.01
-_JUDGED_RATE, _JUDGED_RANKS = "100mbit", 2
+JUDGED = ("100mbit", 2, TASK)
+"""The rate, the number of ranks and the task that the limits are meant for."""
 
 # What is to be shown: a method's excess of held-out loss over another's, and how large it may be or must be.
 _LOSSES = (
@@ -76,83 +73,7 @@ _SPEEDS = (
 )
 
 
-def demo(
-    *,
-    rate: str = "100mbit",
-    ranks: int = 2,
-    steps: int | None = None,
-    smoke: bool = False,
-    out: Path = Path("demo"),
-    json: OutputFile = None,
-    seed: int = 0,
-) -> int:
-    """Train over a slow link with gradients in fp32, bf16, PowerSGD and thinwire's 4 bits, and by local updates.
-
-    A byte-level GPT learns the Python standard library's own source on ranks that a slow link joins, emulated on this
-    machine. All variants start from the same weights, see the same batches, and take turns. Takes a few minutes on
-    two cores. Exits with 1 if a result is wrong: bytes that are not the format's, replicas that differ, a loss that is
-    worse than its margin, or a control that is not worse. A speed that this busy machine does not show is no error.
-
-    Examples:
-      thinwire demo
-      thinwire demo --rate 1gbit --ranks 4
-      thinwire demo --smoke
-
-    Args:
-        rate: of each rank's link, both ways (100mbit, 1gbit ...).
-        ranks: number of ranks, each in a network namespace of its own.
-        steps: training steps of each variant.
-        smoke: a tiny model and few steps, under a minute: the same path, no figures worth keeping.
-        out: folder for the picture and the figures.
-        json: write the figures to this file instead of OUT/demo.json.
-        seed: of the initial weights, the batches and the rounding.
-    """
-    console = Console(highlight=False)
-    with ends_command(ValueError, RuntimeError, OSError):
-        task = _task(smoke, steps, seed)
-        parse_rates(rate, ranks)
-        if ranks < 2:
-            raise ValueError("a demo needs at least 2 ranks: with one, nothing is sent")
-        text = library_text()
-        out.mkdir(parents=True, exist_ok=True)
-    about: dict[str, Any] = {
-        "rate": rate,
-        "ranks": ranks,
-        "task": {**asdict(task), "seed": seed},
-        "text": {"digest": text.digest, "num_files": text.num_files},
-        "parameters": sum(parameter.numel() for parameter in task.build(seed).parameters()),
-        "control": CONTROL_RULES,
-    }
-    variants = {name: VARIANTS[name] for name in ORDER}
-    with ExitStack() as stack:
-        if missing := lab.unavailable():
-            network, about["link"] = None, f"loopback: {missing}"
-            where = (
-                f"[yellow]No slow network can be made here: {escape(missing)}\nThe ranks talk over loopback, so the "
-                "comparison is about bytes and loss only, not about time.[/]"
-            )
-        else:
-            network = stack.enter_context(lab.Network(ranks, rate=rate))
-            about["link"] = network.describe()
-            where = f"Link: {escape(lab.link_text(about['link']))}"
-        console.print(
-            f"[bold]thinwire demo[/]: {ranks} ranks train a byte-level GPT on Python's standard library by "
-            f"{len(ORDER)} methods: same start, same batches, {task.steps} steps. Ctrl-C leaves nothing behind.\n"
-            f"{where}"
-        )
-        watcher = stack.enter_context(Turns(console, task.steps))
-        runs, failures = train_in_turns(task, variants, seed=seed, num_ranks=ranks, network=network, watcher=watcher)
-    if BASELINE in failures:
-        raise failures[BASELINE]
-    if failures:
-        about["failures"] = {name: str(failure) for name, failure in failures.items()}
-    judged = (rate, ranks, task) == (_JUDGED_RATE, _JUDGED_RANKS, TASK)
-    shown = Demonstration.of(runs, about, judged=judged, shaped=network is not None)
-    with ends_command(ValueError):
-        return conclude(console, shown, out, json or out / "demo.json")
-
-
-def _task(smoke: bool, steps: int | None, seed: int) -> GPTTask:
+def demo_task(smoke: bool, steps: int | None, seed: int) -> GPTTask:
     task = SMOKE if smoke else TASK
     if steps is not None:
         if steps < 2:

@@ -16,12 +16,10 @@ from thinwire_tools import lab
 from thinwire_tools.compare import compare_rank, statistics
 from thinwire_tools.compare.comparison import Comparison, Run, Side
 from thinwire_tools.compare.rank_processes import RankFailed, RankProcesses, launch_ranks
+from thinwire_tools.compare.statistics import CONTROL
 from thinwire_tools.compare.tasks import Task, describe, probe_steps
 from thinwire_tools.compare.variants import BASELINE, Variant
 from thinwire_tools.lab.units import parse_rates
-
-CONTROL = "minmax(bits=1, bucket=8192, rounding=nearest)"
-"""One bit, few scales, a biased rounding and no error feedback: training must suffer from it."""
 
 _TIMEOUT_S = 180.0
 

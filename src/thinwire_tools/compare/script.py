@@ -9,122 +9,20 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
-from rich.console import Console
-
-from thinwire_tools import lab, plots
-from thinwire_tools.compare import statistics
-from thinwire_tools.compare.compare import share_of, show, write_figures
+from thinwire_tools import lab
 from thinwire_tools.compare.comparison import Comparison, Run, Side
-from thinwire_tools.compare.losses import PATTERN, NoLosses, compiled, final, loss_in, read_log
-from thinwire_tools.compare.paired import CONTROL, check_margin, named
+from thinwire_tools.compare.losses import NoLosses, compiled, final, loss_in, read_log
 from thinwire_tools.compare.rank_processes import RankFailed
 from thinwire_tools.compare.script_rank import Setup
-from thinwire_tools.compare.variants import ALONE, BASELINE
-from thinwire_tools.exits import check_script, ends_command, without_python
-from thinwire_tools.results import OutputFile, Results
+from thinwire_tools.compare.variants import BASELINE
+from thinwire_tools.results import Results
 
 _LOG_LINES, _GRACE_S = 15, 10.0
-_AS_IT_IS = "as it is"
-
-
-def compare_script(
-    script: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
-    variants: tyro.conf.Positional[tuple[str, ...]] = ("minmax(bits=4, bucket=128)",),
-    *,
-    seeds: int = 3,
-    within: str = "1%",
-    control: str | None = CONTROL,
-    ranks: int = 2,
-    rate: str | None = None,
-    pattern: str = PATTERN,
-    log: str | None = None,
-    key: str = "loss",
-    timeout: float = 3600.0,
-    plot: OutputFile = None,
-    json: OutputFile = None,
-) -> int:
-    """Compare the loss that your own script ends at with compressed communication to that without.
-
-    The script runs once as it is and once with each compressor for every seed, on ranks of this machine, without a
-    change to it. The differences are paired by seed and judged by a t-test; a control must fail, so that "within 1 %"
-    means something: exits with 1 if it does not.
-
-    In the script's command {seed} stands for the seed and {out} for a folder of each run's own. The seed is also given
-    to the generators of Python, NumPy and PyTorch before the script starts. The loss is the mean of the last tenth of
-    the losses that rank 0 prints, or that a log has.
-
-    Examples:
-      thinwire compare -- train.py --steps 200 --seed {seed}
-      thinwire compare 4bit powersgd --seeds 5 --rate 100mbit --plot curves.svg -- train.py
-      thinwire compare 8bit --pattern "val ([0-9.]+)" -- train.py
-      thinwire compare 4bit --log {out}/trainer_state.json --key eval_loss -- train.py --output_dir {out}
-
-    Args:
-        script: What python would run, after two dashes.
-        variants: Compressors: presets or specs; "SPEC with POLICY" has a policy choose each layer's own.
-        seeds: Number of seeds, each one paired run of every variant; a verdict takes at least 2.
-        within: How much higher a loss may be and still be the same: 1% or 0.01.
-        control: A spec that must fail; None for none.
-        ranks: Number of ranks.
-        rate: Of each rank's link (100mbit, 1gbit ...), emulated; without it loopback.
-        pattern: Regular expression with one group, which finds the loss in a line that rank 0 prints.
-        log: Read losses from this JSON or JSON Lines file, or folder of TensorBoard's, instead.
-        key: Name of the loss in the log.
-        timeout: Seconds after which a run has failed.
-        plot: Write the curves to this file, as SVG.
-        json: Write the figures to this file.
-    """
-    console = Console(highlight=False)
-    with ends_command(ValueError, ImportError):
-        if seeds < 1 or ranks < 2 or not script:
-            raise ValueError("needs a script, at least one seed and 2 ranks: thinwire compare --seeds 3 -- train.py")
-        if plot is not None:
-            plots.need_matplotlib()
-        statistics.need_scipy()
-        specs, control = named(variants, control)
-        if ALONE in specs:
-            raise ValueError("ranks of a script always communicate: leave --, and alone is compared on the small GPT")
-        margin = share_of(within)
-        check_margin(margin)
-        compiled(pattern)
-        check_script(without_python(script))
-        names = [BASELINE, *specs, *([control] if control else [])]
-        trained: dict[str, list[Run]] = {name: [] for name in names}
-        losses_of = partial(_losses, pattern=pattern, log=log, key=key)
-        with Runs(script, ranks, rate, losses_of, timeout) as runs:
-            for seed in range(seeds):
-                for name in names:
-                    run = runs.train(None if name == BASELINE else name, seed)
-                    trained[name].append(run)
-                    title = _AS_IT_IS if name == BASELINE else name
-                    text = f"seed {seed}, {title}: loss {run.val_loss:.4f} in {sum(run.step_s):.1f} s"
-                    console.print(text, style="dim", markup=False, soft_wrap=True)
-            for run in trained[BASELINE]:
-                run.payload_bytes = [runs.dense_bytes]
-        sides = {name: Side(name, math.nan, tuple(trained[name])) for name in names}
-        found = ScriptComparison(
-            seeds=tuple(range(seeds)),
-            margin=margin,
-            shaped=rate is not None,
-            baseline=replace(sides[BASELINE], title=_AS_IT_IS),
-            variants=tuple(sides[spec] for spec in specs),
-            control=sides[control] if control else None,
-            about={"script": list(script), "control": control, "margin": margin},
-        )
-        found.check_seeds()
-        show(console, found)
-    if plot is not None:
-        found.picture(plot, "your training", "losses read", "loss")
-        console.print(f"Curves: {plot}", soft_wrap=True, markup=False)
-    write_figures(console, "thinwire compare", found, found.about, json)
-    return 0 if found.sensitive else 1
+AS_IT_IS = "as it is"
 
 
 class Runs:
@@ -255,7 +153,7 @@ def _seconds(side: Side) -> float:
     return fmean(sum(run.step_s) for run in side.runs)
 
 
-def _losses(printed: str, out: Path, *, pattern: str, log: str | None, key: str) -> list[float]:
+def losses_of(printed: str, out: Path, *, pattern: str, log: str | None, key: str) -> list[float]:
     if log is not None:
         return read_log(Path(log.replace("{out}", str(out))), key)
     found = compiled(pattern)

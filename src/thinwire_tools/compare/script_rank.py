@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from thinwire_tools.compare.variants import Variant
-from thinwire_tools.run.command import Attachment, Misused
+from thinwire_tools.run.attachment import Attachment, Misused
 from thinwire_tools.run.script import run_script
 
 

@@ -16,6 +16,11 @@ CONFIDENCE = 0.95
 """Of each bound by itself: a variant that is worse than the margin is called within it in at most 5 % of all cases."""
 
 POWER = 0.8
+
+CONTROL = "minmax(bits=1, bucket=8192, rounding=nearest)"
+"""The compressor that must fail, or equal losses mean nothing: one bit, few scales, a biased rounding and no error
+feedback."""
+
 _MOST_SEEDS = 1000
 
 

@@ -47,11 +47,11 @@ def lab(
 
     Examples:
       thinwire lab --ranks 2 --rate 100mbit -- python train.py --epochs 1
-      thinwire lab --ranks 4 --rate 1gbit,100mbit,1gbit,1gbit --rtt 20ms -- python train.py
+      thinwire lab --ranks 2 --rate 1gbit,100mbit --rtt 20ms -- python train.py
       thinwire lab --ranks 4 --ranks-per-node 2 --rate 100mbit -- python train.py
-      thinwire lab --ranks 4 --kill 1@60s 2@120s --join 1@90s --cut 3@30s..40s -- python train.py
-      thinwire lab --ranks 2 --rate 100mbit --rtt 40ms --loss 0.5% -- python train.py
-      thinwire lab --ranks 4 --kill 1@60s --count 'kept (\d+) tokens' --possible 5000 -- python train.py
+      thinwire lab --kill 1@60s --join 1@90s --cut 0@30s..40s -- python train.py
+      thinwire lab --rate 100mbit --rtt 40ms --loss 0.5% -- python train.py
+      thinwire lab --count 'kept (\d+) tokens' --possible 5000 -- python train.py
 
     Args:
         command: What each rank runs, after two dashes.
