@@ -6,11 +6,8 @@ What only one attachment does is tested beside it.
 from __future__ import annotations
 
 import copy
-import gc
 import io
-import os
 import re
-import time
 import warnings
 import weakref
 from typing import Any
@@ -23,6 +20,7 @@ from torch import Tensor
 import thinwire
 from attachments import ATTACHMENTS, Training
 from harness import run_ranks
+from ranks import settled
 
 STEPS = 3
 COUNTERS = r"(^|/)(step|steps|seen|versions|exchanges|sent_at/\d+|seed|plan|checksums)$"
@@ -163,18 +161,28 @@ def nothing_left(rank: int, name: str) -> None:
     assert not [model for model in models if model() is not None]
 
 
-def settled(wanted: tuple[int, int] | None) -> tuple[int, int]:
-    """Threads and open files, once threads that were told to end have ended."""
-    end = time.monotonic() + (0.5 if wanted is None else 20.0)
-    while True:
-        gc.collect()
-        counts = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-        if time.monotonic() > end or (wanted and all(a <= b for a, b in zip(counts, wanted, strict=True))):
-            return counts
-        time.sleep(0.05)
+def independent_of_defaults(rank: int, name: str) -> None:
+    """`torch.set_default_dtype` and `torch.set_default_device` are the user's."""
+    found = []
+    # What is kept for the process must not be of the dtype that the first training happens to have.
+    for dtype, device in ((torch.bfloat16, "meta"), (torch.float64, "cpu"), (torch.float32, None)):
+        training = ATTACHMENTS[name](rank)
+        torch.set_default_dtype(dtype)
+        torch.set_default_device(device)
+        try:
+            training.attach()
+            for step in range(STEPS):
+                training.step(step)
+        finally:
+            torch.set_default_dtype(torch.float32)
+            torch.set_default_device(None)
+        found.append(training.weights())
+        training.detach()
+    assert all(same(each, found[-1]) for each in found)
 
 
-LAWS = [alike, resumed, detached, not_finite, wrong_state, bytes_foreseen, memory_told, nothing_left]
+LAWS = [alike, resumed, detached, not_finite, wrong_state, bytes_foreseen, memory_told]
+LAWS += [independent_of_defaults, nothing_left]
 
 
 def keeps_all_laws(rank: int, name: str) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
-import struct
 import threading
 import time
 import tracemalloc
@@ -14,7 +12,7 @@ import pytest
 import torch
 
 import thinwire
-from aggregation import clients, connection, cut, greeted, reduced, serving, together, wait_until, works
+from aggregation import clients, cut, greeted, reduced, serving, together, wait_until, works
 from harness import run_ranks
 from nets import make, train
 from thinwire import TransportError
@@ -66,14 +64,6 @@ def test_a_worker_that_closes_while_its_session_is_ended_does_not_end_the_aggreg
             works(aggregator.address)
 
 
-def test_a_late_worker_is_waited_for() -> None:
-    with serving() as (aggregator, _):
-        pair = clients(aggregator.address, 2)
-        xs = [torch.ones(1000, dtype=torch.int8) for _ in pair]
-        together([lambda: pair[0].all_reduce(xs[0]), lambda: time.sleep(0.3) or pair[1].all_reduce(xs[1])])
-        assert all(bool((x == 2).all()) for x in xs)
-
-
 def test_workers_that_never_come_are_named() -> None:
     with serving(join_timeout_s=0.5) as (aggregator, _):
         options = {"world_size": 4, "session": 7, "timeout_s": 20.0}
@@ -108,21 +98,6 @@ def test_a_second_worker_of_the_same_rank_is_refused_and_the_first_goes_on() -> 
         xs = [torch.ones(100, dtype=torch.int8) for _ in pair]
         reduced(pair, xs)
         assert all(bool((x == 2).all()) for x in xs)
-
-
-def test_two_trainings_share_the_slots_if_they_ask_for_a_part() -> None:
-    with serving(slots=8) as (aggregator, _):
-        part = f"{aggregator.address}?slots=4"
-        first, second = clients(part, 2, session=1), clients(part, 2, session=2)
-        xs = [torch.full((500,), 1, dtype=torch.int8) for _ in range(4)]
-        reduced([*first, *second], xs)
-        assert all(bool((x == 2).all()) for x in xs)
-        with pytest.raises(TransportError, match=r"wants 2 slots, and 0 of 8 are free"):
-            AggregatorClient(aggregator.address, rank=0, world_size=2, session=3, timeout_s=20.0)
-        for client in (*first, *second):
-            client.close()
-        wait_until(lambda: aggregator.num_workers == 0)
-        works(aggregator.address)
 
 
 def test_a_training_that_asks_for_no_slots_leaves_some_for_others() -> None:
@@ -257,29 +232,11 @@ def test_what_breaks_the_protocol_is_dropped_with_a_reason() -> None:
         works(aggregator.address)
 
 
-def test_garbage_from_one_worker_ends_its_session_for_the_others() -> None:
-    with serving() as (aggregator, _):
-        pair = clients(aggregator.address, 2)
-        garbage = threading.Timer(0.2, lambda: os.write(connection(pair[1]).fileno(), b"\xff" * 100))
-        garbage.start()
-        reduced(pair[:1], [torch.ones(9, dtype=torch.int8)], "rank 1 was dropped")
-        garbage.join()
-        works(aggregator.address)
-
-
 def test_who_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "GREETING_TIMEOUT_S", 0.3)
     with serving() as (aggregator, told):
         assert b"it said nothing" in _raw(aggregator.address, b"twag")
         assert "it said nothing" in told[-1]
-
-
-def test_frames_in_pieces_are_put_together() -> None:
-    frame = Header(Kind.CONTRIBUTE, elements=3, width=4).pack() + struct.pack("<3i", 1, -2, 3)
-    with serving() as (aggregator, _):
-        answer = _raw(aggregator.address, GREETED, frame[:7], frame[7:26], frame[26:], Header(Kind.LEAVE).pack())
-        assert Header.unpack(answer[WELCOMED : 2 * HEADER.size], 64).kind == Kind.RESULT
-        assert struct.unpack("<3i", answer[2 * HEADER.size :]) == (1, -2, 3)
 
 
 def test_no_aggregator_and_one_that_stops() -> None:

@@ -9,7 +9,6 @@ import torch
 from test_algorithms import SPECS as ALGORITHMS, algorithm_of, world_of
 
 from harness import run_threads
-from thinwire import PeerFailedError
 from thinwire.collectives import CollectiveCall, Layout, complete, packed_sums
 from thinwire.collectives.layout import Sum
 from thinwire.compressors import Packed, for_world, parse
@@ -96,20 +95,3 @@ def test_two_bits_take_three_on_the_wire_at_most() -> None:
         for rank in range(num_ranks):
             sent = 8 * of.sent_bytes(rank) / (2 * (num_ranks - 1) / num_ranks * s.numel)
             assert bits < sent < 1.03 * bits
-
-
-def test_a_rank_that_fails_is_an_error_for_all() -> None:
-    layout, _ = layout_of(1, "sra", 3)
-
-    def run(transport):
-        (packed,) = packed_sums(layout, transport).values()
-        running = packed.run(integers(1, transport.rank), transport, CollectiveCall(0, 0))
-        next(running)
-        if transport.rank == 1:
-            running.close()
-            return True
-        with pytest.raises(PeerFailedError, match="rank 1 failed"):
-            complete(running)
-        return True
-
-    assert run_threads(run, 3) == [True] * 3

@@ -57,9 +57,6 @@ def _swap(transport: Transport, buffers: Buffers, step: int, *, fails: bool = Fa
             assert bool((payload == _contents(peer, phase, step)).all()), f"rank {peer}, phase {phase}, step {step}"
 
 
-# ---- When, and into what --------------------------------------------------------------------------------------------
-
-
 class _Ahead(LoopbackTransport):
     """Between threads, with receives that are posted ahead."""
 
@@ -129,9 +126,6 @@ def test_not_into_memory_that_neighbours_still_read() -> None:
         return list(transport.open([pair, [], forwarded, []]).ahead)
 
     assert run_threads(run, 4, node_of=lambda rank: rank // 2) == [[(0, 2)], [], [(0, 0)], []]
-
-
-# ---- Over gloo ------------------------------------------------------------------------------------------------------
 
 
 def _transport(timeout: timedelta = TIMEOUT) -> ProcessGroupTransport:

@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import test_algorithms as algorithms
-import test_collectives as collectives
 import test_gathered as gathered
 
 import harness
@@ -25,7 +24,6 @@ CASES: list[tuple[Callable[..., None], tuple[object, ...]]] = [
     (algorithms.test_the_halves_of_an_all_reduce, ("sra",)),
     (algorithms.test_the_residual_is_kept, ("ring",)),
     (algorithms.test_the_residual_is_kept, ("hierarchical(inside=dense, across=slices)",)),
-    (collectives.test_not_a_number_reaches_every_rank, ()),
     (gathered.test_all_ranks_end_with_the_same_bytes_and_the_mean_of_what_was_sent, (gathered.FIXED, 5)),
     (gathered.test_all_ranks_end_with_the_same_bytes_and_the_mean_of_what_was_sent, (gathered.BOUNDED, 3)),
     (gathered.test_all_ranks_hear_of_a_failure_and_the_next_step_works, (gathered.BOUNDED, 2)),
@@ -34,7 +32,7 @@ CASES: list[tuple[Callable[..., None], tuple[object, ...]]] = [
 
 @pytest.fixture(params=[lambda rank: 0, lambda rank: rank // 2], ids=["one node", "nodes of two"])
 def _shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (collectives, gathered, algorithms):
+    for module in (gathered, algorithms):
         monkeypatch.setattr(module, "run_threads", partial(harness.run_threads, node_of=request.param))
 
 

@@ -63,9 +63,6 @@ def exchange(rank: int, num_bytes: int, size: int) -> tuple[list[Process], list[
     return processes, segments
 
 
-# ---- Segments -----------------------------------------------------------------------------------------------------
-
-
 def test_two_mappings_are_one_memory_and_hold_no_file() -> None:
     before = open_files(), mappings()
     mine = Segment(1000)
@@ -85,15 +82,6 @@ def test_two_mappings_are_one_memory_and_hold_no_file() -> None:
     assert part[9] == 999 % 256
     del part
     assert mappings() == before[1]
-
-
-def test_what_is_dropped_gives_its_file_back() -> None:
-    before = open_files()
-    made = [Segment(64) for _ in range(10)]
-    watched = [Process(os.getpid()) for _ in range(10)]
-    assert open_files() == before + 20
-    del made, watched
-    assert open_files() == before
 
 
 def test_sizes_that_cannot_be_or_change() -> None:
@@ -155,9 +143,6 @@ def test_tickets_of_other_kinds_of_files_are_refused() -> None:
         refused(ticket_of(os.getpid(), readonly, bytes(16)), 64, "cannot map")
         for fd in (reading, writing, unsealed, readonly, opened):
             os.close(fd)
-
-
-# ---- Between processes --------------------------------------------------------------------------------------------
 
 
 def wait_for_the_dead(rank: int, how: str) -> float:
@@ -223,9 +208,6 @@ def test_a_process_that_ended_is_dead_before_it_is_buried() -> None:
     for pid in (child.pid, -1, 1 << 40):
         with pytest.raises(SharedMemoryError, match=f"cannot watch process {pid}"):
             Process(pid)
-
-
-# ---- Nodes --------------------------------------------------------------------------------------------------------
 
 
 IDENTITY = f"""

@@ -17,9 +17,7 @@ from hypothesis import given, settings, strategies as st
 from test_algorithms import laid_out
 from test_collectives import gradient, layers_of
 
-import thinwire
 from harness import LoopbackTransport, run_ranks, run_threads
-from nets import fingerprint, make, train
 from thinwire import SharedMemoryError, TransportError
 from thinwire.collectives import (
     CollectiveCall,
@@ -39,9 +37,6 @@ pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailabl
 ONE_NODE, PAIRS, TURNS = (lambda rank: 0), (lambda rank: rank // 2), (lambda rank: rank % 2)
 TIMEOUT = timedelta(seconds=20)
 LAYERS = layers_of((40_000, "minmax"), (100, "raw"), (3000, "minmax(bits=2, bucket=64)"))
-
-
-# ---- Memory -------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=30)
@@ -128,9 +123,6 @@ def test_a_message_is_not_overwritten_before_it_was_read() -> None:
     assert order == [(what, step) for step in range(4) for what in ("writes", "ends")]
 
 
-# ---- Processes ----------------------------------------------------------------------------------------------------
-
-
 def _transport(choice: str = "shared", timeout: timedelta = TIMEOUT):
     group = dist.new_group(timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)
@@ -198,9 +190,6 @@ def test_survivors_leave_at_once(spec: str, nodes: str, how: str) -> None:
     texts = [text for text, _ in answers]
     assert any("rank 2 has died" in text or (nodes and "rank 2" in text) for text in texts), texts
     assert nodes or all("rank 2 has died" in text or "has given up" in text for text in texts), texts
-
-
-# ---- Who shares ---------------------------------------------------------------------------------------------------
 
 
 SHARES, NOT_SHARES, GROUP = "SharedMemoryTransport True", "SharedMemoryTransport False", "ProcessGroupTransport False"
@@ -284,29 +273,3 @@ def test_memory_that_runs_out_is_an_error_on_all(monkeypatch: pytest.MonkeyPatch
 def test_a_rank_alone_keeps_its_transport() -> None:
     alone = LoopbackTransport.world(1)[0]
     assert with_shared_memory(alone, TIMEOUT, "shared") is alone
-
-
-# ---- Training -----------------------------------------------------------------------------------------------------
-
-
-RULES = ["ef(minmax(bits=4))", "topk(density=0.1)", "threshold(lam=0.01)", "powersgd(rank=2)"]
-
-
-def _trains(rank: int) -> None:
-    for rules in RULES:
-        trained = []
-        for transport in ("shared", "group"):
-            model = make(rank)
-            network = thinwire.Network(transport=transport)
-            wire = thinwire.compress(model, rules, network=network, skip_if_slower=False)
-            losses, sent = train(model, rank, 4), wire.stats.payload_sent_bytes
-            trained.append((losses, fingerprint(model), sent))
-            # What is summed goes over the process group.
-            shared = 0 if transport == "group" or "powersgd" in rules else sent
-            assert wire.stats.payload_shared_bytes == shared
-            assert sent > 0
-        assert trained[0] == trained[1]
-
-
-def test_training_is_the_same_bit_for_bit() -> None:
-    run_ranks(_trains, 2, timeout_s=60.0)

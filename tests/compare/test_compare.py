@@ -140,11 +140,6 @@ def test_a_variant_that_diverged_is_reported_in_json_without_nan() -> None:
     assert results.value("within/lost") == 0.0
 
 
-def test_a_task_reaches_another_process_as_json() -> None:
-    for task in tasks.SIZES.values():
-        assert tasks.restore(json.loads(json.dumps(tasks.describe(task)))) == task
-
-
 def test_ranks_share_the_held_out_set_and_draw_batches_of_their_own() -> None:
     model = SMOKE.build(3)
     whole, halves = SMOKE.evaluate(model, 0, 1, probe=True), [SMOKE.evaluate(model, r, 2, probe=True) for r in (0, 1)]
@@ -183,7 +178,6 @@ def rows(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def test_runs_are_paired_and_a_variant_that_changes_nothing_ends_at_the_same_loss_to_the_bit(tmp_path: Path) -> None:
-    """The small version, with a variant that changes nothing: it learns, its control fails, bytes are the formula's."""
     path = tmp_path / "out.json"
     shown_by(["compare", "raw", MINMAX, "--smoke", "--seeds", "2", "--json", str(path)])
     record = json.loads(path.read_text())

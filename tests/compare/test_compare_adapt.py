@@ -10,7 +10,6 @@ import pytest
 import thinwire
 from thinwire_tools.compare import paired, tasks
 from thinwire_tools.compare.compare_rank import plan_bytes
-from thinwire_tools.compare.variants import Variant
 from thinwire_tools.results import Results
 
 TOPK = "topk(density=0.1)"
@@ -19,22 +18,6 @@ ADAPTED = f"{TOPK} with lgreco(every=3)"
 # on.
 ACCORDION = f"{TOPK} with accordion(every=3, eta=1000.0)"
 TASK = replace(tasks.SIZES["smoke"], steps=8, probe_every=4, held_out_windows=16, probe_windows=8)
-
-
-@pytest.mark.parametrize(
-    ("text", "canonical"),
-    [
-        ("topk(0.1) with lgreco( every = 3 )", Variant(TOPK, "lgreco(every=3)")),
-        (
-            "powersgd(rank=8) with lgreco(reference=accordion(every=20, pair=(2, 8)), bounds=(2, 32))",
-            Variant("powersgd(rank=8)", "lgreco(bounds=(2, 32), reference=accordion(every=20, pair=(2, 8)))"),
-        ),
-    ],
-)
-def test_a_variant_has_one_text(text: str, canonical: Variant) -> None:
-    found = Variant.parse(text)
-    assert found == canonical
-    assert Variant.parse(str(found)) == found
 
 
 class _Counted(paired.Watcher):

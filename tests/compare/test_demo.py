@@ -20,8 +20,7 @@ import pytest
 from aggregation import wait_until
 from commands import shown_by
 from thinwire_tools import lab
-from thinwire_tools.cli import main
-from thinwire_tools.compare import command, demo as demo_module, paired, rank_processes
+from thinwire_tools.compare import command, demo as demo_module, rank_processes
 from thinwire_tools.compare.paired import Setup
 from thinwire_tools.compare.rank_processes import RankFailed, RankProcesses
 from thinwire_tools.compare.tasks import describe
@@ -108,15 +107,6 @@ def test_a_rank_that_raises_is_reported_with_its_words_and_its_log(ranks: RankPr
     assert "ddp.py" in failed.value.log
 
 
-def test_what_others_tell_after_a_rank_has_ended_is_heard(tmp_path: Path) -> None:
-    told = []
-    options: dict[str, Any] = {"folder": tmp_path, "name": "ranks", "timeout_s": 40, "module": "early_exit_rank"}
-    ended = pytest.raises(RankFailed, match="rank 0: it ended")
-    with RankProcesses(Loopback(3), None, 3, **options) as ranks, ended:
-        ranks.run({"do": "go on"}, lambda rank, event: told.append((rank, event["step"])))
-    assert sorted(told) == [(1, 1), (2, 2)]
-
-
 def test_a_silent_rank_is_an_error(ranks: RankProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks.timeout_s = 0.5
 
@@ -151,17 +141,6 @@ def test_over_loopback_time_is_not_compared_and_the_demo_goes_on_after_crashes(
     text = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
     assert "no [right] to make namespaces" in text
     assert "rank 0: ended by signal 9" in text
-
-
-def test_without_fp32_there_is_nothing_to_compare_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    failed = RankFailed(1, "ended by signal 6", "the last words")
-    monkeypatch.setattr(paired, "train_in_turns", lambda *_, **__: ({}, {"fp32": failed}))
-    assert main(["demo", "--smoke", "--out", str(tmp_path)]) == 1
-    printed = capsys.readouterr()
-    assert "rank 1: ended by signal 6\nthe last words" in printed.err
-    assert "What this shows" not in printed.out
 
 
 def _ranks_of(folder: Path) -> list[int]:

@@ -140,14 +140,6 @@ def test_limits_are_not_applied_to_another_task_but_bytes_and_replicas_are() -> 
     assert [check.outcome for check in _shown(bad, judged=False).checks()] == [Outcome.SHOWN, Outcome.WRONG]
 
 
-def test_variants_are_in_the_order_of_time_to_the_same_loss_then_of_loss() -> None:
-    shown = _shown(_runs())
-    names = [side.name for side in shown.sides()]
-    assert names == ["fp32", "local", "muloco", "thinwire", "bf16", "muon", "low-rank", "powersgd", "alone", "control"]
-    faster = _shown(_with("powersgd", losses=[3.0] * 5 + [2.01] * 4))
-    assert faster.variants[0].name == "powersgd"
-
-
 def _conclude(shown: Demonstration, tmp_path: Path) -> tuple[int, str]:
     console = Console(width=200, record=True, highlight=False, file=(tmp_path / "screen").open("w"))
     code = conclude(console, shown, tmp_path, tmp_path / "demo.json")

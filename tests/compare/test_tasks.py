@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from thinwire_tools.compare import data
-from thinwire_tools.compare.gpt import GPT, GPTConfig
 
-TINY = GPTConfig(context=16, width=16, layers=2, heads=2)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -60,25 +58,3 @@ def test_batches_stay_inside_the_text_and_depend_on_the_arguments_alone() -> Non
         inputs, targets = data.windows(torch.arange(num_tokens), offsets.flatten(), context)
         assert inputs.shape == targets.shape == (steps * num_ranks * batch, context)
         assert torch.equal(targets, inputs + 1)
-
-
-def test_even_offsets_do_not_overlap() -> None:
-    offsets = data.even_offsets(1001, count=100, context=10)
-    assert torch.equal(offsets.diff(), torch.full((99,), 10))
-    assert offsets[-1] + 10 < 1001
-    with pytest.raises(ValueError, match="do not hold 101 windows of 10"):
-        data.even_offsets(1001, count=101, context=10)
-
-
-def test_gpt_looks_at_the_past_only_and_knows_positions() -> None:
-    torch.manual_seed(0)
-    model = GPT(TINY)
-    tokens = torch.randint(256, (1, 16))
-    changed = tokens.clone()
-    changed[0, 9] = (tokens[0, 9] + 1) % 256
-    with torch.no_grad():
-        one, other = model(tokens), model(changed)
-        swapped = model(tokens[:, [1, 0, *range(2, 16)]])
-    assert torch.allclose(one[:, :9], other[:, :9], atol=1e-6)
-    assert not torch.allclose(one[:, 9:], other[:, 9:], atol=1e-3)
-    assert not torch.allclose(one[:, -1], swapped[:, -1], atol=1e-3)

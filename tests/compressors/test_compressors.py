@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from importlib.metadata import EntryPoint
-from itertools import pairwise
-from statistics import NormalDist
 from unittest import mock
 
 import pytest
@@ -24,7 +22,6 @@ from thinwire.compressors import (
     Piece,
     PowerSGD,
     Segments,
-    TopK,
     Unsuited,
     at_step,
     first_state,
@@ -35,7 +32,6 @@ from thinwire.compressors import (
 )
 from thinwire.compressors._core import spec as specs
 from thinwire.compressors.atomo import probabilities
-from thinwire.compressors.gaussian import MAGNITUDES
 from thinwire.compressors.rangefloat import best_mantissa
 from thinwire.plan import Plan
 from thinwire.policies import family
@@ -119,15 +115,6 @@ def test_fft_follows_steps_and_learning_rates() -> None:
         at_step(falling, 0, None)
 
 
-def test_indices_of_topk_take_the_shorter_form_and_values_those_of_the_quantiser() -> None:
-    x, plain, coded = normal(100, 1000), TopK(0.01), parse("topk(density=0.01) | minmax(bits=8)")
-    for density in (0.001, 0.01, 0.3):
-        bits = 8 * TopK(density).wire_bytes((100, 1000)) / x.numel()
-        assert bits <= 32 * density + min(1.0, 16 * density) + 0.06
-    assert coded.wire_bytes((100, 1000)) < 0.6 * plain.wire_bytes((100, 1000))
-    assert float((coded.roundtrip(x) - plain.roundtrip(x)).abs().max()) < 0.06
-
-
 def test_thresholds_count_what_finds_no_room() -> None:
     compressor = parse("threshold(lam=1.0, capacity=0.1)")
     assert isinstance(compressor, Coded)
@@ -161,24 +148,6 @@ def test_powersgd_finds_a_matrix_of_its_rank_also_after_gradients_of_zero() -> N
             assert step >= zeros or torch.equal(x, torch.zeros(60 * 80))
             state = state.swapped()
         assert float((x.view(60, 80) - full).norm() / full.norm()) < 1e-3
-
-
-def test_majority_of_signs() -> None:
-    sign = parse("sign(majority=True)")
-    assert isinstance(sign, Coded)
-    ranks = [torch.tensor([1.0, -2.0, 3.0, -1.0]), torch.tensor([1.0, 2.0, -1.0, -1.0]), torch.tensor([4.0, -1, -1, 1])]
-    segments = Segments.build([Piece("layer", 0, 4, 0, 0)])
-    messages = []
-    for x in ranks[1:]:
-        messages.append(torch.zeros(sign.payload_bytes(4, x.dtype), dtype=torch.uint8))
-        sign.encode(x, messages[-1], CodecCall(segments, Key.derive(0)))
-    out, y = torch.zeros_like(messages[0]), torch.empty(4)
-    sign.reduce(messages, ranks[0], out, y, CodecCall(segments, Key.derive(0), scale=1 / 3))
-    scale = sum(float(x.abs().mean()) for x in ranks) / 3
-    assert torch.allclose(y, scale * torch.tensor([1.0, -1.0, -1.0, -1.0]))
-    # Two ranks that differ: the owner's own value decides.
-    sign.reduce(messages[:1], ranks[0], out, y, CodecCall(segments, Key.derive(0), scale=1 / 2))
-    assert y.sign().tolist() == [1.0, -1.0, 1.0, -1.0]
 
 
 def test_what_a_compressor_cannot_take_is_sent_raw_and_is_reported() -> None:
@@ -419,17 +388,3 @@ def test_a_mantissa_is_found_in_few_trials(spread: str) -> None:
                 fixed = parse(f"rangefloat(bits={bits}, mantissa={mantissa}, range={top})")
                 errors[mantissa] = float((fixed.roundtrip(values) - values).norm())
         assert errors[chosen] <= 1.001 * min(errors.values())
-
-
-@pytest.mark.parametrize(("bits", "squared"), [(2, 0.1175), (3, 0.03454), (4, 0.009497)])
-def test_levels_satisfy_lloyds_conditions_and_err_by_what_max_found(bits: int, squared: float) -> None:
-    """Each is the mean of the unit normal between the midpoints to its neighbours."""
-    levels, normal = MAGNITUDES[bits], NormalDist()
-    assert len(levels) == 2 ** (bits - 1)
-    ends = [0.0, *((low + high) / 2 for low, high in pairwise(levels)), 40.0]
-    for level, low, high in zip(levels, ends, ends[1:], strict=False):
-        mass = normal.cdf(-low) - normal.cdf(-high)
-        assert level == pytest.approx((normal.pdf(low) - normal.pdf(high)) / mass, abs=1e-6)
-    x = torch.randn(1000, 1024, generator=torch.Generator().manual_seed(0))
-    off = parse(f"gaussian(bits={bits}, bucket=1024)").roundtrip(x) - x
-    assert float(off.square().sum() / x.square().sum()) == pytest.approx(squared, rel=0.01)

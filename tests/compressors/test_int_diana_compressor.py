@@ -60,9 +60,6 @@ def test_it_converges_linearly_with_two_bits_where_ranks_disagree_and_intsgd_sta
     assert distances[-1] > 0.5 * distances[60]
 
 
-# ---- The algorithm --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("spec", "num_ranks"), [("intdiana(bits=2)", 3), ("intdiana(bits=8, block=global, beta=0.9)", 5)]
 )
@@ -86,9 +83,6 @@ def test_the_mean_shift_is_the_mean_of_the_shifts_and_what_arrived(spec: str, nu
             assert torch.allclose(torch.stack(shifts).mean(0).view(shape), answers[0][step][0][name], atol=1e-5)
             if step == 0:
                 assert torch.equal(shifts[0].view(shape), gradients(0, 0)[name])
-
-
-# ---- State ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", ["intdiana(bits=2)", "intsgd(bits=8)"])

@@ -66,8 +66,6 @@ def test_the_first_compressed_step_is_exact_and_no_other_and_a_simulation_is_ali
     assert torch.allclose(compressed[0][-1], simulated[-1], rtol=1e-5, atol=1e-8)
 
 
-# --- the scale from the optimizer's steps (scale=params) ----------------------------------------------------------
-
 PARAMS = "intsgd(bits=8, scale=params)"
 
 

@@ -83,7 +83,6 @@ def test_ranks_receive_what_the_algorithm_gives(rank: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_layers_of_blocks_are_received_as_each_alone(dtype: str) -> None:
-    """The layers of one shape are compressed together, which changes no bit of theirs."""
     generator = torch.Generator().manual_seed(1)
     values = {name: torch.randn(shape, generator=generator) for name, shape in BLOCKS.items()}
     plan = Plan.build(BLOCKS, f"ef(powersgd(rank=2, dtype={dtype}))", Filter(min_numel=0))

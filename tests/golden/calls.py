@@ -87,9 +87,6 @@ def values(numel: int, seed: int) -> Tensor:
     return total.float() / (1 << 18) * magnitude
 
 
-# ---------------------------------------------------------------------------------------------------------- compressors
-
-
 def spec_of(text: str) -> str:
     return str(parse(text))
 
@@ -200,8 +197,6 @@ def _slots(state: State | None) -> list[Tensor]:
 def _statistics(parts: Iterable[Tensor]) -> list[float]:
     return [float(f"{float(part.double().norm()):.5g}") for part in parts if part.is_floating_point()]
 
-
-# ---------------------------------------------------------------------------------------------------------- collectives
 
 ALGORITHMS = (
     "sra",
@@ -348,8 +343,6 @@ def halves(spec: str, num_ranks: int, dtype: torch.dtype) -> dict[str, Any]:
     return dict(zip(("scattered", "gathered", "sent"), map(list, zip(*answers, strict=True)), strict=True))
 
 
-# ---------------------------------------------------------------------------------------------------------- checkpoints
-
 SHAPES = {"a.weight": (40, 100), "a.bias": (40,), "b.weight": (64, 64), "c.weight": (30, 70), "scalar": ()}
 _BUCKETS = (("scalar", "c.weight"), ("b.weight", "a.bias", "a.weight"))
 
@@ -387,8 +380,6 @@ def trained(spec: str, algorithm: str, num_ranks: int) -> dict[str, Any]:
     assert all(mean == means[0] for mean in means), "ranks ended with different means"
     return {"means": means[0], "bytes": [sent for _, sent, _ in answers], "state": checkpoints}
 
-
-# ---------------------------------------------------------------------------------------------------------------- plans
 
 PLAN_SHAPES = {"embed": (400, 64), "up": (128, 64), "down": (64, 128), "query": (64, 64), "out": (96, 64)}
 
@@ -450,9 +441,6 @@ def policy_text(text: str) -> str:
 
 def algorithm_text(text: str) -> str:
     return str(parse_algorithm(text))
-
-
-# ------------------------------------------------------------------------------------------------------------- verdicts
 
 
 def claims(folder: Any) -> dict[str, list[tuple[str, str, str, bool | None]]]:

@@ -137,7 +137,6 @@ def _local(group: Any = None, **options: Any) -> DiLoCo:
 
 @on_ranks(3, group_timeout_s=30.0, timeout_s=100.0)
 def test_an_argument_that_is_wrong_on_one_rank_stops_the_others_in_every_function(rank: int) -> None:
-    """Each function, which rank 1 alone gives a wrong argument, raises at once."""
     part = dist.new_group([1, 2])
     over_a_part = DistributedDataParallel(Net(), process_group=part) if rank else None
     mesh = DeviceMesh("cpu", [1, 2])  # a collective call of all ranks

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from harness import run_ranks
-from thinwire.optim import CompressedAdamW, QuantizedAdam
 
 RULES = "ef(minmax(bits=2))"
 RESIDUAL = "residual/weight"
@@ -53,12 +49,6 @@ def test_compiled_modules_and_every_kind_of_argument_are_taken() -> None:
         wire.detach()
 
 
-def test_an_optimizer_of_another_model_is_refused() -> None:
-    other = torch.optim.SGD(layer().parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"optimizer holds no parameter of this model: .* SGD\(model.parameters\(\)\)"):
-        thinwire.compress(layer(), optimizer=other)
-
-
 def residual_of_two(rank: int, state: dict[str, Tensor] | None) -> tuple[dict[str, Tensor], Tensor, int]:
     model = DistributedDataParallel(layer())
     wire = thinwire.compress(model, RULES, skip_if_slower=False)
@@ -69,57 +59,6 @@ def residual_of_two(rank: int, state: dict[str, Tensor] | None) -> tuple[dict[st
     gathered = wire.gather_state_dict()
     unsent = torch.stack([gathered[f"rank{r}/{RESIDUAL}"] for r in range(2)]).mean(0)
     return gathered, unsent, wire.step
-
-
-STEPPING: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], str]] = {
-    "CompressedAdamW": (lambda module: CompressedAdamW(module.parameters()), "gaussian(bits=2)"),
-    "QuantizedAdam": (lambda module: QuantizedAdam(module.parameters(), warmup=1), "gaussian(bits=2)"),
-}
-
-
-def one_step(module: nn.Module, kind: str, state: dict[str, Tensor] | None) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The plan, and the state after a step, or as it was loaded."""
-    make, rules = STEPPING[kind]
-    optimizer = make(module)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        wire = thinwire.compress(module, rules, optimizer=optimizer, skip_if_slower=False, min_numel=0)
-    if state is None:
-        (module(torch.ones(2, 64)) ** 2).sum().backward()
-        optimizer.step()
-    else:
-        wire.load_state_dict(state)
-    return {name: str(compressor) for name, compressor in wire.plan.layers.items()}, wire.gather_state_dict()
-
-
-def of_two(rank: int, kind: str, state: dict[str, Tensor] | None) -> tuple[dict[str, str], dict[str, Tensor]]:
-    return one_step(DistributedDataParallel(layer()), kind, state)
-
-
-@pytest.mark.parametrize("kind", STEPPING)
-def test_one_rank_and_two_have_one_plan_and_one_anothers_moments(kind: str) -> None:
-    """The plan is the optimizer's, too: error feedback is in it, or is not."""
-    plan, saved = one_step(layer(), kind, None)
-    (plan_of_two, saved_by_two), _ = run_ranks(of_two, 2, kind, None)
-    assert plan == plan_of_two
-    for resumed, loaded in run_ranks(of_two, 2, kind, saved):
-        assert resumed == plan
-        check_moments(loaded, saved)
-    resumed, loaded = one_step(layer(), kind, saved_by_two)
-    assert resumed == plan
-    check_moments(loaded, saved_by_two)
-
-
-def check_moments(loaded: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
-    """Those of each rank are the mean of all that were saved."""
-    moments = "exp_avg"
-    sums: dict[str, list[Tensor]] = {}
-    for key, value in saved.items():
-        if key.startswith("rank") and key.split("/")[1].startswith(moments):
-            sums.setdefault(key.partition("/")[2], []).append(value)
-    for key, value in loaded.items():
-        if (name := key.partition("/")[2]) in sums or name.startswith(moments):
-            torch.testing.assert_close(value, torch.stack(sums[name]).mean(0))
 
 
 def test_a_checkpoint_goes_from_two_ranks_to_one_and_back_with_its_residual() -> None:

@@ -187,7 +187,6 @@ class Sparse(nn.Module):
 
 @on_ranks(2)
 def test_what_the_hook_raises_keeps_its_type_also_in_the_first_pass_of_a_static_graph(rank: int) -> None:
-    """What is raised inside the hook, and in the first pass of a static graph."""
     model = nn.parallel.DistributedDataParallel(Sparse())
     model.module.embed.sparse = False
     thinwire.compress(model, "minmax(bits=4)", skip_if_slower=False)

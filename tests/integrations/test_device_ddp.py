@@ -134,9 +134,6 @@ def test_ways_of_the_host_are_refused(rank: int) -> None:
             attach(make(rank), "intsgd" if "network" in options else "minmax", **options)
 
 
-# --- what compress() says of devices ---------------------------------------------------------------------------------
-
-
 def test_a_default_device_does_not_reach_the_hosts_own_tensors() -> None:
     seen = []
     with torch.device("meta"):

@@ -9,12 +9,10 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
-from device_cases import PART_NUMEL, sharded_case, shards_through_the_device, shards_through_the_host
-from harness import on_ranks, run_threads
+from device_cases import check_shards_alike
+from harness import on_ranks
 from ranks import alike, assert_alike
 from sharded import Net, batch, build, train, whole
-from thinwire import TransportError
-from thinwire.collectives import DeviceLoopbackTransport, LoopbackTransport
 from thinwire.integrations.fsdp import ShardedOptions, attach_fsdp
 from thinwire.runtime import Wire
 
@@ -47,7 +45,6 @@ PAIRS = {
 @pytest.mark.parametrize("size", PAIRS)
 @on_ranks()
 def test_training_is_the_same_bit_for_bit(rank: int, size: int) -> None:
-    """The same on both ways; with replicas, too."""
     x, y = batch(6, rank)
     for weights, gradients in PAIRS[size]:
         found, sent = [], []
@@ -80,24 +77,7 @@ def test_replicas_are_the_same_bit_for_bit(rank: int, size: int) -> None:
 
 def test_both_halves_end_as_over_the_host() -> None:
     for num_ranks, spec in ((1, SPECS[0]), (2, "raw"), *((3, spec) for spec in SPECS)):
-        layout = sharded_case(spec, num_ranks)
-        values = [_values(rank, num_ranks) for rank in range(num_ranks)]
-        devices = DeviceLoopbackTransport.world(LoopbackTransport.world(num_ranks), CPU)
-
-        def both(transport: Any, layout: Any = layout, values: Any = values, devices: Any = devices) -> Any:
-            rank = transport.rank
-            there = shards_through_the_device(devices[rank], layout, values[rank])
-            return shards_through_the_host(transport, layout, values[rank]), there
-
-        hosts, theirs = zip(*run_threads(both, num_ranks), strict=True)
-        assert alike(hosts, theirs), spec
-        assert all(torch.equal(gathered, hosts[0][1]) for _, gathered in hosts)
-        if spec == "raw":
-            torch.testing.assert_close(hosts[0][0][:2000], torch.stack(values).sum(0)[:2000] * 0.5)
-
-
-def _values(rank: int, num_ranks: int) -> torch.Tensor:
-    return torch.randn(num_ranks * PART_NUMEL, generator=torch.Generator().manual_seed(rank))
+        check_shards_alike(spec, num_ranks)
 
 
 @on_ranks(2)
@@ -106,9 +86,3 @@ def test_what_a_device_cannot_do_is_refused(rank: int, size: int) -> None:
         _compress(build(), "raw", "raw", True, master=False)
     with pytest.raises(ValueError, match="is for messages over the host"):
         _compress(build(), "raw", "raw", True, network=thinwire.Network(algorithm="ring"))
-
-
-def test_a_rank_that_does_not_come_is_an_error() -> None:
-    devices = DeviceLoopbackTransport.world(LoopbackTransport.world(2), CPU, timeout_s=0.3)
-    with pytest.raises(TransportError, match="did not come"):
-        shards_through_the_device(devices[0], sharded_case("raw", 2), _values(0, 2))

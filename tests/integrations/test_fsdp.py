@@ -63,7 +63,6 @@ def test_mixed_precision_policies(rank: int, size: int) -> None:
 
 @on_ranks(3)
 def test_all_ranks_compute_with_the_same_weights_in_forward_and_backward(rank: int, size: int) -> None:
-    """What every rank computes with, in all uses, forward and in backward."""
     for net, (weights, options) in itertools.product((Net, Shared), WEIGHTS):
         model, before = build(net=net), {}
         wire = compress(model, weights, COARSE if net is Shared else W8G8, **options)
@@ -105,8 +104,6 @@ def test_without_masters_the_weights_are_what_was_sent(rank: int, size: int) -> 
     assert float((whole(model)[name] - before).abs().max()) > 1e-3
     assert_alike(whole(model))
 
-
-# --- as under FSDP2 alone -------------------------------------------------------------------------------------------
 
 Pair = tuple[Any, Any]
 """What FSDP2 alone makes, and what it makes with raw messages of ours."""
@@ -245,9 +242,6 @@ def test_raw_messages_change_nothing_in_settings_of_fsdp(rank: int, size: int) -
         before, after = run(rank, size)
         name = run.__name__
         torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
-
-
-# --- secondary shards, replicas and algorithms ----------------------------------------------------------------------
 
 
 @on_ranks(4)

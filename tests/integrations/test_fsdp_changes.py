@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import thinwire
 from harness import on_ranks, run_ranks
 from ranks import assert_alike
-from sharded import Net, batch, build, compress, same, train, train_and_resume, whole
+from sharded import Net, batch, build, compress, same, train
 from thinwire.compressors import parse
 from thinwire.integrations.fsdp import QuantisedAllGather
 from thinwire.runtime.placement import Placement
@@ -123,41 +122,6 @@ def test_its_memory_is_told_before_training(rank: int, size: int) -> None:
     assert needed <= before == wire.stats.slot_bytes < 1.02 * needed
 
 
-LEVELS = "levels(bits=3, bucket=64, learn_at=(0, 3), min_numel=100)"
-
-
-def _resumes(rank: int, size: int, folder: str) -> None:
-    """With residuals, levels that are learned, and changes, by a distributed checkpoint."""
-
-    def fresh() -> tuple[Any, torch.optim.Optimizer, thinwire.Wire]:
-        weights = {"blocks.1*": LEVELS, "*": CHANGES}
-        gradients = {"*up*": LEVELS, "*": COARSE}
-        optimizer = torch.optim.AdamW((model := kept()).parameters(), lr=1e-2)
-        return model, optimizer, compress(model, weights, gradients)
-
-    going_on, after, wire = train_and_resume(fresh, folder)
-    assert after == going_on
-    gathered, key = wire.gather_state_dict(), f"arrived/weights/{ONE_LAYER}"
-
-    plain = compress(kept(), "minmax(bits=4)", "minmax(bits=8)")
-    with pytest.raises(ValueError, match=r"is sent as delta\(.*\) in the state, and as minmax\(bits=4.* here"):
-        plain.load_state_dict(gathered)
-    with pytest.raises(ValueError, match=f"{key} in the state is not what was saved"):
-        wire.load_state_dict({**gathered, key: gathered[key] + 1.0})
-
-    another = compress(model := kept(), {"blocks.1*": LEVELS, "*": CHANGES}, {"*up*": LEVELS, "*": COARSE})
-    train(model, 8, first=50)
-    theirs = another.gather_state_dict()
-    with pytest.raises(thinwire.DisagreementError, match=r"rank 0 has '.*arrived/weights/"):
-        wire.load_state_dict(theirs if rank else gathered)
-    wire.load_state_dict(gathered)
-
-
-def test_a_run_that_resumes_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    """What had arrived in another run is refused on all ranks."""
-    run_ranks(_resumes, 2, 2, str(tmp_path / "saved"))
-
-
 Kept = tuple[dict[str, torch.Tensor], torch.Tensor]
 """What has arrived of weights, and the residual of a layer."""
 
@@ -221,19 +185,3 @@ def test_what_it_does_not_go_with_is_refused(rank: int, size: int) -> None:
         with pytest.raises(ValueError, match=re.escape(text)):
             compress(model, *specs, **options)
     compress(build(reshard_after_forward=2), CHANGES, "raw")
-
-
-@on_ranks(4)
-def test_with_gradients_in_four_bits_between_nodes_and_eight_inside(rank: int, size: int) -> None:
-    """SDP4Bit's (Jia et al. 2024), on two nodes of two ranks, and full precision."""
-    os.environ["THINWIRE_NODE"] = f"node {rank // 2}"
-    network = thinwire.Network(algorithm="hierarchical(inside=minmax(bits=8, bucket=512))", transport="group")
-    found = []
-    for specs in (("delta(minmax(bits=4, bucket=128))", "minmax(bits=4, bucket=128)"), ()):
-        wire = compress(model := kept(), *specs, network=network)
-        found.append((train(model, 10)[-1], wire.stats.payload_sent_bytes))
-        assert_alike(whole(model))
-        wire.detach()
-    (loss, sent), (full, uncompressed) = found
-    assert loss == pytest.approx(full, rel=0.1)
-    assert 2 * sent < uncompressed

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import thinwire
-from harness import on_ranks, run_ranks
+from harness import on_ranks
 from ranks import assert_alike, of_ranks
-from sharded import Net, Shared, batch, build, compress, train, train_and_resume, whole
+from sharded import Net, Shared, batch, build, compress, train, whole
 
 COARSE = "ef(minmax(bits=2, bucket=128))"
 LEVELS = "levels(bits=3, bucket=64, learn_at=(0, 3), min_numel=100)"
@@ -21,7 +19,6 @@ LEVELS = "levels(bits=3, bucket=64, learn_at=(0, 3), min_numel=100)"
 
 @on_ranks(3)
 def test_error_feedback_loses_nothing(rank: int, size: int) -> None:
-    """What was received, and is owed in the end, is what was given."""
     for net in (Net, Shared):
         model, plain = build(net=net), build(net=net)
         wire = compress(model, "raw", COARSE)
@@ -79,38 +76,6 @@ def test_lgreco_chooses_for_weights_and_gradients_together(rank: int, size: int,
         assert len(set(specs.values()) - {"raw()"}) > 1
         # Of which there are no more: what errs less has smaller buckets, or is not compressed.
         assert before > wire.sent_bytes("weights") * 2 + wire.sent_bytes() or "bits=4" in bits
-
-
-def _adapts_and_resumes(rank: int, size: int, folder: str) -> None:
-    def fresh() -> Any:
-        model = build(net=lambda: Net(width=64))
-        wire = compress(model, "minmax(bits=4, bucket=64)", COARSE, adapt="lgreco(every=3, window=2, lag=1)")
-        return model, torch.optim.SGD(model.parameters(), lr=0.005), wire
-
-    going_on, resumed, wire = train_and_resume(fresh, folder)
-    assert resumed == going_on
-    assert max(resumed) < 100
-    assert [decision.step for decision in wire.decisions][-1] == 6
-
-
-def test_a_policy_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    run_ranks(_adapts_and_resumes, 2, 2, str(tmp_path / "saved"))
-
-
-@on_ranks(2)
-def test_the_residual_stays_when_a_layer_is_thawed(rank: int, size: int) -> None:
-    model = build()
-    model.blocks[1].up.weight.requires_grad_(False)
-    wire = compress(model, "raw", COARSE)
-    train(model, 3)
-    key = f"rank{rank}/residual/gradients/blocks.1.down.weight"
-    before = wire.state_dict()[key]
-    assert before.any()
-    model.blocks[1].up.weight.requires_grad_(True)
-    x, y = batch(3, rank)
-    loss = (model(x) - y).square().mean() * float("inf")
-    loss.backward()  # leaves no residual of its own
-    assert torch.equal(wire.state_dict()[key], before)
 
 
 @on_ranks(2)

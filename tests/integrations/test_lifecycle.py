@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import os
 import pickle
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 import sharded
 import thinwire
 from harness import on_ranks
-from ranks import alike
+from ranks import alike, settled
 
 
 def linear() -> DistributedDataParallel:
@@ -114,30 +111,6 @@ def _odd(rank: int, exclude: list[str]) -> None:
             thinwire.compress(model(), {name: "minmax", "*": "raw"}, **options)
 
 
-Counts = tuple[int, int, int]
-
-
-def _counts() -> Counts:
-    """Python's threads, the system's, and open files."""
-    return threading.active_count(), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-
-
-def _settled(early: Counts | None = None) -> Counts:
-    """The counts, once threads that were told to end have ended: at most so long."""
-    end = time.monotonic() + 15.0
-    while time.monotonic() < end:
-        gc.collect()
-        if threading.active_count() == 1 if early is None else _no_more(_counts(), early):
-            break
-        time.sleep(0.02)
-    return _counts()
-
-
-def _no_more(late: Counts, early: Counts) -> bool:
-    """Whether there are no more than there were, but for one that has been told to end."""
-    return all(a <= b + 1 for a, b in zip(late, early, strict=True))
-
-
 def _memory() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -180,12 +153,12 @@ def _detached(rank: int) -> None:
 def test_what_is_dropped_refused_or_detached_leaves_no_threads_connections_or_memory(
     rank: int, cycle_of: Callable[[int], None], cycles: int
 ) -> None:
-    """No more of anything after all cycles than after the first ones."""
     for _ in range(6):
         cycle_of(rank)
-    early, before = _settled(), _memory()
+    early, before = settled(None), _memory()
     for _ in range(6, cycles):
         cycle_of(rank)
-    late = _settled(early)
-    assert _no_more(late, early), (early, late)
+    late = settled(early)
+    # But for a thread that has been told to end.
+    assert all(a <= b + 1 for a, b in zip(late, early, strict=True)), (early, late)
     assert _memory() - before < 6 << 20

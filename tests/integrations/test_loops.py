@@ -92,9 +92,6 @@ def _breaks(rank: int, model: DDP) -> None:
     Breaks.broken = rank == 1
 
 
-# --- backward passes in a backward pass ---------------------------------------------------------------------------
-
-
 FAULTS: list[tuple[Callable[[int, DDP], None], list[type[Exception]]]] = [
     (_breaks, [thinwire.PeerFailedError, ArithmeticError]),
     (_differs, [thinwire.ParityError, thinwire.ParityError]),
@@ -118,20 +115,6 @@ def test_an_error_reaches_the_loop_before_a_step(rank: int, options: dict) -> No
                 _step(model, optimizer, rank, 3)
             assert torch.equal(before, model.module.layers[2].weight), (fault, way)
             Breaks.broken = False
-
-
-@on_ranks(2)
-def test_quantized_adam_trains_through_nested_passes(rank: int) -> None:
-    for way in WAYS[1:]:
-        model = DDP(Net(way), bucket_cap_mb=0.03)
-        optimizer = thinwire.optim.QuantizedAdam(model.parameters(), lr=1e-3, warmup=2)
-        thinwire.compress(model, "minmax(bits=4)", optimizer=optimizer, **KEEP)
-        for step in range(5):
-            _step(model, optimizer, rank, step)
-        assert_replicas_identical(model)
-
-
-# --- weights that differ between ranks for a while ----------------------------------------------------------------
 
 
 def _sharpness_aware(rank: int) -> None:
@@ -205,9 +188,6 @@ def test_ranks_may_have_unequal_numbers_of_batches(rank: int) -> None:
         assert_replicas_identical(model)
         assert wire.step == 6
         assert ["resync_every" in text for text in said] == [True] * (kind == "resync")
-
-
-# --- what a loop leaves out ---------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -351,9 +331,6 @@ def test_what_cannot_be_is_refused(rank: int) -> None:
     model(_batch(rank, 5)).square().mean().backward()
     optimizer.zero_grad()
     wire.state_dict()
-
-
-# --- memory -------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)

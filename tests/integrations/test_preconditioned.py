@@ -28,7 +28,6 @@ def _attach(rank: int, compressor: str, order: Any = "pre", **options: Any) -> t
 
 @on_ranks(2)
 def test_ranks_step_with_the_mean_of_their_updates(rank: int, size: int) -> None:
-    """With nothing compressed, ranks step with the mean of what each makes of its own gradient."""
     for order in ("pre", "update"):
         model, optimizer, _ = _attach(rank, "raw", order, start=0)
         lone = make(rank)
@@ -106,7 +105,6 @@ def test_ranks_step_as_one_does_whatever_the_order_of_parameters_in_memory(rank:
 
 @on_ranks(2)
 def test_an_optimizer_that_lacks_a_parameter_is_refused_and_one_that_no_wire_knows_is_told_of_once(rank: int) -> None:
-    """Of an optimizer that lacks a parameter, one that no Wire knows, one of local updates, and one of a Wire."""
     model = make(rank)
     with pytest.raises(ValueError, match="CompressedAdamW lacks"):
         thinwire.compress(model, TWO_BITS, optimizer=CompressedAdamW(trained(model)[:-1], lr=LR))

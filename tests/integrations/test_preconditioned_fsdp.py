@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 from typing import Any
@@ -16,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from harness import on_ranks, run_ranks
-from ranks import alike, assert_alike
+from ranks import assert_alike
 from sharded import Net, build, compress, initialised, train, whole
 from thinwire.optim import CompressedAdamW
 
@@ -46,61 +45,6 @@ def _as_under_ddp(rank: int, size: int, order: Any, shape: tuple[int, ...], clip
 def test_steps_are_those_of_ddp(order: str, shape: tuple[int, ...], clip: float | None) -> None:
     size = math.prod(shape)
     run_ranks(_as_under_ddp, size, size, order, shape, clip)
-
-
-def _trained(rank: int, size: int, order: Any, stop: int | None) -> tuple[list[float], dict[str, Tensor]]:
-    def fresh() -> tuple[Any, ...]:
-        model = build()
-        optimizer = _optimizer(model, order)
-        return model, optimizer, compress(model, "raw", TWO_BITS, optimizer=optimizer)
-
-    model, optimizer, wire = fresh()
-    losses: list[float] = []
-    for step in range(12):
-        losses += train(model, 1, first=step, optimizer=optimizer)
-        if step + 1 == stop:
-            buffer = io.BytesIO()
-            torch.save([model.state_dict(), optimizer.state_dict(), wire.gather_state_dict()], buffer)
-            buffer.seek(0)
-            states = torch.load(buffer, weights_only=False)
-            model, optimizer, wire = fresh()
-            for part, of in zip((model, optimizer, wire), states, strict=True):
-                part.load_state_dict(of)
-    specs = {str(c) for name, c in wire.plan.layers.items() if name.startswith("gradients/")}
-    assert any(spec.startswith("ef(gaussian(bits=2") for spec in specs)
-    assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
-    return losses, whole(model)
-
-
-@pytest.mark.parametrize("order", ["pre", "update"])
-@on_ranks(2)
-def test_two_bits_train_and_a_run_goes_on_from_its_checkpoint(rank: int, size: int, order: str) -> None:
-    assert alike(*(_trained(rank, size, order, stop) for stop in (None, 7)))
-
-
-def _saved(rank: int, size: int) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
-    model = build()
-    optimizer = _optimizer(model, "pre")
-    wire = compress(model, "raw", TWO_BITS, optimizer=optimizer)
-    train(model, 3, optimizer=optimizer)
-    moments = {name: optimizer.local_state(p)["exp_avg_sq"] for name, p in model.named_parameters()}
-    return wire.gather_state_dict(), moments, set(wire.state_dict_of(size))
-
-
-def _loaded(rank: int, size: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    model = build()
-    optimizer = _optimizer(model, "pre")
-    compress(model, "raw", TWO_BITS, optimizer=optimizer).load_state_dict(state)
-    return {name: optimizer.local_state(p)["exp_avg_sq"] for name, p in model.named_parameters()}
-
-
-def test_another_world_starts_with_the_mean_moments() -> None:
-    answers = run_ranks(_saved, 2, 2)
-    state, template = answers[0][0], answers[0][2]
-    assert set(state) == template
-    for moments in run_ranks(_loaded, 3, 3, state):
-        for name, found in moments.items():
-            torch.testing.assert_close(found, torch.stack([of[name] for _, of, _ in answers]).mean(0))
 
 
 @on_ranks(2)
@@ -138,7 +82,6 @@ class _Twice(nn.Module):
 
 @on_ranks(2)
 def test_what_it_cannot_train_is_refused(rank: int, size: int) -> None:
-    """Gradients of which no mean is taken, an optimizer that lacks a parameter, feedback under another optimizer."""
     for net, says in ((_Twice, "reduced twice"), (Net, "set_gradient_divide_factor")):
         model = build(net=net)
         optimizer = _optimizer(model, "pre")

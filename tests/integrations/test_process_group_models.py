@@ -36,9 +36,6 @@ def ddp_of(group=None, *, unused: bool = False, dtype=torch.float32, net: type[n
     return DDP(net.to(dtype), process_group=group, find_unused_parameters=unused, **options)
 
 
-# --- DistributedDataParallel -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("registered", [False, True])
 @on_ranks(2)
 def test_unmodified_ddp_trains(rank: int, registered: bool) -> None:
@@ -61,7 +58,6 @@ def test_unmodified_ddp_trains(rank: int, registered: bool) -> None:
 
 @on_ranks(2)
 def test_a_sum_beside_a_models_gradients_is_exact(rank: int) -> None:
-    """Train a model, without and with registering it, that sums something else in its forward pass, too."""
     for registered in (False, True):
         group = group_of()
         model, exact = ddp_of(group), ddp_of()
@@ -104,18 +100,6 @@ def test_an_error_reaches_backward_and_ddp_stays_usable(rank: int) -> None:
     assert_alike(group.stats.compressed)
 
 
-@on_ranks(2)
-def test_compress_goes_its_own_way(rank: int) -> None:
-    group = group_of()
-    model = ddp_of(group)
-    wire = thinwire.compress(model, skip_if_slower=False)
-    train(model, rank, 4, lr=0.03)
-    assert_replicas_identical(model)
-    assert (wire.stats.compressed_steps, group.stats.compressed) == (4, 0)
-
-
-# --- meshes ----------------------------------------------------------------------------------------------------------
-
 MESHES = {2: {"shard": ProcessGroupOptions("minmax(bits=8, bucket=1024)")}, 4: {"rep": ProcessGroupOptions()}}
 """By number of ranks, what compresses along which dimension."""
 
@@ -148,9 +132,6 @@ def test_fsdp2_and_hsdp_over_a_mesh(rank: int, size: int) -> None:
     assert 0 < float((full - exact).norm()) < 0.05 * float(exact.norm()) or size == 4
     # Of five groups of parameters: weights twice a step or once, gradients once.
     assert group.stats.compressed >= 8 * 5 * 2 if size == 2 else group.stats.compressed == 8 * 5
-
-
-# --- registered layers -----------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)

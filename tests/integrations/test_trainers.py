@@ -110,7 +110,7 @@ def test_lightning_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
     run_ranks(lightning_on, 2, str(tmp_path / "last.ckpt"))
 
 
-def accelerate_on(rank: int) -> None:
+def accelerate_on(rank: int, folder: str) -> None:
     from accelerate import Accelerator
 
     # accelerate asks the environment, as torchrun sets it, for the world.
@@ -118,17 +118,26 @@ def accelerate_on(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in launched.items():
             patch.setenv(name, str(value))
-        torch.manual_seed(0)
-        handler = thinwire.accelerate_handler(RULES, skip_if_slower=False, ddp={"find_unused_parameters": True})
-        accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
-        net = accelerator.prepare(nn.Linear(64, 64))
-        accelerator.register_for_checkpointing(handler.wire.checkpointable())
+
+        def begin() -> tuple[Any, Any, Any]:
+            torch.manual_seed(0)
+            handler = thinwire.accelerate_handler(RULES, skip_if_slower=False, ddp={"find_unused_parameters": True})
+            accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+            net = accelerator.prepare(nn.Linear(64, 64))
+            accelerator.register_for_checkpointing(handler.wire.checkpointable())
+            return accelerator, net, handler.wire
+
+        accelerator, net, wire = begin()
         train(net, rank, 3)
-    assert handler.wire.stats.compressed_steps == 3
+        accelerator.save_state(folder)
+        again, _, resumed = begin()
+        again.load_state(folder)
+    assert wire.stats.compressed_steps == 3
     assert net.find_unused_parameters
+    assert alike(wire.state_dict(), resumed.state_dict())
 
 
-def accelerate_local_on(rank: int) -> None:
+def accelerate_local_on(rank: int, folder: str) -> None:
     from accelerate import Accelerator
 
     net = nn.Linear(64, 64)
@@ -143,20 +152,8 @@ def accelerate_local_on(rank: int) -> None:
 
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 @pytest.mark.parametrize("what", [accelerate_on, accelerate_local_on])
-def test_accelerate_compresses_what_it_prepares_and_local_updates_take_its_optimizer(what: Any) -> None:
-    run_ranks(what, 2)
-
-
-@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
-def test_in_a_world_of_one_a_callback_has_a_wire_that_sends_nothing(tmp_path: Path) -> None:
-    callback = thinwire.trainer_callback()
-    arguments = SimpleNamespace(output_dir=str(tmp_path), should_save=True)
-    callback.on_train_begin(arguments, SimpleNamespace(global_step=0), None, model=nn.Linear(64, 64))
-    callback.on_step_end(arguments, SimpleNamespace(global_step=1), None)
-    callback.on_save(arguments, SimpleNamespace(global_step=1), None)
-    assert callback.wire.world_size == 1
-    state = torch.load(tmp_path / "checkpoint-1" / "thinwire.pt", weights_only=True)
-    callback.wire.load_state_dict(state)
+def test_accelerate_compresses_what_it_prepares_and_local_updates_take_its_optimizer(what: Any, tmp_path: Path) -> None:
+    run_ranks(what, 2, str(tmp_path))
 
 
 @pytest.mark.parametrize("library", ["trainer_callback", "lightning_strategy", "accelerate_handler"])

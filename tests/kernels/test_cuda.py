@@ -54,9 +54,6 @@ def over_nccl(function, num_ranks: int, *args) -> list:
     return run_ranks(function, num_ranks, *args, backend="nccl", timeout_s=500.0, group_timeout_s=120.0)
 
 
-# --- NCCL ------------------------------------------------------------------------------------------------------------
-
-
 def _trains(rank: int, spec: str) -> None:
     torch.cuda.set_device(rank)
     torch.manual_seed(0)
@@ -93,9 +90,6 @@ def test_ranks_over_nccl_end_with_the_bytes_of_the_cpu(most: int) -> None:
 @pytest.mark.parametrize("spec", ["ef(minmax(bits=4))", "ef(topk(density=0.1))", "natural"])
 def test_training_across_gpus(spec: str) -> None:
     over_nccl(_trains, min(4, torch.cuda.device_count()), spec)
-
-
-# --- several ranks on one GPU ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -194,9 +188,6 @@ def test_what_waits_runs(spec: str) -> None:
     steps_of_wires(spec, 3, strict=False)
 
 
-# --- streams ---------------------------------------------------------------------------------------------------------
-
-
 class LongJob(Job):
     """Tens of milliseconds of work on whatever stream is current."""
 
@@ -268,9 +259,6 @@ def test_the_loss_scale_is_the_scalers() -> None:
     over_nccl(_scales, 1)
 
 
-# --- launches and the command ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("spec", ["minmax(bits=4)", "ef(minmax(bits=4))", "raw"])
 def test_the_number_of_launches_does_not_depend_on_that_of_layers(spec: str) -> None:
     from thinwire_tools.bench.cuda import launches
@@ -297,17 +285,3 @@ def test_bench_cuda(tmp_path) -> None:
     path = tmp_path / "cuda.json"
     assert main(["bench", "cuda", "--size-mb", "4", "--repeats", "2", "--ranks", "2", "--json", str(path)]) == 0
     assert "minmax(bits=4): encode" in path.read_text()
-
-
-def _default_device(rank: int) -> int:
-    torch.cuda.set_device(rank)
-    torch.set_default_device("cuda")
-    as_if_there_were_others()
-    model = DDP(Net(), device_ids=[rank], bucket_cap_mb=0.05)
-    wire = thinwire.compress(model, "minmax(bits=4)", skip_if_slower=False)
-    loss_of(model, batch(rank, 0).cuda()).backward()
-    return wire.stats.steps
-
-
-def test_a_default_device_changes_nothing() -> None:
-    assert over_nccl(_default_device, 1) == [1]

@@ -77,17 +77,6 @@ def test_natural_keeps_powers_of_two_within_its_range() -> None:
         assert not torch.signbit(y[2:]).any()
 
 
-def test_natural_rounds_to_the_neighbours_without_bias() -> None:
-    x = torch.tensor([1.0, 1.25, 1.5, 1.9, -0.3, 3e-5, 2.0**-107 * 1.5, -200.0]).repeat(40_000)
-    y = roundtrip(NATURAL, x)[0].view(-1, 8).double()
-    x = x[:8].double()
-    down = 2.0 ** torch.floor(torch.log2(x.abs()))
-    assert torch.all((y.abs() == down) | (y.abs() == 2 * down))
-    error, deviation = (y.mean(0) - x) / x.abs(), y.std(0) / x.abs()
-    assert torch.all(error.abs() <= 4.5 * deviation / 200 + 1e-9)
-    assert torch.all(deviation**2 <= 1 / 8 + 1e-3)  # ω = 1/8
-
-
 def test_the_range_of_natural_moves_with_the_scale_of_the_values() -> None:
     x, spans, y, wanted = torch.tensor([1.0, -0.37, 2.0**17, 1e-20]), one(4), torch.empty(4), torch.empty(4)
     plain, sent = torch.empty(128, dtype=torch.uint8), torch.empty(128, dtype=torch.uint8)
@@ -99,28 +88,6 @@ def test_the_range_of_natural_moves_with_the_scale_of_the_values() -> None:
         assert torch.equal(sent[64:], plain[64:])
         kernels.natural_decode(sent, spans, y)
         assert torch.equal(y, wanted * scale)
-
-
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-@pytest.mark.parametrize(
-    ("bits", "mantissa", "largest"), [(3, 0, 1.0), (8, 4, 1.0), (9, 2, 1.0), (12, 6, 3.7), (15, 10, 1e-3)]
-)
-def test_rangefloat_rounds_between_values_of_its_grid(bits: int, mantissa: int, largest: float, rounding: str) -> None:
-    levels = grid(bits, largest, mantissa)
-    signed = torch.cat((-levels.flip(0), torch.zeros(1), levels))
-    x = (torch.rand(20_000, generator=torch.Generator().manual_seed(bits)) * 2 - 1) * largest
-    x[::3] *= 1e-2
-    y, sent = rangefloat(x, largest, mantissa, bits=bits, rounding=rounding)
-    assert head(sent) == (0, 0, struct.unpack("<f", struct.pack("<f", largest))[0], mantissa)
-    above = torch.searchsorted(signed, x).clamp(max=signed.numel() - 1)
-    below = (above - 1).clamp(min=0)
-    assert torch.all((y == signed[above]) | (y == signed[below]))
-    if rounding == "truncate":
-        assert torch.all(y.abs() <= x.abs())
-    if rounding == "nearest":
-        best = torch.minimum((signed[above] - x).abs(), (signed[below] - x).abs())
-        assert torch.all((y - x).abs() <= best)
-        assert torch.all(y[x.argsort()].diff() >= 0)
 
 
 def test_every_rangefloat_keeps_all_of_its_values() -> None:
@@ -142,15 +109,6 @@ def test_every_rangefloat_keeps_all_of_its_values() -> None:
     assert seen == set(range(3, 13))
 
 
-def test_stochastic_rangefloat_is_unbiased_also_below_its_smallest_value() -> None:
-    for bits, mantissa, largest in ((4, 0, 1.0), (15, 12, 2.0)):
-        levels, times = grid(bits, largest, mantissa), 40_000
-        x = torch.tensor([levels[0] * 0.3, -levels[0] * 0.01, (levels[2] + 2 * levels[3]) / 3, -levels[-1] * 0.99])
-        y = rangefloat(x.repeat(times), largest, mantissa, bits=bits, rounding="stochastic")[0].view(times, 4).double()
-        error = (y.mean(0) - x.double()).abs()
-        assert torch.all(error <= 4.5 * y.std(0) / math.sqrt(times) + 2.0**-16 * levels[0])
-
-
 def test_what_saturates_is_counted() -> None:
     y, sent = roundtrip(NATURAL, torch.tensor([1e6, -3e38, 5.0]))
     assert (head(sent)[:2], y[:2].tolist()) == ((0, 2), [2.0**18, -(2.0**18)])
@@ -162,41 +120,6 @@ def test_rangefloat_with_impossible_parameters_decodes_to_nan() -> None:
     x, mantissas, ranges = values(200, 0), (2, 23, -1, 3.5, torch.nan), (-1.0, 0.0, torch.nan, torch.inf, 1e-40)
     for params in [*((1.0, mantissa) for mantissa in mantissas), *((largest, 4) for largest in ranges)]:
         assert torch.isnan(rangefloat(x, *params, bits=10)[0]).all(), params
-
-
-@pytest.mark.parametrize(("bits", "bucket"), [(1, 2**40), (2, 1000), (3, 100), (5, 128), (8, 1), (8, 1000)])
-def test_levels_code_to_the_nearest(bits: int, bucket: int) -> None:
-    x = values(1201, bits)
-    levels = torch.rand(2**bits, generator=torch.Generator().manual_seed(bits)).sort().values
-    y, _ = roundtrip(codec("levels", levels.view(1, -1), bits=bits, bucket=bucket), x)
-    for part, got in zip(x.double().split(bucket), y.double().split(bucket), strict=True):
-        span = part.max() - part.min()
-        best = ((part.min() + span * levels.double())[None] - part[:, None]).abs().min(1).values
-        assert torch.all((got - part).abs() <= best + 1e-5 * span + 1e-6 * part.abs().max())
-
-
-@pytest.mark.parametrize("bucket", [7, 128, 2**40])
-def test_magnitudes_code_to_the_nearest(bucket: int) -> None:
-    x, magnitudes = values(1000, 0), torch.tensor([0.5, 1.0, 2.0, 4.0])
-    y, _ = roundtrip(codec("magnitudes", magnitudes, bits=3, bucket=bucket), x)
-    for part, got in zip(x.double().split(min(bucket, 1000)), y.double().split(min(bucket, 1000)), strict=True):
-        grid = torch.cat((magnitudes, -magnitudes)) * part.square().mean().sqrt()
-        best = (grid[None] - part[:, None]).abs().min(1).values
-        assert torch.allclose((got - part).abs(), best, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int32])
-def test_int_round_is_unbiased_and_clips(dtype: torch.dtype) -> None:
-    times = 40_000
-    x = torch.tensor([0.3, -0.3, 1.0, -2.0, 5.9, 200.0, -6.01, 0.0]).repeat(times)
-    out = torch.full((x.numel(),), 77, dtype=dtype)
-    clipped = kernels.int_round(x, one(x.numel()), torch.tensor([1.0]), out, clip=6, key=3)
-    assert clipped.tolist() == [2 * times]
-    q = out.view(times, 8).double()
-    assert q.abs().max() == 6
-    wanted = x[:8].double().clamp(-6, 6)
-    assert torch.all((q.mean(0) - wanted).abs() <= 4.5 * q.std(0) / math.sqrt(times) + 2.0**-16)
-    assert torch.all((q - wanted).abs() < 1)
 
 
 def test_int_round_to_nearest_even_and_of_what_is_not_finite() -> None:
@@ -232,8 +155,6 @@ def test_impossible_requests_are_refused() -> None:
         with pytest.raises(error, match=says):
             call()
 
-
-# ---- The native core against the reference --------------------------------------------------------------------------
 
 SIZES = (0, 1, 63, 64, 127, 128, 129, 1000, 2048, 2049, 5000)
 

@@ -124,37 +124,6 @@ def test_bad_tensors_are_refused() -> None:
                 call()
 
 
-def test_formats_that_cannot_be_are_refused() -> None:
-    for change, error, says in (
-        *(({"bits": bits}, ValueError, "bits") for bits in (0, 9, -4)),
-        *(({"bucket": bucket}, ValueError, "bucket") for bucket in (0, -128, 2**63)),
-        *(({"bits": bits}, TypeError, "int") for bits in (4.0, True, "4")),
-        ({"bucket": 128.0}, TypeError, "int"),
-        ({"scheme": "median"}, ValueError, "scheme must be one of"),
-        ({"rounding": "up"}, ValueError, "rounding must be one of"),
-        ({"scheme": "maxabs", "rounding": "shift"}, ValueError, "shift is for scheme minmax"),
-        ({"scheme": "norm", "midrise": True}, ValueError, "midrise and clip"),
-        ({"clip": 2.5}, ValueError, "midrise and clip"),
-        *(({"scheme": "maxabs", "clip": clip}, ValueError, "clip must be") for clip in (-1.0, math.inf, math.nan)),
-        ({"scheme": "sign"}, ValueError, "bits=1"),
-        ({"scheme": "sides", "bits": 2}, ValueError, "bits=1"),
-        ({"scheme": "maxabs", "bits": 1}, ValueError, "2 to 8"),
-        ({"scheme": "norm", "levels": 8}, ValueError, "1 to 7"),
-        ({"scheme": "maxabs", "levels": -1}, ValueError, "1 to 7"),
-        ({"scheme": "maxabs", "levels": 3, "midrise": True}, ValueError, "leave them at 0"),
-        ({"levels": 7}, ValueError, "leave them at 0"),
-        ({"scheme": "maxabs", "levels": 1.0}, TypeError, "levels must be an int"),
-        ({"scheme": "maxabs", "midrise": 1}, TypeError, "midrise must be a bool"),
-        ({"scheme": "maxabs", "clip": "2"}, TypeError, "clip must be a float"),
-    ):
-        with pytest.raises(error, match=says):
-            Format(**change)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="Format"):
-        bucketed_bytes(100, 4)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="Format"):
-        one(100).extent((4, 128))  # pyright: ignore[reportArgumentType]
-
-
 def test_checksum_is_the_weighted_sum_of_words() -> None:
     words = [1, 2**32 - 1, 0, 7]
     sent = torch.frombuffer(bytearray(b"".join(w.to_bytes(4, "little") for w in words)), dtype=torch.uint8)

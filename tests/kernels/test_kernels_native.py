@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernel_cases import BUCKETS, DTYPES, SIZES, kinds, message, one, same, special, table, values
 from kernel_levels import LEVELS, at, check, needs_native
-from thinwire import compat, kernels
+from thinwire import kernels
 from thinwire.kernels import Format, Residual, Table, native, reference
 
 pytestmark = [needs_native, pytest.mark.usefixtures("one_thread")]
@@ -180,11 +180,6 @@ def test_checksum_is_that_of_the_reference() -> None:
                 assert kernels.checksum(sent) == reference.checksum(sent)
 
 
-def test_threads_come_from_torch() -> None:
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    assert (compat.parallel_for_address() is not None) == (version >= (2, 10))
-
-
 def test_the_interpreter_runs_on_while_the_core_works() -> None:
     """Another thread runs inside of a call, where only who gives the interpreter's lock away lets any run."""
     spans, form, inside, seen = one(2**20), Format(8, 3), threading.Event(), threading.Event()
@@ -316,12 +311,3 @@ def test_a_sum_that_is_no_mean_still_overflows() -> None:
     spans, x = one(512), large()
     kernels.raw_sum([x.view(torch.uint8)] * 3, x, spans, y := torch.empty(512), scale=1.0)
     assert bool(y.isinf().all())
-
-
-def test_the_factor_of_a_mean_is_the_power_of_two_below_it() -> None:
-    for scale in (1 / 2, 1 / 3, 1 / 4, 1 / 7, 0.9, 1.0, 2.0, 2.0**-127, 0.0):
-        before = kernels.before_sum(scale)
-        assert before in (1.0, 0.5, 0.25, 0.125)
-        assert (before <= scale < 2 * before) if 2.0**-126 <= scale < 1 else before == 1.0
-        values = torch.randn(1000)
-        assert torch.equal(values * before * (scale / before), values * scale)

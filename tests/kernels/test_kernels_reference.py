@@ -11,9 +11,7 @@ from torch import Tensor
 
 from kernel_cases import kinds, one, values
 from thinwire.kernels import Format, Residual, bucketed_bytes, reference, reference_floats, rng
-from thinwire.kernels.table import Row
 
-ROW = Row(start=0, numel=0, index0=0, payload=0, site=7)
 BOUNDS = {"nearest": 0.5, "stochastic": 1.0, "shift": 0.5}
 """The largest error of a way to round, in units."""
 BAD = (torch.nan, -torch.nan, torch.inf, -torch.inf)
@@ -154,53 +152,6 @@ def check_grid(form: Format) -> None:
     assert torch.all(y.abs() <= a + slack), form
     bound = 0.5 if form.rounding == "nearest" else 1.0
     assert torch.all((y - saturated).abs() <= bound * unit + slack), form
-
-
-def test_a_shifted_lattice_is_shifted_by_the_same_part_of_a_unit_throughout() -> None:
-    form, x = Format(4, 100, rounding="shift"), values(1000, 1)
-    low, unit, _ = (reference.per_element(v, 1000, 100).double() for v in reference.scales(x, form))
-    shifts = []
-    for key in range(200):
-        y = roundtrip(x, form, key=key).double()
-        rho = 0.5 - (rng.row_key(key, ROW.site)[0] & 0xFFFF) / 2**16
-        place = (y - low) / unit - rho
-        assert torch.all((place - place.round()).abs() < 1e-4)
-        assert torch.all((y - x.double()).abs() <= 0.5 * unit * (1 + 2.0**-10))
-        shifts.append(rho)
-    assert min(shifts) < -0.45
-    assert max(shifts) > 0.45
-
-
-@pytest.mark.parametrize("bucket", [1, 100, 2**40])
-def test_one_bit_schemes_decode_to_means(bucket: int) -> None:
-    x = values(1003, 2)
-    x[::11], x[5], x[200:300] = 0.0, -0.0, -1.5
-    sides, sign = roundtrip(x, Format(1, bucket, "sides")), roundtrip(x, Format(1, bucket, "sign"))
-    at = 0
-    for part in x.double().split(bucket):
-        upper = part >= 0
-        low, high = part[~upper].mean(), part[upper].mean()
-        wanted = torch.where(upper, high, low).float()
-        got = sides[at : at + part.numel()]
-        assert torch.allclose(got, wanted, rtol=1e-6, atol=1e-7)
-        mean = part.abs().mean().float()
-        assert torch.allclose(sign[at : at + part.numel()], torch.where(upper, mean, -mean), rtol=1e-6)
-        at += part.numel()
-
-
-def test_sums_keep_their_order() -> None:
-    for numel in (1, 15, 16, 17, 333):
-        x = torch.randn(numel, dtype=torch.float64, generator=torch.Generator().manual_seed(numel)) * 1e8
-        x[::3] *= 1e-12
-        for bucket in (1, 16, 40, 10**6):
-            for got, part in zip(reference.lane_sums(x, bucket).tolist(), x.split(bucket), strict=True):
-                lanes = [0.0] * 16
-                for i, value in enumerate(part.tolist()):
-                    lanes[i % 16] += value
-                for width in (8, 4, 2, 1):
-                    for j in range(width):
-                        lanes[j] += lanes[j + width]
-                assert got == lanes[0]
 
 
 KINDS = [form for bits in (1, 4) for form in kinds(bits, 128)]

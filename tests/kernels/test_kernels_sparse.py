@@ -150,9 +150,6 @@ def test_impossible_requests_are_refused() -> None:
     assert torch.equal(x, before)
 
 
-# ---- The native core against the reference --------------------------------------------------------------------------
-
-
 @needs_native
 @pytest.mark.parametrize("numel", [1, 5, 63, 65, 2049, 70_001, 300_000])
 def test_selection_is_that_of_the_reference(numel: int) -> None:

@@ -75,9 +75,6 @@ def marked(num_bytes: int) -> Tensor:
     return torch.full((num_bytes,), 0xAB, dtype=torch.uint8)
 
 
-# --- plain values ----------------------------------------------------------------------------------------------------
-
-
 @runs
 @quiet
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -126,8 +123,6 @@ def test_sums_and_scales(there: None) -> None:
         assert all(same(wanted, got) for wanted, got in on_both(run))
 
 
-# --- formats without kernels of their own ----------------------------------------------------------------------------
-
 OTHERS = [
     *("topk(density=0.1)", "topk(density=0.02, select=sampled)", "dgc(topk(density=0.05))"),
     *("topk(density=0.1) | minmax(bits=8)", "threshold(lam=0.5, capacity=0.01)", "globaltopk(density=0.05)"),
@@ -152,9 +147,6 @@ def test_random_indices(there: None) -> None:
     for numel, k in [(1, 1), (5, 0), (4097, 4097), (70_000, 3000)]:
         wanted = on_the_host(lambda numel=numel, k=k: kernels.sample_indices(numel, k, 77))
         assert torch.equal(wanted, kernels.sample_indices(numel, k, 77, like).cpu())
-
-
-# --- whole collectives -----------------------------------------------------------------------------------------------
 
 
 def begin() -> None:

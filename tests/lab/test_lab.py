@@ -191,32 +191,6 @@ def test_interface_bytes_are_those_sent_with_headers() -> None:
     assert other_sent == pytest.approx(received, abs=2000)
 
 
-def test_connections_have_the_congestion_control_that_is_described() -> None:
-    ask = "print(stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b'\\0').decode())"
-    accept = f"import socket; stream = socket.create_server(('', 6000)).accept()[0]; {ask}"
-    connect = SENDER.split("stream.setsockopt")[0] + ask
-    with lab.Network(2, congestion="reno") as network:
-        assert network.describe()["congestion_control"] == "reno"
-        ends = [
-            network.popen(1, [*PYTHON, accept], stdout=subprocess.PIPE, text=True),
-            network.popen(0, [*PYTHON, connect, "6000", "10.77.0.2"], stdout=subprocess.PIPE, text=True),
-        ]
-        assert [end.communicate()[0].strip() for end in ends] == ["reno", "reno"]
-
-
-def test_a_rank_has_what_torchrun_would_set_and_only_its_own_network() -> None:
-    show = "import json, os, socket; print(json.dumps([dict(os.environ), sorted(n for _, n in socket.if_nameindex())]))"
-    with lab.Network(3) as network:
-        process = network.popen(2, [*PYTHON, show], env={"OMP_NUM_THREADS": "7", "OWN": "x"}, stdout=subprocess.PIPE)
-        environment, interfaces = json.loads(process.communicate()[0])
-    assert interfaces == ["eth0", "lo"]
-    expected = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "2"}
-    expected |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0"}
-    expected |= {"OMP_NUM_THREADS": "7", "OWN": "x"}
-    assert expected.items() <= environment.items()
-    assert "HOME" not in environment
-
-
 def test_ranks_of_a_node_share_its_link_and_nothing_shapes_what_they_say_to_each_other() -> None:
     show = "import json, os; print(json.dumps([dict(os.environ), os.stat('/proc/self/ns/net').st_ino]))"
     with lab.Network(4, ranks_per_node=2, rate="50mbit") as network:

@@ -179,54 +179,6 @@ def test_workers_learn_and_end_with_the_same_weights(rank: int) -> None:
     assert torch.equal(found["on the CPU"], found["streaming"])
 
 
-class Strided(nn.Module):
-    """A layer with buffers that are not in one piece, or not in the order of their indices. On rank 1 all are larger
-    by ten, and one lies otherwise in memory."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 16)
-        values = torch.arange(8.0).view(4, 2) + 10 * rank
-        self.table = torch.full((4, 4), 7.0)
-        self.table[:, :2] = values
-        self.register_buffer("slice", self.table[:, :2])
-        self.register_buffer("expanded", values[:1].expand(4096, 2))
-        self.register_buffer("transposed", values.t().contiguous().t() if rank else values.clone())
-        self.register_buffer("complex", torch.complex(values, -values).t())
-
-
-@on_ranks(2)
-def test_buffers_of_any_strides_start_from_rank_0s_and_are_averaged(rank: int) -> None:
-    model, expected = Strided(rank), dict(Strided(0).named_buffers())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    local = _quiet(model, optimizer, every=2, compressor="raw")
-    torch.testing.assert_close(dict(model.named_buffers()), expected, rtol=0, atol=0)
-    model.slice.add_(4.0 * rank)
-    model.expanded[:1].add_(4.0 * rank)
-    model.transposed.add_(4.0 * rank)
-    for _ in range(2):
-        local.step()
-    local.close()
-    means = {name: buffer if buffer.is_complex() else buffer + 2.0 for name, buffer in expected.items()}
-    torch.testing.assert_close(dict(model.named_buffers()), means, rtol=0, atol=0)
-    assert bool((model.table[:, 2:] == 7.0).all())
-
-
-@on_ranks(2)
-def test_local_updates_are_shown_with_workers_steps_compressors_and_bytes(rank: int) -> None:
-    local = Training(rank, every=10, compressor="ef(minmax(bits=4))").local
-    head, *rows = repr(local).splitlines()
-    sent = round(local.bytes_per_step * 10)
-    assert head.startswith(f"DiLoCo of 2 workers: exchange of the model every 10 steps, {sent:,} bytes a round, ")
-    assert 5 < float(head.split()[-5]) < 8, "times less than fp32"
-    assert "ef(minmax(bits=4, bucket=128)), 5 of 6 layers" in rows[0]
-    local = Training(rank, **OPTIONS["streaming"], weighted=True).local
-    rows = repr(local).splitlines()[-2:]
-    assert [int(row.split()[2]) for row in rows] == [len(names) for names in local.fragments]
-    sent = sum(int(row.split()[-2].replace(",", "")) for row in rows)
-    assert sent == pytest.approx(local.bytes_per_step * 10, abs=2)
-
-
 SHAPES = {"hidden": (64, 64), "bias": (64,), "scale": (8,), "small": (16, 16)}
 """A layer, and three that gradients leave raw."""
 
@@ -248,28 +200,9 @@ def test_quantisers_with_feedback_take_biases_and_small_layers_too() -> None:
 
 
 @on_ranks(2)
-def test_what_2_bits_leave_out_of_a_bias_is_sent_later(rank: int) -> None:
-    """A bias that each worker pulls its own way, by steps that only 2 bits are there for."""
-    model = nn.Linear(1, 256)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    local = DiLoCo(model, optimizer, every=1, outer=AVERAGING)
-    start = model.bias.detach().clone()
-    pull = torch.stack([torch.randn(256, generator=torch.Generator().manual_seed(worker)) for worker in range(2)])
-    for _ in range(100):
-        model.weight.grad, model.bias.grad = torch.zeros_like(model.weight), pull[rank].clone()
-        optimizer.step()
-        local.step()
-    assert str(local.wire.plan["bias"]) == "ef(gaussian(bits=2, bucket=256))"
-    local.close()
-    moved, mean = (start - model.bias.detach()) / 100, pull.mean(0)
-    assert (moved - mean).norm() < 0.05 * mean.norm()  # 2 bits lose 0.34 of a normal distribution's norm
-
-
-@on_ranks(2)
 def test_a_training_that_streams_resumes_bit_for_bit_before_and_after_an_exchange_and_while_one_is_under_way(
     rank: int,
 ) -> None:
-    """Trainings that are stopped after so many steps end as one that is not."""
     straight = Training(rank, **OPTIONS["streaming"])
     straight.run(37)
     straight.local.finish()

@@ -191,21 +191,6 @@ def test_an_exchange_every_step_is_training_on_the_mean_gradient() -> None:
     assert torch.equal(workers[0].weights(), workers[1].weights())
 
 
-def test_an_exchange_every_step_goes_on_when_workers_come_and_go() -> None:
-    """With four bits and error feedback, as gradients are compressed in every step."""
-    lighthouse, a, b, c, d = _begun("abc", "d", every=1, outer=AVERAGING, compressor="minmax(bits=4)")
-    _until(10, a, b, c)
-    lighthouse.remove("c")
-    b.manager.break_after[b.manager.exchanges + 3] = 0  # two workers send each other one message
-    _until(20, a, b)
-    lighthouse.add("d")
-    _together(lambda: a.train(21), lambda: b.train(21), d.begin)
-    _until(40, a, b, d)
-    assert (a.local.members.left, a.local.members.came) == (1, 1)
-    assert a.local.members.failed == b.local.members.failed == 1
-    _assert_same(a, b, d)
-
-
 def test_an_exchange_that_breaks_changes_nothing() -> None:
     _, *workers = _begun("abc")
     a, _, c = workers

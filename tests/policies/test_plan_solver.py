@@ -15,7 +15,7 @@ from thinwire.compressors import ef
 from thinwire.policies import Sync, allocate, errors, family
 from thinwire.policies.candidates import LayerCandidates
 from thinwire.policies.errors import squared_errors
-from thinwire.policies.families import parameter_value, with_share
+from thinwire.policies.families import parameter_value
 from thinwire.policies.lgreco import seconds_per_byte
 
 
@@ -29,29 +29,6 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def direct(compressor, gradient: torch.Tensor) -> float:
     return float((compressor.roundtrip(gradient) - gradient).square().sum(dtype=torch.float64))
-
-
-def test_bits_and_ranks_are_from_half_to_twice_as_many() -> None:
-    for spec, expected in {
-        "minmax(bits=4)": [2, 3, 4, 5, 6, 7, 8],
-        "minmax(bits=6)": [3, 4, 5, 6, 7, 8],
-        "maxabs(bits=2)": [2, 3, 4],
-        "rangefloat(bits=10)": list(range(5, 16)),
-        "powersgd(rank=32)": list(range(16, 65)),
-        "ef(powersgd(rank=1))": [1, 2],
-    }.items():
-        assert strengths(spec) == expected
-
-
-def test_densities_are_from_a_tenth_to_ten_times_as_much_and_end_at_one() -> None:
-    for density in (0.001, 0.1):
-        found = strengths(f"topk(density={density})")
-        assert len(found) == 100
-        assert (found[0], found[-1]) == (pytest.approx(density / 10), pytest.approx(10 * density))
-        assert np.diff(found) == pytest.approx(density / 10)
-    found = strengths("topk(density=0.3)")
-    assert len(found) == 33
-    assert max(found) <= 1.0
 
 
 def test_shares_of_a_spectrum_and_of_coded_values_are_twelve() -> None:
@@ -71,19 +48,6 @@ def test_a_family_has_its_default_keeps_all_else_and_has_bounds_in_units_of_the_
     assert all(str(member).startswith("ef(") for member in family(ef(parse("topk"))))
     assert strengths("powersgd(rank=32)", bounds=(8, 64), step=8) == [8, 16, 24, 32, 40, 48, 56, 64]
     assert strengths("topk(density=0.01)", bounds=(0.01, 0.03), step=0.01) == [0.01, 0.02, 0.03]
-
-
-def test_weaker_is_at_least_the_least_there_is() -> None:
-    for spec, factor, expected in (
-        ("minmax(bits=4)", 3 / 4, "minmax(bits=3)"),
-        ("powersgd(rank=64)", 1 / 4, "powersgd(rank=16)"),
-        ("ef(topk(density=0.02))", 1 / 20, "ef(topk(density=0.001))"),
-        ("qsgd(bits=2)", 1 / 4, "qsgd(bits=2)"),
-        ("maxabs(bits=4)", 1 / 8, "maxabs(bits=2)"),
-        ("rangefloat(bits=4)", 1 / 4, "rangefloat(bits=3)"),
-        ("topk(density=0.2) | minmax(bits=8)", 1 / 2, "topk(density=0.1) | minmax(bits=8)"),
-    ):
-        assert with_share(parse(spec), factor) == parse(expected)
 
 
 def test_densities_of_one_sort_err_as_they_would_one_by_one() -> None:

@@ -93,39 +93,6 @@ def test_what_a_policy_is_shown() -> None:
     assert evidence.bucket_of == {"w": 0, "v": 0, "b": 0}
 
 
-def test_sums_are_the_same_however_buckets_are_formed() -> None:
-    """To the bit, also in the middle of a window: a run that resumes must decide alike."""
-    whole, parts = (LAYERS,), (LAYERS[1:], LAYERS[:1])
-    found = []
-    for formed in ([whole] * 4, [whole, parts, parts, whole], [parts] * 4):
-        seen.clear()
-
-        def run(transport, formed=formed):
-            wire = Wire(
-                BucketEngine(
-                    Plan.build(SHAPES), SHAPES, transport, WireSettings(adapt=Scripted(every=5, window=4, lag=1))
-                )
-            )
-            for step in range(6):
-                wire.engine.begin_step()
-                gradients = {
-                    name: torch.randn(shape, generator=torch.Generator().manual_seed(10 * step + at))
-                    for at, (name, shape) in enumerate(LAYERS)
-                }
-                for bucket in formed[step] if step < 4 else whole:
-                    wire.engine.observe(torch.cat([gradients[name].view(-1) for name, _ in bucket]), bucket)
-                if step == 2:
-                    wire.state_dict()
-
-        run_threads(run, 1)
-        (evidence,) = seen
-        found.append(evidence.gradients)
-    assert list(found[0]) == list(found[1]) == list(found[2]) == ["w", "v"]
-    for name in ("w", "v"):
-        assert torch.equal(found[0][name], found[1][name])
-        assert torch.equal(found[0][name], found[2][name])
-
-
 def test_after_a_dense_warm_up_the_first_compressed_step_has_a_plan_already() -> None:
     for wire, _ in wires(Scripted(every=6, window=2, lag=1), "minmax(bits=4)", 5, start=4):
         assert [d.step for d in wire.decisions] == [4]
@@ -225,9 +192,6 @@ def test_what_rank_0_sends_is_read_and_not_trusted(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr("thinwire.runtime.adapt.exchange_texts", lambda mine, transport, told=told: [told] * 2)
         with pytest.raises(DisagreementError, match="rank 0 sent a plan"):
             wires(Scripted(every=2, window=1, lag=1), "minmax", 3)
-
-
-# --- what survives a change ------------------------------------------------------------------------------------------
 
 
 def _sums(wire: Wire, shapes: dict[str, tuple[int, ...]], num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -415,8 +379,6 @@ def test_low_rank_factors_keep_their_columns() -> None:
     assert torch.equal(one, of_four[:, :1])
 
 
-# --- L-GreCo in a training -------------------------------------------------------------------------------------------
-
 LGRECO = "lgreco(every=4, window=2, lag=1)"
 
 
@@ -468,9 +430,6 @@ def test_every_policy_trains(rank: int) -> None:
         thinwire.compress(make(rank), "natural()", adapt="lgreco()", skip_if_slower=False)
 
 
-# --- checkpoints -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("at", [5, 7, 8])
 @on_ranks(2)
 def test_a_run_that_resumes_decides_as_it_would_have(rank: int, at: int, tmp_path: Path) -> None:
@@ -511,9 +470,6 @@ def test_a_state_without_sums_is_reported(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="adapt/sum/w"):
         run_threads(run, 1)
-
-
-# --- what people read ------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)

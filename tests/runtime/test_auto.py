@@ -19,7 +19,6 @@ from nets import assert_replicas_identical, fingerprint
 from thinwire.plan.forecast.ddp import Bucket, Pace
 from thinwire.plan.forecast.links import Curve, Links
 from thinwire.policies import Evidence, StepTime
-from thinwire.policies.auto import middle_pace
 from thinwire_tools import lab
 from thinwire_tools.bench.ranks import run_ranks as run_in
 
@@ -112,12 +111,6 @@ def test_without_links_or_steps_nothing_is_decided() -> None:
     kept = thinwire.policies.Auto().propose(evidence(1e7, seconds=0.1, compressed=True, steps=()))
     assert kept.layers == LAYERS
     assert "no step was timed" in kept.note
-
-
-def test_the_middle_of_steps_with_the_buckets_of_now() -> None:
-    other = replace(PACE, buckets=(Bucket(0.5, (("w", SHAPE),)),), compute_s=9.0)
-    paces = [other, *(replace(PACE, compute_s=value) for value in (0.03, 0.01, 0.02))]
-    assert middle_pace([StepTime(pace, 1.0, False) for pace in paces]).compute_s == 0.02
 
 
 @on_ranks(1)

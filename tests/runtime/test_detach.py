@@ -49,6 +49,20 @@ def _check(calls: dict[str, Callable[[], Any]], raising: set[str], why: str) -> 
 STATES = {"state_dict", "gather_state_dict", "load_state_dict"}
 
 
+def _calls(wire: thinwire.Wire, state: dict[str, torch.Tensor]) -> dict[str, Callable[[], Any]]:
+    """All that users call."""
+    return {
+        "state_dict": wire.state_dict,
+        "gather_state_dict": wire.gather_state_dict,
+        "load_state_dict": lambda: wire.load_state_dict(state),
+        "reset_stats": wire.reset_stats,
+        "state_dict_of": lambda: wire.state_dict_of(3),
+        "stats": lambda: wire.stats,
+        "sent_bytes": wire.sent_bytes,
+        "detach": wire.detach,
+    }
+
+
 def _detached_wire(transport: Any) -> None:
     wire = thinwire.Wire(BucketEngine(Plan.build(SHAPES, "ef(minmax(bits=4))"), SHAPES, transport))
     wire.engine.begin_step()
@@ -56,19 +70,12 @@ def _detached_wire(transport: Any) -> None:
     state = wire.state_dict()
     wire.detach()
     calls: dict[str, Callable[[], Any]] = {
-        "state_dict": wire.state_dict,
-        "gather_state_dict": wire.gather_state_dict,
-        "load_state_dict": lambda: wire.load_state_dict(state),
-        "reset_stats": wire.reset_stats,
+        **_calls(wire, state),
         "resync": lambda: wire.engine.resync({}),
         "check_parity": lambda: wire.engine.check_parity([], None, now=True),
         "reduce": lambda: wire.engine.reduce(torch.zeros(64 * 64), LAYERS).wait(),
-        "state_dict_of": lambda: wire.state_dict_of(3),
-        "stats": lambda: wire.stats,
         "plan_rows": wire.engine.plan_rows,
-        "sent_bytes": wire.sent_bytes,
         "begin_step": wire.engine.begin_step,
-        "detach": wire.detach,
     }
     _check(calls, {*STATES, "resync", "check_parity", "reduce"}, "detach")
 
@@ -84,17 +91,7 @@ def test_every_method_of_a_detached_sharded_wire_answers_or_raises(rank: int) ->
     sharded.train(model, 2)
     state = wire.state_dict()
     wire.detach()
-    calls: dict[str, Callable[[], Any]] = {
-        "state_dict": wire.state_dict,
-        "gather_state_dict": wire.gather_state_dict,
-        "load_state_dict": lambda: wire.load_state_dict(state),
-        "reset_stats": wire.reset_stats,
-        "state_dict_of": lambda: wire.state_dict_of(3),
-        "stats": lambda: wire.stats,
-        "sent_bytes": wire.sent_bytes,
-        "detach": wire.detach,
-    }
-    _check(calls, STATES, "detach")
+    _check(_calls(wire, state), STATES, "detach")
 
 
 @on_ranks(2)

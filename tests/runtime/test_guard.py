@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import thinwire
-from harness import on_ranks, run_ranks, run_threads
+from harness import on_ranks, run_threads
 from nets import assert_replicas_identical, batch, loss_of, make, train
 from thinwire.collectives import LoopbackTransport, ScatterReduceAllGather, World
 from thinwire.compressors import Coded, parse
@@ -21,9 +18,6 @@ from thinwire.plan.cost import codec_seconds
 from thinwire.runtime.probe import codec_passes, measure_speeds
 
 SHAPES = {"big.weight": (512, 512), "other.weight": (64, 64), "bias": (64,)}
-
-
-# --- declining -------------------------------------------------------------------------------------------------------
 
 
 def test_the_cost_model_declines_what_does_not_pay() -> None:
@@ -121,9 +115,6 @@ def test_declining_times_every_kind_of_compressor(spec: str) -> None:
     assert declined(plan, crowd).all_raw == (isinstance(plan["w"], Coded) and plan["w"].gathered)
 
 
-# --- parity and resync -----------------------------------------------------------------------------------------------
-
-
 @on_ranks(3)
 def test_a_replica_that_differs_is_named(rank: int) -> None:
     for spec, simulate in (("minmax", False), ("raw", False), ("minmax", True)):
@@ -136,25 +127,6 @@ def test_a_replica_that_differs_is_named(rank: int) -> None:
                 model.module.layers[2].weight[3, 4] += 1e-6
         with pytest.raises(RuntimeError, match=r"layers\.2\.weight of rank 1 is not that of rank 0"):
             train(model, rank, 4)
-
-
-@on_ranks(2)
-def test_resync_gives_everybody_rank_0s_parameters(rank: int) -> None:
-    model = make(rank)
-    wire = thinwire.compress(model, skip_if_slower=False, checks=thinwire.Checks(parity_every=1, resync_every=3))
-    train(model, rank, 3)
-    with torch.no_grad():
-        model.module.layers[0].weight += 1e-3 * rank
-    train(model, rank, 4)
-    model.eval()
-    with torch.no_grad():
-        if rank == 0:
-            loss_of(model.module, batch(rank, 0))
-    assert_replicas_identical(model)
-    assert (wire.stats.resyncs, wire.stats.parity_checks) == (2, 7)
-
-
-# --- simulation ------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -180,28 +152,3 @@ def test_simulation_counts_the_bytes_of_the_real_thing(rank: int) -> None:
             assert getattr(wire.stats, name) == getattr(sends.stats, name), spec
         exact, simulated = (torch.cat([p.grad.flatten() for p in _with(m)]) for m in (real, model))
         assert float((exact - simulated).norm()) < most * float(exact.norm()), spec
-
-
-# --- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-def _checkpoint(rank: int, folder: str) -> None:
-    """Two ranks save what three load."""
-    rules = {"embed.weight": "ef(randk(density=0.2))", "*": "ef(minmax(bits=2))"}
-    model = make(rank)
-    wire = thinwire.compress(model, rules, skip_if_slower=False)
-    if dist.get_world_size() == 2:
-        train(model, rank, 4)
-        dcp.save({"wire": wire.state_dict()}, checkpoint_id=folder)
-        return
-    state = {"wire": wire.state_dict_of(2)}
-    dcp.load(state, checkpoint_id=folder)
-    wire.load_state_dict(state["wire"])
-    train(model, rank, 2, first=4)
-    assert_replicas_identical(model)
-    assert wire.stats.steps == 2
-
-
-def test_distributed_checkpoint_goes_on_in_another_world(tmp_path: Path) -> None:
-    for num_ranks in (2, 3):
-        run_ranks(_checkpoint, num_ranks, str(tmp_path))

@@ -50,22 +50,6 @@ def test_what_is_sent_in_the_long_run_is_what_was_given() -> None:
     assert packed < 1.1 * full < 0.3 * none
 
 
-def test_residuals_take_a_quarter_of_the_memory_if_all_layers_of_a_bucket_pack_them() -> None:
-    def run(transport: Transport, rules: object) -> int:
-        wire = _wire(transport, rules)
-        _reduce(wire, 0)
-        held = wire.stats.slot_bytes
-        wire.detach()
-        return held
-
-    packed, full, mixed = (
-        run_threads(lambda transport, rules=rules: run(transport, rules), 2)[0]
-        for rules in (PACKED, "ef(topk(density=0.02))", {"a.weight": PACKED, "*": "ef(onebit)"})
-    )
-    assert full == mixed == 8 * NUMEL
-    assert packed <= 0.27 * full
-
-
 @on_ranks(2)
 def test_sharded_models_keep_them_in_8_bits_too(rank: int) -> None:
     full = sharded.compress(sharded.build(), "raw", "ef(minmax(bits=2, bucket=128))")

@@ -33,20 +33,6 @@ def test_the_first_pass_is_one_buffer_in_registered_order_and_later_ones_walk_ba
         assert found(walk, size("embed")) == ["embed"]
 
 
-def test_one_bucket_after_the_rebuild_is_backwards_and_a_static_graph_rebuilds_a_pass_later() -> None:
-    for whole_passes in (1, 2):
-        walk = Walk(LAYERS, whole_passes=whole_passes)
-        assert [found(walk, size(*ALL)) for _ in range(whole_passes + 1)] == [ALL] * whole_passes + [ALL[::-1]]
-
-
-def test_buckets_that_are_never_rebuilt_keep_the_registered_order_inside() -> None:
-    walk = Walk(LAYERS, rebuilds=False)
-    for _ in range(2):
-        assert found(walk, size("b", "b.bias", "norm")) == ["b", "b.bias", "norm"]
-        assert found(walk, size("a", "a.bias")) == ["a", "a.bias"]
-        assert found(walk, size("embed")) == ["embed"]
-
-
 def test_other_sizes_are_not_found_and_leave_the_cursor_where_it_is() -> None:
     walk = Walk(LAYERS)
     assert found(walk, size("norm", "b.bias")) == ["norm", "b.bias"]
@@ -60,17 +46,6 @@ def test_a_pass_that_broke_off_is_followed_by_one_from_the_start() -> None:
     assert found(walk, size("norm", "b.bias", "b")) == ["norm", "b.bias", "b"]
     assert found(walk, size("norm", "b.bias", "b")) == ["norm", "b.bias", "b"]
     assert found(walk, size("a.bias", "a")) == ["a.bias", "a"]
-
-
-def test_the_true_order_is_asked_for_until_it_is_known() -> None:
-    answers = [None, None, ["b", "b.bias", "norm", "embed", "a.bias", "a"]]
-    walk = Walk(LAYERS, bucket_order=lambda: answers.pop(0))
-    assert found(walk, size(*ALL)) == ALL
-    assert found(walk, size(*ALL)) == ALL[::-1]
-    for _ in range(2):
-        assert found(walk, size("b", "b.bias", "norm", "embed")) == ["b", "b.bias", "norm", "embed"]
-        assert found(walk, size("a.bias", "a")) == ["a.bias", "a"]
-    assert not answers
 
 
 def test_layers_without_elements_are_no_hindrance() -> None:

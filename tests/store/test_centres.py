@@ -68,8 +68,6 @@ def test_names_shapes_and_states_are_checked() -> None:
         CentreTable(4, 2).load_state_dict(state)
 
 
-# --- as a stage's store
-
 FORM = RecordFormat((Part(5, 4, True), Part(1, 3, False)))
 
 

@@ -57,29 +57,6 @@ def test_a_visit_finds_what_its_crop_shares_with_those_before_and_zero_elsewhere
     assert store.num_bytes == store.inner.form.record_bytes == 4 * (3 * 144 + 3 * 36 + 4)
 
 
-def test_sides_that_are_given_the_same_keep_the_same_and_states_bring_it_back() -> None:
-    form = RecordFormat((Part(3, 64, True),))
-    stores = [opened(form) for _ in range(3)]
-    for step in range(4):
-        corners = torch.randint(5, (2, 2), generator=torch.Generator().manual_seed(step)).tolist()
-        at = rows(*(tuple(corner) for corner in corners))
-        values = torch.randn(2 * 192, generator=torch.Generator().manual_seed(step))
-        for store in stores[:2]:
-            assert store.admit(at.samples) == frozenset()
-            store.save(form.encode(values.clone(), at), at, step)
-    assert stores[0].digest() == stores[1].digest()
-    stores[2].load_state_dict(stores[0].state_dict())
-    assert stores[2].digest() == stores[0].digest()
-    assert torch.equal(stores[2].load(at), values)
-    views = [[store.view(sample, compare=True) for sample in (0, 1, 2)] for store in (stores[0], stores[2])]
-    assert views[0] == views[1]
-    assert views[0][2] is None
-    stores[2].reset([1])
-    assert len(stores[2]) == 1
-    stores[2].clear()
-    assert not len(stores[2])
-
-
 def test_what_is_no_square_image_or_corner_is_refused() -> None:
     for part in (Part(3, 63, True), Part(1, 64, False), Part(3, 81, True)):
         with pytest.raises(ValueError, match="not one of square images of 8 pixels"):

@@ -14,8 +14,6 @@ import pytest
 import torch
 from test_store import FORM, save, values_of
 
-from thinwire import kernels
-from thinwire.kernels import checksum
 from thinwire.store import Background, Disk, DiskStore, Part, RecordFormat, Rows, StoreError, manifest as manifests
 
 ROWS = Rows.uniform(range(8), 5)
@@ -63,30 +61,6 @@ def test_a_record_that_was_read_ahead_is_checked_again_at_the_visit_after(tmp_pa
     store.prefetch([2])
     store.flush()
     assert store.verify([2]) == [2], "reading ahead finds it, too"
-    store.close()
-
-
-def test_a_record_saved_while_the_old_one_is_read_ahead_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = filled(tmp_path)
-    reading, saved = threading.Event(), threading.Event()
-
-    def slow_in_background(record: torch.Tensor) -> int:
-        result = checksum(record)
-        if threading.current_thread() is not threading.main_thread():
-            reading.set()
-            assert saved.wait(10.0)
-        return result
-
-    monkeypatch.setattr(kernels, "checksum", slow_in_background)
-    store.prefetch([3])
-    assert reading.wait(10.0)
-    save(store, Rows.uniform([3], 5), values_of(Rows.uniform([3], 5), FORM, 1), 1)
-    saved.set()
-    store.flush()
-    assert store.verify([3]) == []
-    assert store.counts.corrupt == 0
     store.close()
 
 

@@ -78,22 +78,6 @@ def test_what_is_kept_is_what_was_saved_up_to_precision(tmp_path_factory, kind: 
     store.close()
 
 
-def test_both_sides_of_a_boundary_keep_the_same_bytes_and_others_do_not(tmp_path: Path) -> None:
-    rows = Rows((1, 2), (5, 5), 5)
-    digests = []
-    for precision, seed in ((4, 0), (4, 0), (5, 0), (4, 1)):
-        store = MemoryStore(RecordFormat(FORM.parts, precision))
-        save(store, rows, values_of(rows, FORM, seed), 3)
-        digests.append(store.digest())
-    assert digests[0] == digests[1]
-    assert len(set(digests)) == 3
-    on_disk = DiskStore(tmp_path, RecordFormat(FORM.parts, 4), 5, run=1)
-    save(on_disk, rows, values_of(rows, FORM), 3)
-    assert on_disk.digest() == digests[0]
-    on_disk.flush()
-    assert on_disk.digest() == digests[0]
-
-
 def test_a_sample_seen_at_another_length_keeps_what_it_had_and_starts_elsewhere_at_zero() -> None:
     store = MemoryStore(FORM)
     short = Rows((1,), (2,), 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import socket
 import threading
 import time
@@ -105,11 +104,11 @@ def works(address: Any) -> None:
 
 
 class Recorder:
-    """Stands between workers and an aggregator, keeps every byte, and may delay them."""
+    """Stands between workers and an aggregator, and keeps every byte."""
 
-    def __init__(self, address: str, delay_s: float = 0.0) -> None:
+    def __init__(self, address: str) -> None:
         host, port, _ = parse_address(address)
-        self._target, self._delay_s = (host, port), delay_s
+        self._target = (host, port)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.up: list[bytearray] = []
@@ -138,26 +137,12 @@ class Recorder:
             self.down.append(bytearray())
             for source, target, record in ((worker, onward, self.up[-1]), (onward, worker, self.down[-1])):
                 source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                line: queue.Queue[tuple[float, bytes]] = queue.Queue()
-                threading.Thread(target=self._read, args=(source, line, record), daemon=True).start()
-                threading.Thread(target=self._write, args=(target, line), daemon=True).start()
+                threading.Thread(target=self._pass_on, args=(source, target, record), daemon=True).start()
 
-    def _read(self, source: socket.socket, line: queue.Queue[tuple[float, bytes]], record: bytearray) -> None:
-        data = b"-"
-        while data:
-            try:
-                data = source.recv(1 << 16)
-            except OSError:
-                data = b""
-            record += data
-            line.put((time.monotonic() + self._delay_s, data))
-
-    def _write(self, target: socket.socket, line: queue.Queue[tuple[float, bytes]]) -> None:
-        while True:
-            at, data = line.get()
-            time.sleep(max(0.0, at - time.monotonic()))
-            with contextlib.suppress(OSError):
-                if not data:
-                    target.shutdown(socket.SHUT_WR)
-                    return
+    def _pass_on(self, source: socket.socket, target: socket.socket, record: bytearray) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                record += data
                 target.sendall(data)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)

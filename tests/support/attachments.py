@@ -200,7 +200,10 @@ class Grouped(Replicated):
     """Unmodified DDP over the process group ``thinwire``, which has no state and is not detached."""
 
     backend = "cpu:thinwire"
-    without = ("resumed", "another_world", "detached", "wrong_state", "bytes_foreseen", "memory_told")
+    without = (
+        *("resumed", "another_world", "detached", "wrong_state", "bytes_foreseen", "memory_told"),
+        "independent_of_defaults",  # its draws are new in each training
+    )
     keeps_nothing_of_nan = False  # it keeps nothing
 
     def attach(self) -> None:
@@ -251,6 +254,35 @@ class Sharded(Training):
 
     def foreseen_bytes(self) -> float:
         return self.wire.sent_bytes("weights") + self.wire.sent_bytes()
+
+
+class Changes(Sharded):
+    """What is sent of weights is how they differ from what has arrived before."""
+
+    weights_spec = "delta(minmax(bits=4, bucket=64))"
+    keeps_nothing_of_nan = False  # weights arrive in a step whose gradients are not finite, too
+
+
+class AdaptiveShards(Sharded):
+    """A policy for weights and gradients together, that has changed the plan before the laws look."""
+
+    def attach(self) -> None:
+        policy = thinwire.policies.KMeans(every=2, window=1, lag=1)
+        self.wire = sharded.compress(self.model, self.weights_spec, "ef(minmax(bits=4, bucket=64))", adapt=policy)
+
+
+class PreconditionedShards(Sharded):
+    """CompressedAdamW, whose ranks keep the moments of their shards."""
+
+    becomes_stock = False  # ranks average their moments
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.optimizer = CompressedAdamW(self.model.parameters(), lr=1e-3)
+
+    def attach(self) -> None:
+        gradients = "minmax(bits=2, bucket=64)"
+        self.wire = sharded.compress(self.model, self.weights_spec, gradients, optimizer=self.optimizer)
 
 
 @functools.cache
@@ -323,7 +355,7 @@ class Local(Training):
 class Stage(Training):
     """A pipeline of two stages: the change of each sample's activation forward, gradients backward."""
 
-    without = ("another_world", "detached", "wrong_state", "bytes_foreseen", "memory_told")
+    without = ("another_world", "detached", "wrong_state", "bytes_foreseen", "memory_told", "independent_of_defaults")
     share = 0.95  # a sample's first activation is not compressed
     keeps_nothing_of_nan = False  # of the samples that had it nothing is kept any more
 
@@ -383,6 +415,9 @@ ATTACHMENTS: dict[str, type[Training]] = {
     "Muon": Orthogonal,
     "process group": Grouped,
     "FSDP2": Sharded,
+    "FSDP2, changes of weights": Changes,
+    "FSDP2, a policy": AdaptiveShards,
+    "CompressedAdamW on FSDP2": PreconditionedShards,
     "replicas of FSDP2": Replicas,
     "DiLoCo": Local,
     "pipeline": Stage,

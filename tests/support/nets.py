@@ -49,7 +49,8 @@ def make(rank: int, *, unused: bool = False, dtype=torch.float32, bucket_cap_mb:
 
 
 def batch(rank: int, step: int) -> torch.Tensor:
-    return torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(1000 * step + rank))
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(0, 64, (4, 16), generator=generator, device="cpu")
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,10 @@
-"""What ranks have, and whether all have the same."""
+"""What ranks have, whether all have the same, and what they leave behind."""
 
 from __future__ import annotations
 
+import gc
+import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,3 +34,14 @@ def assert_alike(*values: Any) -> None:
     """All ranks have the same."""
     for rank, theirs in enumerate(of_ranks(values)):
         assert alike(values, theirs), f"rank {rank} has something else"
+
+
+def settled(wanted: tuple[int, int] | None) -> tuple[int, int]:
+    """Threads and open files, once threads that were told to end have ended."""
+    end = time.monotonic() + (0.5 if wanted is None else 20.0)
+    while True:
+        gc.collect()
+        counts = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+        if time.monotonic() > end or (wanted and all(a <= b for a, b in zip(counts, wanted, strict=True))):
+            return counts
+        time.sleep(0.05)

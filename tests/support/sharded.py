@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -79,7 +77,7 @@ def build(mesh: DeviceMesh | None = None, *, seed: int = 0, net: Callable[[], nn
 
 def batch(step: int, rank: int, size: int = 8) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    x = torch.randn(size, 7, generator=generator)
+    x = torch.randn(size, 7, generator=generator, dtype=torch.float32, device="cpu")
     return x, torch.sin(3 * x)
 
 
@@ -125,26 +123,6 @@ def compress(model: nn.Module, weights: str = "raw", gradients: str = "raw", **o
     return thinwire.compress(
         model, weights=weights, gradients=gradients, **{"skip_if_slower": False, "min_numel": 64} | options
     )
-
-
-def train_and_resume(
-    fresh: Callable[[], tuple[Any, torch.optim.Optimizer, thinwire.Wire]], folder: str
-) -> tuple[list[float], list[float], thinwire.Wire]:
-    """Losses of the steps after a checkpoint, by the run that wrote it and by a new one that loaded it; its Wire."""
-    model, optimizer, wire = fresh()
-    train(model, 4, optimizer=optimizer)
-    weights, of_optimizer = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": of_optimizer, "wire": wire.state_dict()}, checkpoint_id=folder)
-    going_on = train(model, 4, first=4, optimizer=optimizer)
-
-    model, optimizer, wire = fresh()
-    train(model, 1, first=20, optimizer=optimizer)  # from somewhere else
-    weights, of_optimizer = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": of_optimizer, "wire": wire.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    wire.load_state_dict(state["wire"])
-    return going_on, train(model, 4, first=4, optimizer=optimizer), wire
 
 
 def same(values: Sequence[Any]) -> bool:
