@@ -67,9 +67,6 @@ def load(rank: int, name: str, file: str | io.BytesIO) -> Training:
     return training
 
 
-# --- laws: each is called on every rank -------------------------------------------------------------------------------
-
-
 def alike(rank: int, name: str) -> None:
     training = begin(rank, name)
     assert_alike(training)
@@ -197,9 +194,6 @@ def keeps_all_laws(rank: int, name: str) -> None:
 @pytest.mark.parametrize("name", ATTACHMENTS)
 def test_laws(name: str) -> None:
     run_ranks(keeps_all_laws, ATTACHMENTS[name].worlds[0], name, backend=ATTACHMENTS[name].backend)
-
-
-# --- another number of ranks ------------------------------------------------------------------------------------------
 
 
 def saved(rank: int, name: str, path: str) -> None:

@@ -95,8 +95,6 @@ def test_a_task_whose_control_does_not_fail_says_nothing() -> None:
     assert "control" in if_seen(False, Judgement(False)).why
 
 
-# --- what runs differ by
-
 _TWICE = {
     "aqsgd": (
         "table 2/throughput",
@@ -133,8 +131,6 @@ def test_what_runs_differ_by_is_that_of_the_runs_recorded_more_than_once() -> No
     assert pooled == pytest.approx(RUN_SCATTER, abs=0.001)
     assert freedom == 72
 
-
-# --- time to a loss
 
 _BASE = Course([2, 4, 6], [[4.0, 3.0, 2.0], [4.0, 3.0, 2.2]], [(6, "slow")])
 _OURS = Course([2, 4, 6], [[4.0, 3.0, 2.5], [4.0, 3.0, 2.2]], [(2, "slow"), (4, "fast")])

@@ -128,9 +128,6 @@ def test_samples_and_shapes_are_checked() -> None:
         sums(visit, 2, f"delta({BITS_4})")
 
 
-# --- layers
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
