@@ -20,12 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from harness import run_ranks
+from pipelines import BATCH, Pipe, samples
 from sharded import build, compress
+from thinwire.local import DiLoCo
 
 NATIVE = "thinwire.kernels._native"
 CODES = ("encode", "decode", "reduce")
 ROOT = Path(thinwire.__file__).parent
-DIVE = Path(__file__).parents[1] / "docs" / "how-it-works.md"
+PAGE = Path(__file__).parents[1] / "docs" / "how-it-works.md"
 
 
 class Calls:
@@ -90,7 +92,7 @@ def _bucket(rank: int) -> Calls:
     return calls.during(loss.backward)
 
 
-def _gather(rank: int, size: int) -> Calls:
+def _gather(rank: int) -> Calls:
     calls = Calls()
     model = build()
     compress(model, "minmax(bits=4, bucket=64)")
@@ -100,34 +102,48 @@ def _gather(rank: int, size: int) -> Calls:
         return calls.during(lambda: model(torch.randn(4, 7)))
 
 
-BUCKET = {"integrations/ddp.py", "runtime/bucket_engine.py"}
-GATHER = {"integrations/fsdp.py", "runtime/sharded_engine.py"}
-BELOW = {
-    "threads.py",
-    "runtime/executor.py",
-    "runtime/channel.py",
-    "collectives/reduction.py",
-    "collectives/stages.py",
-    "compressors/_core/bucketed.py",
-    "kernels/ops.py",
+def _activation(rank: int) -> Calls:
+    calls = Calls()
+    x, y = samples()
+    pipe = Pipe(rank, 2, forward="delta(maxabs(bits=4))", backward="maxabs(bits=8)")
+    pipe.epoch(0, x, y)
+    return calls.during(lambda: pipe.step(x[:BATCH], y[:BATCH], range(BATCH)))
+
+
+def _outer_step(rank: int) -> Calls:
+    calls = Calls()
+    model = nn.Linear(256, 256, bias=False)
+    local = DiLoCo(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), every=1, compressor="minmax(bits=4)", feedback=False
+    )
+    local.step()
+    return calls.during(local.step)
+
+
+CODED = {"threads.py", "compressors/_core/bucketed.py", "kernels/ops.py"}
+CHANNEL = {"runtime/channel.py", "runtime/executor.py"} | CODED
+"""What all that goes through a channel has in common."""
+REDUCTION = {"collectives/reduction.py", "collectives/stages.py"} | CHANNEL
+OUTER = {"local/diloco.py", "runtime/bucket_engine.py", "collectives/allgather.py"}  # two workers gather
+STAGE = {f"pipeline/{name}.py" for name in ("arrivals", "boundary", "message", "pipeline")}
+PATHS = {
+    "bucket": (_bucket, {"integrations/ddp.py", "runtime/bucket_engine.py"} | REDUCTION, CODES, 36),
+    "gather": (_gather, {"integrations/fsdp.py", "runtime/sharded_engine.py"} | REDUCTION, ("encode", "decode"), 38),
+    "activation": (_activation, STAGE | CODED, ("encode", "decode"), 36),
+    "outer step": (_outer_step, OUTER | CHANNEL, ("encode",), 35),
 }
-"""What both paths have in common."""
+"""By path: what runs it, the files on the stack, the kernels, and the most files that it touches."""
 
 
-@pytest.mark.parametrize(
-    ("run", "arguments", "client", "kernels", "most"),
-    [(_bucket, (), BUCKET, {"encode", "reduce", "decode"}, 36), (_gather, (2,), GATHER, {"encode", "decode"}, 40)],
-    ids=["bucket", "gather"],
-)
-def test_a_message_goes_through_at_most_ten_files(
-    run: Callable[..., Calls], arguments: tuple[int, ...], client: set[str], kernels: set[str], most: int
-) -> None:
-    page = DIVE.read_text()
-    for calls in run_ranks(run, 2, *arguments):
-        assert calls.kernels == kernels
-        assert set(calls.stacks) == client | BELOW
-        assert len(calls.stacks) <= 10
+@pytest.mark.parametrize("name", PATHS)
+def test_a_message_goes_through_at_most_nine_files(name: str) -> None:
+    run, stacks, kernels, most = PATHS[name]
+    page = PAGE.read_text()
+    for calls in run_ranks(run, 2):
+        assert calls.kernels == set(kernels)
+        assert set(calls.stacks) == stacks
+        assert len(calls.stacks) <= 9
         assert set(calls.stacks) <= set(calls.touched)
         assert len(calls.touched) <= most, calls.touched
         for file in calls.stacks:
-            assert f"`{file}`" in page, f"{DIVE.name} does not mention {file}"
+            assert f"`{file}`" in page, f"{PAGE.name} does not mention {file}"

@@ -95,12 +95,9 @@ def test_a_task_whose_control_does_not_fail_says_nothing() -> None:
     assert "control" in if_seen(False, Judgement(False)).why
 
 
+_AQSGD = ("timed-again/aqsgd-1", "timed-again/aqsgd-2", "timed-again/aqsgd-3", "repro-aqsgd-wire")
 _TWICE = {
-    "aqsgd": (
-        "table 2/throughput",
-        ("timed-again/aqsgd-1", "timed-again/aqsgd-2", "timed-again/aqsgd-3", "repro-aqsgd-wire"),
-        (0, -1),
-    ),
+    "aqsgd": ("table 2/throughput", _AQSGD, (0, -1)),
     "fullstack": ("figure 5/throughput", ("repro-fullstack", "timed-again/fullstack"), (0, -1)),
     "qsdp": ("figure 5.3/step_s", ("repro-qsdp", "repro-qsdp-links"), (0, 1, 2, 3)),
 }
