@@ -204,7 +204,7 @@ def test_an_exchange_that_breaks_changes_nothing() -> None:
         after = w.local.state_dict()
         for key in [key for key in shared if key.startswith(("anchor", "momentum"))] + ["rounds", "exchange"]:
             assert torch.equal(after[key], shared[key]), f"{w.name}: {key} is half applied"
-        w.local.members.wire.discard_step()
+        w.local.members.wire.engine.discard_step()
         engine = w.local.members.wire.engine
         for key, value in own.items():
             if key.startswith("rank") and key.endswith(".weight"):
