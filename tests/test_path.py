@@ -122,7 +122,6 @@ def _outer_step(rank: int) -> Calls:
 
 CODED = {"threads.py", "compressors/_core/bucketed.py", "kernels/ops.py"}
 CHANNEL = {"runtime/channel.py", "runtime/executor.py"} | CODED
-"""What all that goes through a channel has in common."""
 REDUCTION = {"collectives/reduction.py", "collectives/stages.py"} | CHANNEL
 OUTER = {"local/diloco.py", "runtime/bucket_engine.py", "collectives/allgather.py"}  # two workers gather
 STAGE = {f"pipeline/{name}.py" for name in ("arrivals", "boundary", "message", "pipeline")}

@@ -29,6 +29,10 @@ MIXED = layers_of(
 )
 
 
+def gradient(rank: int, numel: int, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(100 + rank)).to(dtype)
+
+
 @settings(max_examples=30)
 @given(
     sizes=st.lists(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +111,9 @@ def test_replayed_steps_hand_out_what_they_are_given() -> None:
     clock.start()
     for _ in range(2):
         gradients = {name: torch.randn(p.shape, generator=generator) for name, p in before.items()}
-        started = time.perf_counter()
         optimizer.zero_grad(set_to_none=True)
         task.loss(model, gradients).backward()
         optimizer.step()
-        assert time.perf_counter() - started >= 0.5 * compute.step_s
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
             assert torch.equal(parameter.grad, gradients[name]), name

@@ -101,7 +101,6 @@ _TWICE = {
     "fullstack": ("figure 5/throughput", ("repro-fullstack", "timed-again/fullstack"), (0, -1)),
     "qsdp": ("figure 5.3/step_s", ("repro-qsdp", "repro-qsdp-links"), (0, 1, 2, 3)),
 }
-"""By paper: the row that several files hold, the files, and which of its links."""
 
 
 def test_what_runs_differ_by_is_that_of_the_runs_recorded_more_than_once() -> None:
