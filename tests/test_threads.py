@@ -25,6 +25,17 @@ import time
 import torch
 import torch.distributed as dist
 from thinwire.runtime import Follower, ThreadExecutor
+from thinwire.runtime.executor import Job
+
+class Sleep(Job):
+    def __init__(self, seconds, held=None):
+        self.seconds, self.held = seconds, held
+
+    def start(self): ...
+
+    def finish(self):
+        time.sleep(self.seconds)
+        return torch.ones(1)
 
 class Slow:
     def __del__(self):
@@ -38,13 +49,8 @@ work = dist.all_reduce(torch.ones(4), async_op=True)
 follower.follow(work, lambda: None).then(lambda future, slow=Slow(): future.value()).wait()
 """
 _WORKER = """
-def job():
-    time.sleep(0.1)
-    return torch.ones(1)
-    yield
-
 worker = ThreadExecutor("test")
-worker.submit(job()).then(lambda future, slow=Slow(): future.value()).wait()
+worker.submit(Sleep(0.1)).then(lambda future, slow=Slow(): future.value()).wait()
 """
 _STORE = """
 from thinwire.store.background import Background
@@ -60,21 +66,12 @@ class Held:
         # As a handle that is dropped by its own thread: what is left to close is closed in a thread of its own.
         threads.start(lambda: (time.sleep(0.3), print("closed", flush=True)), name="release", end=lambda: None)
 
-def job(held):
-    time.sleep(0.1)
-    return torch.ones(1)
-    yield
-
 worker = ThreadExecutor("test")
-worker.submit(job(Held()))
+worker.submit(Sleep(0.1, Held()))
 """
 _WAITS_FOR_EVER = """
-def job():
-    time.sleep(100)
-    yield
-
 worker = ThreadExecutor("test")
-worker.submit(job())
+worker.submit(Sleep(100))
 """
 
 

@@ -128,20 +128,6 @@ def test_bench_step_over_loopback(tmp_path: Path) -> None:
     assert found["share_of_ceiling/thinwire"] > 0.2
 
 
-def test_bench_blob_over_loopback(tmp_path: Path) -> None:
-    path = tmp_path / "blob.json"
-    options = ["--rates", "none", "--batch", "1", "--rounds", "1", "--steps", "1", "--json", str(path)]
-    assert experiments_main(["bench", "blob", *options]) == 0
-    found = figures(path)
-    sent = {name: found[f"payload_bytes_per_step/{name}/loopback"] for name in ("fp32", "uniform", "registered")}
-    assert sent["uniform"] < sent["registered"] < 1.05 * sent["uniform"] < sent["fp32"] / 6.5
-    error = {name: found[f"relative_error/{name}/loopback"] for name in ("fp32", "uniform", "registered", "layerwise")}
-    assert error["fp32"] == 0
-    assert error["registered"] == pytest.approx(error["layerwise"], rel=0.1)
-    assert error["registered"] < error["uniform"]
-    assert found["relative_error_of_biases_and_norms/registered/loopback"] < 1e-6
-
-
 @pytest.mark.skipif(not (ROOT / "tools" / "readme.py").exists(), reason="not in a source tree")
 def test_the_figures_of_the_readme_are_those_of_the_json_files() -> None:
     command = [sys.executable, str(ROOT / "tools" / "readme.py"), "--check"]
