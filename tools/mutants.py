@@ -12,6 +12,7 @@ import argparse
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 from rich.console import Console
@@ -19,6 +20,12 @@ from rich.console import Console
 from thinwire_tools.results import Results
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@cache
+def passes(test: str) -> bool:
+    """Whether the test passes without a fault."""
+    return outcome(test) == 0
 
 
 def outcome(test: str) -> int:
@@ -33,7 +40,7 @@ def is_found(mutant: dict[str, str]) -> bool:
     source = path.read_text()
     if source.count(mutant["old"]) != 1:
         sys.exit(f"{mutant['file']} has {mutant['old']!r} {source.count(mutant['old'])} times, not once")
-    if outcome(mutant["test"]) != 0:
+    if not passes(mutant["test"]):
         return False
     try:
         path.write_text(source.replace(mutant["old"], mutant["new"]))
