@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from statistics import median
 
 import pytest
 import torch
@@ -42,10 +43,10 @@ def test_links_are_the_same_on_every_rank() -> None:
 def test_a_long_link_is_as_fast_as_it_is() -> None:
     """What TCP sends in the first round trips says little of the rate."""
     with lab.Network(2, rate="50mbit", rtt="20ms") as network:
-        (pair,) = run_ranks("link_probe", {}, 2, network)
-    # Of what the first round trips carry alone, a tenth of the rate would follow; other work may slow all of it.
-    assert 0.3 < pair["bandwidth"] / (50e6 / 8) < 1.1
-    assert 0.009 < pair["latency_s"] < 0.2
+        found = [pair for _ in range(3) for pair in run_ranks("link_probe", {}, 2, network)]
+    # Of what the first round trips carry alone, a tenth of the rate would follow; other work may slow one probe.
+    assert 0.3 < median(pair["bandwidth"] for pair in found) / (50e6 / 8) < 1.1
+    assert 0.009 < median(pair["latency_s"] for pair in found) < 0.2
 
 
 @pytest.mark.parametrize(
