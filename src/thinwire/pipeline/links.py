@@ -29,7 +29,7 @@ class LinkChoices:
     step: int | None = None
     """The training step before which they were made."""
     rows: dict[int, dict[Direction, int]] = field(default_factory=dict)
-    """By boundary and direction, an index into the lists of `thinwire.policies.ByLink`."""
+    """Index into the lists of `thinwire.policies.ByLink`, by boundary and direction."""
 
     def due(self, step: int, timed: int, *, after: int, every: int | None) -> bool:
         """Whether to choose before training step ``step``, in a process that has timed ``timed`` steps."""

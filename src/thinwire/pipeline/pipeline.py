@@ -37,7 +37,7 @@ _FAILURE_TIMEOUT = timedelta(seconds=2)
 """How long a stage that fails waits until its neighbours have received that: its own error must not come late."""
 
 _forming: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[Pipeline]] = weakref.WeakKeyDictionary()
-"""By process group, the pipeline that was made last: other stages of this rank may join it in its first step."""
+"""The pipeline that was made last, by process group: other stages of this rank may join it in its first step."""
 
 
 class Pipeline:
@@ -76,7 +76,7 @@ class Pipeline:
         self._present: dict[int, StageCompression] = {}
         """The stages that are about to begin a step; none are kept alive afterwards."""
         self._sides: list[BoundarySide] = []
-        """Those of the step under way."""
+        """The sides of the step under way."""
         self._stage_ranks: Mapping[int, int] = {}
         """The rank, in the pipeline's group, that has each stage."""
         self._num_chunks = 0
@@ -84,9 +84,9 @@ class Pipeline:
         self._arrivals: dict[tuple[int, Direction], Arrivals] = {}
         """The receives of this step, by boundary and direction."""
         self._sends: dict[tuple[int, int], Future[None]] = {}
-        """By boundary and micro-batch, the messages of this step that were handed over to be sent."""
+        """The messages of this step that were handed over to be sent, by boundary and micro-batch."""
         self._leaving: list[Pending] = []
-        """Those of them that are on their way."""
+        """The messages of this step that are on their way."""
         self._abandoned: list[object] = []
 
     @staticmethod
@@ -213,7 +213,7 @@ class Pipeline:
 
     @property
     def _jobs(self) -> list[Future[None]]:
-        """What this step has handed over to the thread beside."""
+        """The jobs that this step has handed over to the thread beside."""
         return [*self._sends.values(), *(save for side in self._sides for save in side.saves)]
 
     def failure(self) -> BaseException | None:

@@ -527,8 +527,6 @@ class BucketEngine(Engine):
     def whole_world(self) -> Transport:
         return self.transport
 
-    # In the executor.
-
     def record(self, step: int) -> dict[str, str]:
         """What all ranks must have in common, in the order in which a difference is best reported."""
         record = {
