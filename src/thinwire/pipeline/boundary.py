@@ -26,7 +26,7 @@ _AHEAD = 2
 
 
 class _Change(NamedTuple):
-    """What a message of changes was made of."""
+    """The facts of which a message of changes was made."""
 
     layout: MessageLayout
     message: Tensor

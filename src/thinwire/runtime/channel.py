@@ -83,7 +83,7 @@ class _Run(Job):
             number = self._count if exchange.number is None else exchange.number
             clock = ProfilerRanges() if isinstance(channel.transport, DeviceTransport) else channel.stats
             call = CollectiveCall(channel.seed, number, exchange.scale, state, clock, exchange.draw)
-            for collective in self._route.collectives(self._x, channel.transport, call, exchange.out, exchange.kept):
+            for collective in self._route.collectives(self._x, channel.transport, call, exchange):
                 self._collectives.append(stack.enter_context(closing(collective)))
                 next(collective)
             if exchange.failed is not None:

@@ -31,7 +31,7 @@ from thinwire.collectives import (
     summed_all_reduce,
 )
 from thinwire.compressors import Clipping, Coded, Count, Saturating, Segments, State, find_mixin
-from thinwire.runtime.exchange import Kind
+from thinwire.runtime.exchange import Exchange, Kind
 
 
 @dataclass
@@ -48,12 +48,7 @@ class Route:
         return 0
 
     def collectives(
-        self,
-        x: Tensor,
-        transport: Transport,
-        call: CollectiveCall,
-        out: Tensor | None = None,
-        kept: dict[int, Tensor] | None = None,
+        self, x: Tensor, transport: Transport, call: CollectiveCall, exchange: Exchange
     ) -> list[Generator[None]]:
         """The collectives of this buffer; each yields once, when its first messages are on their way."""
         raise NotImplementedError("a simulated buffer is not sent")
@@ -105,21 +100,16 @@ class HostRoute(Route):
         return held + sum(buffer.numel() * buffer.element_size() for buffer in self._sums)
 
     def collectives(
-        self,
-        x: Tensor,
-        transport: Transport,
-        call: CollectiveCall,
-        out: Tensor | None = None,
-        kept: dict[int, Tensor] | None = None,
+        self, x: Tensor, transport: Transport, call: CollectiveCall, exchange: Exchange
     ) -> list[Generator[None]]:
         started = []
         if self._kind == "all_gather":
             if self._reduction is not None:
-                started.append(all_gather(x, self.layout, transport, self._reduction, call, kept=kept))
+                started.append(all_gather(x, self.layout, transport, self._reduction, call, kept=exchange.kept))
             return started
         if self._kind == "reduce_scatter":
             if self._reduction is not None:
-                started.append(reduce_scatter(x, self.layout, transport, self._reduction, call, out=out))
+                started.append(reduce_scatter(x, self.layout, transport, self._reduction, call, out=exchange.out))
             return started
         if self._reduction is not None:
             started.append(all_reduce(x, self.layout, transport, self._reduction, call))
@@ -158,14 +148,9 @@ class DeviceRoute(Route):
         return (self._buffers if isinstance(self._buffers, DeviceBuffers) else self._buffers.messages).num_bytes
 
     def collectives(
-        self,
-        x: Tensor,
-        transport: Transport,
-        call: CollectiveCall,
-        out: Tensor | None = None,
-        kept: dict[int, Tensor] | None = None,
+        self, x: Tensor, transport: Transport, call: CollectiveCall, exchange: Exchange
     ) -> list[Generator[None]]:
-        return [self._enqueue(x, transport, call, out)]
+        return [self._enqueue(x, transport, call, exchange.out)]
 
     def _enqueue(self, x: Tensor, transport: Transport, call: CollectiveCall, out: Tensor | None) -> Generator[None]:
         assert isinstance(transport, DeviceTransport)
