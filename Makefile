@@ -34,7 +34,7 @@ format: .venv/ready
 	$(BIN)/ruff check --fix src experiments tests tools examples
 	$(BIN)/ruff format src experiments tests tools examples
 
-# The native core under the address and undefined-behaviour sanitizers.
+# The native core under the address and undefined-behavior sanitizers.
 sanitize: .venv/ready
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash native/sanitize.sh
 

@@ -1,4 +1,4 @@
-"""A pipeline whose samples come once: changes are taken from cluster centres, in 3 bits and a byte for each position.
+"""A pipeline whose samples come once: changes are taken from cluster centers, in 3 bits and a byte for each position.
 
 torchrun --nproc-per-node 2 examples/pipeline_stream.py
 """
@@ -19,8 +19,8 @@ def main() -> None:
     torch.manual_seed(rank)
     block = nn.Sequential(nn.Linear(WIDTH, 128), nn.GELU(), nn.Linear(128, WIDTH))
     stage = PipelineStage(block, rank, num_stages, torch.device("cpu"))
-    centres = thinwire.store.Centres(num=64)
-    stage = thinwire.compress(stage, forward="delta(maxabs(bits=3))", backward="maxabs(bits=6)", store=centres)
+    centers = thinwire.store.Centers(num=64)
+    stage = thinwire.compress(stage, forward="delta(maxabs(bits=3))", backward="maxabs(bits=6)", store=centers)
     schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
     optimizer = torch.optim.AdamW(block.parameters(), lr=3e-3)
 
@@ -38,8 +38,8 @@ def main() -> None:
         optimizer.step()
         if stage.is_last and (step + 1) % 20 == 0:
             print(f"step {step + 1}: loss {torch.stack(losses[-4:]).mean().item():.4f}", flush=True)
-    expected = thinwire.store.centre_bytes(64, (LENGTH, WIDTH))
-    print(f"rank {rank}: {stage.stats}; {expected} bytes of centres", flush=True)
+    expected = thinwire.store.center_bytes(64, (LENGTH, WIDTH))
+    print(f"rank {rank}: {stage.stats}; {expected} bytes of centers", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

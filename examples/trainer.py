@@ -18,7 +18,7 @@ STEPS = 30
 
 
 class Counting(Dataset):
-    """Sequences that count upwards from a random start: what comes next can be learnt."""
+    """Sequences that count upwards from a random start: what comes next can be learned."""
 
     def __len__(self) -> int:
         return 4096

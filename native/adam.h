@@ -1,4 +1,4 @@
-// Adam's moments: gradients normalised by the root of their second moment, and a step of the weights. One pass each, one
+// Adam's moments: gradients normalized by the root of their second moment, and a step of the weights. One pass each, one
 // rounding per operation. Included inside a level's namespace.
 
 // Calls visit(layer, first element, last element) for what the tiles [begin, end) of all layers hold of each.
@@ -19,12 +19,12 @@ static inline void put_moment(float* to, Floats moment, bool past_caches) {
 }
 
 template <bool kMomentum>
-THINWIRE_APART static void normalise_layer(const Normalise& job, int64_t begin, int64_t end) {
+THINWIRE_APART static void normalize_layer(const Normalize& job, int64_t begin, int64_t end) {
   const float square_kept = job.square.kept, square_added = job.square.added;
   const float momentum_kept = job.momentum.kept, momentum_added = job.momentum.added;
   const float eps = job.eps, factor = job.factor;
   // Returns what is sent in the place of g; v and m are the moments before and then after.
-  const auto normalise = [&](Floats g, Floats& v, Floats& m) {
+  const auto normalize = [&](Floats g, Floats& v, Floats& m) {
     v = v * square_kept + (g * square_added) * g;
     m = kMomentum ? m * momentum_kept + g * momentum_added : g;
     return m / (root(v) + eps) * factor;
@@ -36,7 +36,7 @@ THINWIRE_APART static void normalise_layer(const Normalise& job, int64_t begin, 
   for (; i + kLanes <= end; i += kLanes) {
     Floats v = load<Floats>(job.square.before + i), m = {};
     if (kMomentum) m = load<Floats>(job.momentum.before + i);
-    const Floats sent = normalise(load<Floats>(gradient + i), v, m);
+    const Floats sent = normalize(load<Floats>(gradient + i), v, m);
     put_moment(square + i, v, squares_past);
     if (kMomentum) put_moment(momentum + i, m, momenta_past);
     store(gradient + i, sent);
@@ -45,20 +45,20 @@ THINWIRE_APART static void normalise_layer(const Normalise& job, int64_t begin, 
     Floats g = {}, v = {}, m = {};
     std::memcpy(&g, gradient + i, bytes), std::memcpy(&v, job.square.before + i, bytes);
     if (kMomentum) std::memcpy(&m, job.momentum.before + i, bytes);
-    const Floats sent = normalise(g, v, m);
+    const Floats sent = normalize(g, v, m);
     std::memcpy(square + i, &v, bytes), std::memcpy(gradient + i, &sent, bytes);
     if (kMomentum) std::memcpy(momentum + i, &m, bytes);
   }
 }
 
-static void normalise(const Normalise* layers, int64_t count, int64_t begin, int64_t end) {
-  for_layers(layers, count, begin, end, [](const Normalise& job, int64_t first, int64_t last) {
-    job.momentum.before ? normalise_layer<true>(job, first, last) : normalise_layer<false>(job, first, last);
+static void normalize(const Normalize* layers, int64_t count, int64_t begin, int64_t end) {
+  for_layers(layers, count, begin, end, [](const Normalize& job, int64_t first, int64_t last) {
+    job.momentum.before ? normalize_layer<true>(job, first, last) : normalize_layer<false>(job, first, last);
   });
   settle_stores();
 }
 
-// The loops are vectorised by the compiler.
+// The loops are vectorized by the compiler.
 THINWIRE_APART static void apply_layer(const Apply& job, int64_t begin, int64_t end) {
   float* __restrict weights = job.weights;
   const float* __restrict update = job.update;

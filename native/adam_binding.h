@@ -16,7 +16,7 @@ int64_t read_numel(Arguments& in) {
 }
 
 // gradient, numel, *square, *momentum, eps, factor
-void read_layer(Arguments& in, Normalise& layer) {
+void read_layer(Arguments& in, Normalize& layer) {
   layer.gradient = in.address<float>(), layer.numel = read_numel(in);
   layer.square = read_moving(in), layer.momentum = read_moving(in);
   layer.eps = in.real(), layer.factor = in.real();
@@ -43,9 +43,9 @@ PyObject* on_layers(PyObject* const* args, Py_ssize_t count, Status (*work)(cons
   return none_if(call(elements, [&](const Machine& now) { return work(now, layers.get(), num_layers); }));
 }
 
-// adam_normalise(*layers)
-PyObject* py_adam_normalise(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  return on_layers<Normalise, 12>(args, count, adam_normalise);
+// adam_normalize(*layers)
+PyObject* py_adam_normalize(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  return on_layers<Normalize, 12>(args, count, adam_normalize);
 }
 
 // adam_apply(*layers)
@@ -54,5 +54,5 @@ PyObject* py_adam_apply(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 #define THINWIRE_ADAM_METHODS                                                                                          \
-  {"adam_normalise", method(py_adam_normalise), METH_FASTCALL, nullptr},                                               \
+  {"adam_normalize", method(py_adam_normalize), METH_FASTCALL, nullptr},                                               \
       {"adam_apply", method(py_adam_apply), METH_FASTCALL, nullptr}

@@ -11,7 +11,7 @@ struct Moving {
   float kept = 0.0f, added = 0.0f;
 };
 
-struct Normalise {
+struct Normalize {
   float* gradient = nullptr; // in place
   int64_t numel = 0;
   Moving square, momentum; // the momentum may be none
@@ -29,7 +29,7 @@ struct Apply {
 
 struct AdamKernels {
   // Tiles [begin, end) of kTile elements of all layers, in order.
-  void (*normalise)(const Normalise* layers, int64_t count, int64_t begin, int64_t end);
+  void (*normalize)(const Normalize* layers, int64_t count, int64_t begin, int64_t end);
   void (*apply)(const Apply* layers, int64_t count, int64_t begin, int64_t end);
 };
 

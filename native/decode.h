@@ -31,7 +31,7 @@ static inline V combine(V v, V base, float scale, float weight, float after) {
 
 // Half a group, with one scale for all or with one for each (kEach).
 template <bool kEach, Mode kMode>
-THINWIRE_WITHIN static inline void dequantise_half(const uint8_t* codes, const float* low, const float* unit, const float* base,
+THINWIRE_WITHIN static inline void dequantize_half(const uint8_t* codes, const float* low, const float* unit, const float* base,
                                    float* to, float scale, float weight, float after) {
   for (int j = 0; j < kHalf; j += kLanes) {
     const Floats lows = kEach ? load<Floats>(low + j) : splat(*low);
@@ -42,7 +42,7 @@ THINWIRE_WITHIN static inline void dequantise_half(const uint8_t* codes, const f
 }
 
 template <bool kEach, Mode kMode>
-static inline void dequantise_few(const uint8_t* codes, const float* low, const float* unit, const float* base,
+static inline void dequantize_few(const uint8_t* codes, const float* low, const float* unit, const float* base,
                                   float* to, float scale, float weight, float after, int64_t n) {
   for (int64_t j = 0; j < n; j++) {
     const float v = low[kEach ? j : 0] + (float)codes[j] * unit[kEach ? j : 0];
@@ -59,7 +59,7 @@ struct Scales {
 };
 
 template <bool kEach, Mode kMode>
-THINWIRE_APART static void dequantise_as(const uint8_t* codes, const Scales& scales, int64_t bucket, int64_t at,
+THINWIRE_APART static void dequantize_as(const uint8_t* codes, const Scales& scales, int64_t bucket, int64_t at,
                                          int64_t n, const Sink& sink, Scratch& s) {
   const float scale = sink.scale, weight = sink.weight, after = sink.after, *base = sink.base;
   float* to = sink.to;
@@ -83,29 +83,29 @@ THINWIRE_APART static void dequantise_as(const uint8_t* codes, const Scales& sca
       lows = &low, units = &unit;
     }
     if (n - i >= kHalf) {
-      dequantise_half<kEach, kMode>(codes + i, lows, units, base, to, scale, weight, after);
+      dequantize_half<kEach, kMode>(codes + i, lows, units, base, to, scale, weight, after);
     } else {
-      dequantise_few<kEach, kMode>(codes + i, lows, units, base, to, scale, weight, after, n - i);
+      dequantize_few<kEach, kMode>(codes + i, lows, units, base, to, scale, weight, after, n - i);
     }
   }
 }
 
 template <Mode kMode>
-static void dequantise_in(const uint8_t* codes, const Scales& scales, int64_t bucket, int64_t at, int64_t n,
+static void dequantize_in(const uint8_t* codes, const Scales& scales, int64_t bucket, int64_t at, int64_t n,
                           const Sink& sink, Scratch& s) {
-  bucket % kHalf ? dequantise_as<true, kMode>(codes, scales, bucket, at, n, sink, s)
-                 : dequantise_as<false, kMode>(codes, scales, bucket, at, n, sink, s);
+  bucket % kHalf ? dequantize_as<true, kMode>(codes, scales, bucket, at, n, sink, s)
+                 : dequantize_as<false, kMode>(codes, scales, bucket, at, n, sink, s);
 }
 
 // Values lo + code * unit of the elements [at, at + n), at most a tile, of a row.
-static void dequantise(const uint8_t* codes, const Scales& scales, int64_t bucket, int64_t at, int64_t n,
+static void dequantize(const uint8_t* codes, const Scales& scales, int64_t bucket, int64_t at, int64_t n,
                        const Sink& sink, Scratch& s) {
   switch (sink.mode) {
-  case kStore: return dequantise_in<kStore>(codes, scales, bucket, at, n, sink, s);
-  case kAdd: return dequantise_in<kAdd>(codes, scales, bucket, at, n, sink, s);
-  case kMean: return dequantise_in<kMean>(codes, scales, bucket, at, n, sink, s);
-  case kLost: return dequantise_in<kLost>(codes, scales, bucket, at, n, sink, s);
-  case kLostOver: return dequantise_in<kLostOver>(codes, scales, bucket, at, n, sink, s);
+  case kStore: return dequantize_in<kStore>(codes, scales, bucket, at, n, sink, s);
+  case kAdd: return dequantize_in<kAdd>(codes, scales, bucket, at, n, sink, s);
+  case kMean: return dequantize_in<kMean>(codes, scales, bucket, at, n, sink, s);
+  case kLost: return dequantize_in<kLost>(codes, scales, bucket, at, n, sink, s);
+  case kLostOver: return dequantize_in<kLostOver>(codes, scales, bucket, at, n, sink, s);
   }
 }
 
@@ -119,7 +119,7 @@ static void decode_tile(const uint8_t* message, const Row& row, const Format& fo
   const Scales found{two ? scales : nullptr, two ? scales + num_buckets(row.numel, form.bucket) : scales, 0,
                      form.offset()};
   unpack(packed, ceil_div(n, kGroup), form.bits, s.codes);
-  dequantise(s.codes, found, form.bucket, at, n, sink, s);
+  dequantize(s.codes, found, form.bucket, at, n, sink, s);
 }
 
 // What the terms of a mean are multiplied by before they are added, so that their sum overflows only if their mean does:

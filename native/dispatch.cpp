@@ -156,9 +156,9 @@ Status checksum(const Machine& machine, const uint8_t* message, int64_t num_byte
   return run(machine, pieces, words, work) ? kDone : kThreadsFailed;
 }
 
-Status adam_normalise(const Machine& machine, const Normalise* layers, int64_t count) {
+Status adam_normalize(const Machine& machine, const Normalize* layers, int64_t count) {
   const Size size(layers, count);
-  auto work = [&](int64_t begin, int64_t end) { machine.kernels->adam->normalise(layers, count, begin, end); };
+  auto work = [&](int64_t begin, int64_t end) { machine.kernels->adam->normalize(layers, count, begin, end); };
   return run(machine, size.tiles, size.elements, work) ? kDone : kThreadsFailed;
 }
 

@@ -37,7 +37,7 @@ Status rows_add(const Machine&, const RowJob&);
 Status rows_scale(const Machine&, const RowJob&);
 Status checksum(const Machine&, const uint8_t* message, int64_t num_bytes, uint64_t& result);
 
-Status adam_normalise(const Machine&, const Normalise* layers, int64_t count);
+Status adam_normalize(const Machine&, const Normalize* layers, int64_t count);
 Status adam_apply(const Machine&, const Apply* layers, int64_t count);
 
 // factors_dispatch.h

@@ -1,15 +1,15 @@
 // Values to messages, block by block. Included inside a level's namespace.
 
 template <bool kEach, Origin kOrigin, bool kRandom>
-THINWIRE_APART static void quantise_last(const float* x, int64_t n, const HalfScales& scales, const Draws& draws,
+THINWIRE_APART static void quantize_last(const float* x, int64_t n, const HalfScales& scales, const Draws& draws,
                                          const Coding& coding, uint32_t counter, uint8_t* codes, Words& seen) {
   alignas(64) float padded[kGroup];
   for (int64_t j = 0; j < kGroup; j++) padded[j] = x[j < n ? j : n - 1];
-  quantise_group<kEach, kOrigin, kRandom>(padded, scales, draws, coding, counter, codes, seen);
+  quantize_group<kEach, kOrigin, kRandom>(padded, scales, draws, coding, counter, codes, seen);
   std::memset(codes + n, 0, kGroup - n);
 }
 
-// The arguments of quantising a tile: the elements [at, at + n) of a block whose scales are known.
+// The arguments of quantizing a tile: the elements [at, at + n) of a block whose scales are known.
 struct Tile {
   const Block& block;
   int64_t at, n, bucket;
@@ -24,10 +24,10 @@ struct Tile {
 
 // The codes of a tile, and in the same loop the extrema of units of kUnit elements of the next block (its low and high),
 // whose memory latency and reductions over lanes are hidden that way. Bucket and group are multiples of kUnit; with 0,
-// buckets may end anywhere, and no extrema are computed. Returns `seen` of quantise_group. With kFeedback, the loop also
+// buckets may end anywhere, and no extrema are computed. Returns `seen` of quantize_group. With kFeedback, the loop also
 // does what Tile::feedback asks for.
 template <int kUnit, Origin kOrigin, bool kRandom, bool kFeedback>
-THINWIRE_APART static Words quantise_tile(const Tile& tile, const Draws keys, const Coding how, Scratch& s) {
+THINWIRE_APART static Words quantize_tile(const Tile& tile, const Draws keys, const Coding how, Scratch& s) {
   const Draws draws = keys;
   const Coding coding = how;
   const Block& block = tile.block;
@@ -82,7 +82,7 @@ THINWIRE_APART static Words quantise_tile(const Tile& tile, const Draws keys, co
           }
         }
         const HalfScales scales = scales_at(i);
-        quantise_group<false, kOrigin, kRandom>(x + i, scales, draws, coding, counter, codes + i, seen);
+        quantize_group<false, kOrigin, kRandom>(x + i, scales, draws, coding, counter, codes + i, seen);
         if (kFeedback && feedback.next) lose(i, scales);
       }
     }
@@ -91,11 +91,11 @@ THINWIRE_APART static Words quantise_tile(const Tile& tile, const Draws keys, co
     if (ahead) prefetch(ahead + i), prefetch(ahead + i + kHalf);
     if (kFeedback && also) prefetch(also + i), prefetch(also + i + kHalf);
     const HalfScales scales = scales_at(i);
-    quantise_group<kUnit == 0, kOrigin, kRandom>(x + i, scales, draws, coding, counter, codes + i, seen);
+    quantize_group<kUnit == 0, kOrigin, kRandom>(x + i, scales, draws, coding, counter, codes + i, seen);
     if (kFeedback && feedback.next) lose(i, scales);
   }
   if (i < n) {
-    quantise_last<kUnit == 0, kOrigin, kRandom>(x + i, n - i, scales_at(i), draws, coding, counter, codes + i, seen);
+    quantize_last<kUnit == 0, kOrigin, kRandom>(x + i, n - i, scales_at(i), draws, coding, counter, codes + i, seen);
   }
   return seen;
 }
@@ -105,10 +105,10 @@ static void write_decoded(const Job& job, const Row& row, const Tile& tile, cons
   if (job.y_dtype == kFloat32) {
     float* y = (float*)job.y + row.start + tile.at;
     const float* ahead = job.y == job.own ? nullptr : ahead_of((const float*)job.y, row, tile.at);
-    dequantise(tile.codes, scales, job.form.bucket, tile.at, tile.n, Sink{kStore, 1.0f, y, y, ahead}, s);
+    dequantize(tile.codes, scales, job.form.bucket, tile.at, tile.n, Sink{kStore, 1.0f, y, y, ahead}, s);
     return;
   }
-  dequantise(tile.codes, scales, job.form.bucket, tile.at, tile.n, Sink{kStore, 1.0f, s.tile, s.tile, nullptr}, s);
+  dequantize(tile.codes, scales, job.form.bucket, tile.at, tile.n, Sink{kStore, 1.0f, s.tile, s.tile, nullptr}, s);
   write_floats(s.tile, tile.n, job.y, job.y_dtype, row.start + tile.at);
 }
 
@@ -126,7 +126,7 @@ static void write_lost(const Job& job, const Row& row, const Tile& tile, int64_t
   float* next = job.next + row.start + at;
   const Sink sink{power ? kLost : kLostOver, power ? 1.0f / job.loss_scale : job.loss_scale,
                   tile.block.x + (at - tile.block.at), in_place ? next : s.tile, nullptr};
-  if (n) dequantise(tile.codes + first, tile.scales, job.form.bucket, at, n, sink, s);
+  if (n) dequantize(tile.codes + first, tile.scales, job.form.bucket, at, n, sink, s);
   if (!in_place) stream(s.tile, n, next);
 }
 
@@ -153,21 +153,21 @@ struct Encoder {
         payload(job.out + row.payload), packed(payload + codes_at(row.numel, form)) {}
 
   template <Origin kOrigin, bool kRandom>
-  Words quantise_as(const Tile& tile) const {
+  Words quantize_as(const Tile& tile) const {
     if (unit && job.next) {
-      return unit == kGroup ? quantise_tile<kGroup, kOrigin, kRandom, true>(tile, draws, coding, s)
-                            : quantise_tile<kHalf, kOrigin, kRandom, true>(tile, draws, coding, s);
+      return unit == kGroup ? quantize_tile<kGroup, kOrigin, kRandom, true>(tile, draws, coding, s)
+                            : quantize_tile<kHalf, kOrigin, kRandom, true>(tile, draws, coding, s);
     }
-    return unit == kGroup  ? quantise_tile<kGroup, kOrigin, kRandom, false>(tile, draws, coding, s)
-           : unit == kHalf ? quantise_tile<kHalf, kOrigin, kRandom, false>(tile, draws, coding, s)
-                           : quantise_tile<0, kOrigin, kRandom, false>(tile, draws, coding, s);
+    return unit == kGroup  ? quantize_tile<kGroup, kOrigin, kRandom, false>(tile, draws, coding, s)
+           : unit == kHalf ? quantize_tile<kHalf, kOrigin, kRandom, false>(tile, draws, coding, s)
+                           : quantize_tile<0, kOrigin, kRandom, false>(tile, draws, coding, s);
   }
 
   template <bool kRandom>
-  Words quantise(const Tile& tile) const {
-    return form.scheme == kMinMax ? quantise_as<kFromLow, kRandom>(tile)
-           : form.saturates()     ? quantise_as<kSaturating, kRandom>(tile)
-                                  : quantise_as<kFromZero, kRandom>(tile);
+  Words quantize(const Tile& tile) const {
+    return form.scheme == kMinMax ? quantize_as<kFromLow, kRandom>(tile)
+           : form.saturates()     ? quantize_as<kSaturating, kRandom>(tile)
+                                  : quantize_as<kFromZero, kRandom>(tile);
   }
 
   // Buckets that decode to NaN have codes 0. (Min-max's come out so.)
@@ -215,9 +215,9 @@ struct Encoder {
       const Tile tile{block, at, n, form.bucket, (uint32_t)((row.index0 + at) / 2), next, ahead, also,
                       form.bits == 8 ? to : s.codes, scales, feedback_of(block, next, i)};
       if (form.scheme >= kSides) {
-        quantise_signs(block.x + i, n, tile.codes, ahead, also);
+        quantize_signs(block.x + i, n, tile.codes, ahead, also);
       } else {
-        seen |= form.rounding == kStochastic ? quantise<true>(tile) : quantise<false>(tile);
+        seen |= form.rounding == kStochastic ? quantize<true>(tile) : quantize<false>(tile);
       }
       if (spoilt) clear_spoilt(tile);
       if (form.bits < 8) pack(s.codes, ceil_div(n, kGroup), form.bits, to);

@@ -349,7 +349,7 @@ static void int_round_as(const FloatJob& job, int64_t begin, int64_t end) {
       }
       Words whole = truncate(place);
       const Mask over = below(place, __builtin_convertvector((Ints)whole, Floats));
-      whole = add_where(over, whole, splat(~0u)); // towards minus infinity
+      whole = add_where(over, whole, splat(~0u)); // toward minus infinity
       const Floats fraction = place - __builtin_convertvector((Ints)whole, Floats);
       return whole + ((truncate(fraction * 65536.0f) + random) >> 16);
     };

@@ -239,7 +239,7 @@ struct Fourier {
 
   // From a block's values to its components' real and imaginary parts, half + 1 each, with room for a vector more.
   template <int kWidth>
-  void analyse_on(const float* x, float* real, float* imaginary) const {
+  void analyze_on(const float* x, float* real, float* imaginary) const {
     using C = typename Lanes<kWidth>::Complex;
     const Places out = {out_re, out_im};
     const int64_t ahead = 1024; // of blocks that follow
@@ -265,10 +265,10 @@ struct Fourier {
     real[middle] = out.re[middle] * (2.0f * scale), imaginary[middle] = out.im[middle] * (-2.0f * scale);
     imaginary[end] = 0.0f;
   }
-  void analyse(const float* x, float* real, float* imaginary) const {
+  void analyze(const float* x, float* real, float* imaginary) const {
     const int64_t lanes = width();
-    if (lanes == kLanes) return analyse_on<kLanes>(x, real, imaginary);
-    lanes == kHalf ? analyse_on<kHalf>(x, real, imaginary) : analyse_on<4>(x, real, imaginary);
+    if (lanes == kLanes) return analyze_on<kLanes>(x, real, imaginary);
+    lanes == kHalf ? analyze_on<kHalf>(x, real, imaginary) : analyze_on<4>(x, real, imaginary);
   }
 
   // From components to `scale` times the block's values: the transform of conjugates, conjugated.

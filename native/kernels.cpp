@@ -37,7 +37,7 @@ namespace {
 #include "adam.h"
 #include "factors.h"
 
-const AdamKernels adam_kernels = {normalise, apply};
+const AdamKernels adam_kernels = {normalize, apply};
 const FactorKernels factor_kernels = {factor_rows, factor_columns, factor_product, factor_basis};
 const FloatKernels float_kernels = {
     natural_encode, natural_decode, range_encode, range_decode, levels_decode, int_round, int_decode, levels_encode,

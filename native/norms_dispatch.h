@@ -30,7 +30,7 @@ void add_squares(const SquareSum& job, int64_t first, int64_t count, double* lan
 
 void add_squares(const SquareSum& job) {
   // Folding pairs a chunk of lanes with the one half of them further on, so that in the order of their numbers' bits
-  // read backwards neighbours are added, neighbours of sums, and so on: as many sums wait as a number has bits.
+  // read backwards neighbors are added, neighbors of sums, and so on: as many sums wait as a number has bits.
   double waiting[kMostWaiting][kChunkLanes];
   const int64_t lanes = std::min(job.lanes, kChunkLanes), chunks = job.lanes / lanes;
   int depth = 0;

@@ -64,7 +64,7 @@ struct HalfScales {
 // The 128 codes of one group; `counter` is 64 times the group's number in its layer. Where lesser() hides NaNs, bits
 // above the codes are set in `seen` if a position is NaN: by its value, or by the scale of a bucket that has none.
 template <bool kEach, Origin kOrigin, bool kRandom>
-THINWIRE_WITHIN static inline void quantise_group(const float* x, const HalfScales& scales, const Draws& draws, const Coding& coding,
+THINWIRE_WITHIN static inline void quantize_group(const float* x, const HalfScales& scales, const Draws& draws, const Coding& coding,
                                   uint32_t counter, uint8_t* codes, Words& seen) {
   const Words lanes = lane_numbers(), middle = splat(coding.middle), fixed = splat(coding.middle + coding.noise);
   const float limit = (float)coding.middle;
@@ -97,7 +97,7 @@ THINWIRE_WITHIN static inline void quantise_group(const float* x, const HalfScal
 }
 
 // Codes of one bit, x >= 0; zeros up to a whole group. The memory at `ahead` and `also` is prefetched.
-THINWIRE_APART static void quantise_signs(const float* x, int64_t n, uint8_t* codes, const float* ahead,
+THINWIRE_APART static void quantize_signs(const float* x, int64_t n, uint8_t* codes, const float* ahead,
                                           const float* also) {
   int64_t i = 0;
   for (; i + kGroup <= n; i += kGroup) {

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the native core with the address and undefined-behaviour sanitizers in a temporary directory and runs its tests
+# Builds the native core with the address and undefined-behavior sanitizers in a temporary directory and runs its tests
 # on that build, or `python -m experiments` with the arguments that are given. Needs GCC, cmake, ninja and the packages
 # of the tests; under three minutes on two cores.
 set -euo pipefail

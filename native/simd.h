@@ -86,7 +86,7 @@ static inline Ints greater_int(Ints a, Ints b) {
 #endif
 }
 
-// Towards zero. Where lesser() hides NaNs, a NaN becomes the smallest integer, by which it is detected.
+// Toward zero. Where lesser() hides NaNs, a NaN becomes the smallest integer, by which it is detected.
 #if defined(__SSE2__)
 constexpr bool kHidesNan = true;
 #else

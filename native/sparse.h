@@ -117,7 +117,7 @@ static void collect(const Span& span, Candidates& to, int64_t begin, int64_t end
 
 static void histogram(const Span& span, const Histogram& job, int64_t begin, int64_t end) {
   alignas(64) float tile[kTile];
-  // Four histograms, so that equal neighbours do not depend on each other; the last bin counts keys outside the range.
+  // Four histograms, so that equal neighbors do not depend on each other; the last bin counts keys outside the range.
   int32_t counts[4][kBins + 1] = {};
   alignas(64) uint32_t bins[kTile];
   const Words limit = splat(job.clamped ? kNanKey : 0x7FFFFFFFu), prefix = splat(job.prefix);

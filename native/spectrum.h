@@ -82,7 +82,7 @@ struct Spectra {
         parts(rows.real(3)) {}
 
   // Writes the components of a group into a row.
-  void analyse(const Blocked& job, int64_t group, const GroupRows& to, int64_t row) const {
+  void analyze(const Blocked& job, int64_t group, const GroupRows& to, int64_t row) const {
     const int64_t first = group * job.group(), last = first + job.group(), blocks = job.blocks();
     float *re = to.real(row), *im = to.imaginary(row);
     for (int64_t b = first; b < last && b < blocks; b++, re += half + 1, im += half + 1) {
@@ -94,7 +94,7 @@ struct Spectra {
         std::memset(block + n, 0, 4 * (job.block - n));
         x = block;
       }
-      fourier.analyse(x, re, im);
+      fourier.analyze(x, re, im);
     }
   }
 
@@ -125,7 +125,7 @@ static void sample_spectra(const Blocked& job, const GroupRows& stored, int32_t*
   int32_t own[kBins] = {};
   alignas(64) uint32_t bins[kLanes];
   for (int64_t i = begin; i < end; i++) {
-    s.analyse(job, job.sampled(i), stored, i);
+    s.analyze(job, job.sampled(i), stored, i);
     const int64_t n = job.components_of(job.sampled(i));
     const float *re = stored.real(i), *im = stored.imaginary(i);
     for (int64_t k = 0; k + kLanes <= n; k += kLanes) {
@@ -148,7 +148,7 @@ static void collect_spectra(const Blocked& job, const GroupRows& stored, Largest
     const int64_t i = g / kOneIn;
     const bool is_stored = job.sampled(i) == g;
     const float *re = is_stored ? stored.real(i) : s.rows.real(0), *im = re + s.rows.pitch;
-    if (!is_stored) s.analyse(job, g, s.rows, 0);
+    if (!is_stored) s.analyze(job, g, s.rows, 0);
     const int64_t n = job.components_of(g);
     const bool direct = alone && to.used + n + kLanes <= to.capacity;
     const Components room = direct ? to.candidates + to.used : s.found;

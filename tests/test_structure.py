@@ -124,7 +124,7 @@ PRIVATE_IN_TESTS = {
     "_slots": "a test damages a record on disk and must know where it lies",
     "_write": "what a store does in the background must be held, and must fail",
 }
-"""What tests use of what is private, and why public behaviour cannot tell. Nothing else may be."""
+"""What tests use of what is private, and why public behavior cannot tell. Nothing else may be."""
 
 
 def private_names(path: Path) -> Iterator[str]:

@@ -26,7 +26,7 @@ from thinwire.plan.forecast.links import Curve
 from thinwire.policies import Auto, ByLink, parse_policy
 from thinwire.policies.families import family
 from thinwire.runtime.settings import WireSettings
-from thinwire.store import Centres, CentreTable, Crops, Disk, Memory, RecordFormat
+from thinwire.store import Centers, CenterTable, Crops, Disk, Memory, RecordFormat
 from thinwire_tools import lab
 from thinwire_tools.lab.schedule import Event, check_schedule, read_schedule
 
@@ -124,8 +124,8 @@ SPECS: list[Wrong] = [
     ("ef(minmax, units=seconds)", ValueError, "units must be gradient or update"),
     ("ef(minmax, decay=0)", ValueError, "decay must be above 0 and at most 1"),
     ("minmax | topk", TypeError, "chooses no values"),
-    ("topk | randk", TypeError, "chosen values are coded by a quantiser without state"),
-    ("topk | ef(minmax)", TypeError, "chosen values are coded by a quantiser without state"),
+    ("topk | randk", TypeError, "chosen values are coded by a quantizer without state"),
+    ("topk | ef(minmax)", TypeError, "chosen values are coded by a quantizer without state"),
     ("intsgd(beta=1)", ValueError, "beta must be at least 0 and below 1"),
     ("intsgd(eps=0)", ValueError, "eps must be above 0"),
     ("intsgd(block=class)", ValueError, "block must be layer or global, not 'class'"),
@@ -145,7 +145,7 @@ ALGORITHMS: list[Wrong] = [
     (f"sra(rates=({10**400}, 1))", ValueError, "rates must be at least 1e-15 and at most 1e"),
     ("sra(rates=3)", ValueError, "rates must be one for each rank, as"),
     ("hierarchical(across=wires)", ValueError, "across must be slices or leaders"),
-    ("hierarchical(inside=topk(density=0.1))", ValueError, "a quantiser without a state"),
+    ("hierarchical(inside=topk(density=0.1))", ValueError, "a quantizer without a state"),
     ("hierarchical(inside=minimax)", ValueError, "no compressor is called 'minimax'"),
     ("__import__('os')", ValueError, "no collective algorithm is called '__import__'"),
     (3, ValueError, "must be a string"),
@@ -348,8 +348,8 @@ PIPELINE: list[Wrong] = [
     ({"warmup_epochs": -1}, ValueError, "warmup_epochs must be at least 0"),
     ({"forward": "maxabs(bits=4)", "warmup_epochs": 1}, ValueError, "counts visits of samples"),
     ({"store": "memory"}, TypeError, "store must be a thinwire.store.Memory"),
-    ({"store": Centres(), "precision": 8}, ValueError, "cluster centres are kept in 32 bits"),
-    ({"store": Centres(), "warmup_epochs": 1}, ValueError, "which cluster centres do not know"),
+    ({"store": Centers(), "precision": 8}, ValueError, "cluster centers are kept in 32 bits"),
+    ({"store": Centers(), "warmup_epochs": 1}, ValueError, "which cluster centers do not know"),
     ({"adapt": "lgreco"}, TypeError, "adapt must be thinwire.policies.ByLink"),
     ({"adapt": ByLink(forward=["maxabs(bits=3)"])}, ValueError, "or nowhere"),
     ({"forward": "maxabs(bits=3)", "adapt": ByLink()}, ValueError, "or nowhere"),
@@ -364,7 +364,7 @@ BY_LINK: list[Wrong] = [
 TENSOR_PARALLEL: list[Wrong] = [
     ({"compressor": "powersgd"}, TypeError, "cannot code activations"),
     ({"compressor": "delta(ef(maxabs))"}, TypeError, "cannot code activations"),
-    ({"store": Centres()}, TypeError, "store must be thinwire.store.Memory"),
+    ({"store": Centers()}, TypeError, "store must be thinwire.store.Memory"),
 ]
 BATCH: list[Wrong] = [
     ([[1, 2, 1], None, None, ()], ValueError, "sample 1 is in the batch twice"),
@@ -384,11 +384,11 @@ BATCH: list[Wrong] = [
     ),
     ([[1], None, None, (), torch.tensor([[0, -1]])], ValueError, "corners must be between 0"),
 ]
-CENTRES: list[Wrong] = [
+CENTERS: list[Wrong] = [
     *(({"num": num}, ValueError, "num must be between 1 and 256") for num in (0, 257)),
     ({"window": 0}, ValueError, "window must be at least 1"),
 ]
-CENTRE_TABLE: list[Wrong] = [
+CENTER_TABLE: list[Wrong] = [
     ([0, 1, 1], ValueError, "num must be between 1 and 256"),
     ([257, 1, 1], ValueError, "num must be between 1 and 256"),
     ([1, 0, 1], ValueError, "width must be at least 1"),
@@ -475,8 +475,8 @@ WRONG = [
     *calls(thinwire.CompressedRowwiseParallel, TENSOR_PARALLEL),
     *calls(thinwire.compress_stage, [([MODEL], TypeError, r"compress_stage\(\) takes a .*PipelineStage, not Linear")]),
     *calls(Batch.from_ids, BATCH),
-    *calls(Centres, CENTRES),
-    *calls(CentreTable, CENTRE_TABLE),
+    *calls(Centers, CENTERS),
+    *calls(CenterTable, CENTER_TABLE),
     *calls(Memory, MEMORY),
     *calls(partial(Disk, "somewhere"), DISK),
     *calls(partial(RecordFormat, ()), [([p], ValueError, "precision must be") for p in (1, 9, 17, 31, 64, 0)]),

@@ -112,6 +112,6 @@ CAPTIONS: dict[str, dict[str, Caption]] = {
         "qsdp-C.1": Caption("Figure C.1: step time if only a part of weights, gradients or both is sent", "Table C.2"),
         "qsdp-C.2-C.3": Caption("Figures C.2 and C.3: error of uniform and learned levels during training"),
         "qsdp-C.4": Caption("Figure C.4: perplexity with and without buckets"),
-        "qsdp-C.5": Caption("Figure C.5: loss above the optimum of a regression, by quantisation of its weights"),
+        "qsdp-C.5": Caption("Figure C.5: loss above the optimum of a regression, by quantization of its weights"),
     },
 }

@@ -347,7 +347,7 @@ def _qsdp_grid(measured: Measured) -> Iterator[str]:
         for w in weights
     ]
     for row in list(cells.values())[:1]:
-        title = f"Table 5.2, uniform quantisation, the baseline {row['baseline']:.3f} (in the thesis 35.81)"
+        title = f"Table 5.2, uniform quantization, the baseline {row['baseline']:.3f} (in the thesis 35.81)"
         yield from _titled(title, ["", *(f"gradients of {g} bits" for g in gradients), "in the thesis"], rows)
 
 

@@ -12,7 +12,7 @@ STAGES = (
     ("gather", "4 bits cross\nthe slow link"),
     ("decode", "the mean,\nthe same on all ranks"),
 )
-COLOURS = {"exchange": "#d98a00", "gather": "#d98a00", "reduce": "#0a7d4f"}
+COLORS = {"exchange": "#d98a00", "gather": "#d98a00", "reduce": "#0a7d4f"}
 RANKS, WIDTH, HEIGHT, GAP = 2, 1.7, 0.9, 0.45
 
 
@@ -28,11 +28,11 @@ def main() -> None:
         y = -rank * 1.7
         axes.text(-0.25, y + HEIGHT / 2, f"rank {rank}", ha="right", va="center", fontsize=11, color="#333333")
         for i, (name, about) in enumerate(STAGES):
-            colour = COLOURS.get(name, "#2a6fdb")
-            box = FancyBboxPatch((i * step, y), WIDTH, HEIGHT, boxstyle="round,pad=0.02", lw=1.5, ec=colour, fc="white")
+            color = COLORS.get(name, "#2a6fdb")
+            box = FancyBboxPatch((i * step, y), WIDTH, HEIGHT, boxstyle="round,pad=0.02", lw=1.5, ec=color, fc="white")
             axes.add_patch(box)
             axes.text(
-                i * step + WIDTH / 2, y + 0.72 * HEIGHT, name, ha="center", va="center", weight="bold", color=colour
+                i * step + WIDTH / 2, y + 0.72 * HEIGHT, name, ha="center", va="center", weight="bold", color=color
             )
             axes.text(
                 i * step + WIDTH / 2, y + 0.32 * HEIGHT, about, ha="center", va="center", fontsize=7.5, color="#333333"

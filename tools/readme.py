@@ -14,7 +14,7 @@ from experiment_pages import experiment, sharded
 from figures import BENCHMARKS, ROOT, Figures, bullets, table
 
 from experiments.framework import power as power_tables, results_page
-from experiments.framework.catalogue import CATALOGUE
+from experiments.framework.catalog import CATALOG
 from thinwire_tools.compare.statistics import estimate, relative_differences
 from thinwire_tools.lab.units import format_rate, parse_rate
 
@@ -679,7 +679,7 @@ def fuzz() -> str:
     seeds = ", ".join(str(run.record["about"]["seed"]) for run in runs)
     return (
         f"`make fuzz-sanitized`: {inputs:,.0f} damaged messages of {kinds} kinds (seeds {seeds}), decoded on the "
-        f"instruction-set level {runs[0].record['about']['level']} under the address and undefined-behaviour "
+        f"instruction-set level {runs[0].record['about']['level']} under the address and undefined-behavior "
         f"sanitizers in {seconds / 60:.0f} minutes of processor time: no report of either. {decoded:,.0f} decoded to "
         f"something, {refused:,.0f} were refused with an error that says why: those cut short, and all sealed frames "
         f"but those whose damage lay outside of what is checked. {runs[0].machine}."
@@ -978,7 +978,7 @@ PAGES = {
     "docs/algorithms.md": {"algorithms": algorithms},
     "docs/policy-laboratory.md": {"policies": policies},
     "docs/results.md": {"results": results, "instrument": instrument, "power": power},
-    **{f"docs/repro-{entry.name}.md": {f"repro-{entry.name}": partial(experiment, entry.name)} for entry in CATALOGUE},
+    **{f"docs/repro-{entry.name}.md": {f"repro-{entry.name}": partial(experiment, entry.name)} for entry in CATALOG},
 }
 """Pages, and what stands between which marks in them."""
 

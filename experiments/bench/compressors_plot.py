@@ -13,7 +13,7 @@ from experiments.bench.claims import Point
 from experiments.bench.families import FAMILIES, family
 from thinwire.compressors import Chain, Compressor, Wrapper
 
-# Okabe and Ito's colours, told apart by colour-blind readers too, and two of Tol's; markers differ as well.
+# Okabe and Ito's colors, told apart by color-blind readers too, and two of Tol's; markers differ as well.
 _LOOKS = {
     "min-max": ("#0072B2", "o"),
     "max-abs": ("#56B4E9", "s"),
@@ -55,12 +55,12 @@ def draw(points: Sequence[Point], path: Path, title: str) -> None:
     axes: Any = figure.add_subplot()
     for name in [*FAMILIES, "other"]:
         mine = [point for point in shown if family(point.compressor) == name]
-        colour, marker = _LOOKS[name]
+        color, marker = _LOOKS[name]
         for line in _lines(mine):
-            axes.plot(*_places(line), color=colour, linewidth=1, alpha=0.55, zorder=1)
+            axes.plot(*_places(line), color=color, linewidth=1, alpha=0.55, zorder=1)
         if mine:
             look = {
-                "color": colour,
+                "color": color,
                 "marker": marker,
                 "linestyle": "",
                 "markersize": 11 if name == "FFT" else 7,
@@ -132,7 +132,7 @@ def _label(figure: Any, axes: Any, points: Sequence[Point]) -> Iterator[Any]:
     marks = [tuple(axes.transData.transform((p.bytes_per_element, p.error))) for p, _ in named]
     taken += [(x - 4 * scale, y - 4 * scale, x + 4 * scale, y + 4 * scale) for x, y in marks]
     for (point, name), (x, y) in zip(named, marks, strict=True):
-        colour = _darker(_LOOKS[family(point.compressor)][0])
+        color = _darker(_LOOKS[family(point.compressor)][0])
         trial = axes.text(0, 0, name, fontsize=_FONT_POINTS)
         size = trial.get_window_extent()
         trial.remove()
@@ -147,21 +147,21 @@ def _label(figure: Any, axes: Any, points: Sequence[Point]) -> Iterator[Any]:
                 places.append((cost, up, box))
         _, up, box = min(places)
         taken.append(box)
-        leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.4, "shrinkA": 0, "shrinkB": 3}
+        leader = {"arrowstyle": "-", "color": color, "linewidth": 0.4, "shrinkA": 0, "shrinkB": 3}
         yield axes.annotate(
             name,
             (point.bytes_per_element, point.error),
             xytext=((box[0] - x) / scale, (box[1] - y) / scale),
             textcoords="offset points",
             fontsize=_FONT_POINTS,
-            color=colour,
+            color=color,
             arrowprops=leader if abs(up) > _NEAR else None,
         )
 
 
-def _darker(colour: str) -> str:
+def _darker(color: str) -> str:
     """Small letters take more contrast than markers."""
-    return "#" + "".join(f"{int(int(colour[at : at + 2], 16) * _SHADE):02x}" for at in (1, 3, 5))
+    return "#" + "".join(f"{int(int(color[at : at + 2], 16) * _SHADE):02x}" for at in (1, 3, 5))
 
 
 def _shared(one: tuple[float, ...], other: tuple[float, ...]) -> float:

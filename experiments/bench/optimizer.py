@@ -38,9 +38,9 @@ _WIDTH = 1024
 def optimizer(*, size_mb: float = 64.0, threads: int = 1, turns: int = 15, json: OutputFile = None) -> int:
     """CPU seconds of `CompressedAdamW` in both orders, of its encoding, of PyTorch's AdamW, and of a copy.
 
-    A step is what the optimizer does before and after the network: it normalises the gradients that are to be sent and
+    A step is what the optimizer does before and after the network: it normalizes the gradients that are to be sent and
     moves the weights by their mean. Encoding with error feedback, which any optimizer pays for compression, is a row of
-    its own; so are normalising and encoding together, all gradients before all messages or those of each message just
+    its own; so are normalizing and encoding together, all gradients before all messages or those of each message just
     before it. All rows take turns, so a noisy machine is noisy for all alike; figures are medians.
 
     Examples:
@@ -91,7 +91,7 @@ def measure(count: int, turns: int) -> Mapping[str, tuple[float, int]]:
     for bits in (2, 4):
         rows[f"encoding in {bits} bits, with error feedback"] = _Row(_encoding(numel, Format(bits, 128)), 3)
     for how, together in (("apart", False), ("together", True)):
-        rows[f"normalising and encoding in 2 bits, {how}"] = _Row(_sending(numel, Format(2, 128), together), 7)
+        rows[f"normalizing and encoding in 2 bits, {how}"] = _Row(_sending(numel, Format(2, 128), together), 7)
     taken: dict[str, list[float]] = {name: [] for name in rows}
     for turn in range(turns + 1):
         for name, row in rows.items():
@@ -156,7 +156,7 @@ def _encoding(numel: int, form: Format) -> _Turns:
 
 
 def _sending(numel: int, form: Format, together: bool) -> _Turns:
-    """Normalising gradients, and encoding them in messages as long as the library's: ``together``, or one after the
+    """Normalizing gradients, and encoding them in messages as long as the library's: ``together``, or one after the
     other."""
     gradients, x, residual = torch.randn(numel), torch.empty(numel), _residual(numel)
     before, after = torch.rand(numel), torch.empty(numel)
@@ -168,10 +168,10 @@ def _sending(numel: int, form: Format, together: bool) -> _Turns:
         x.copy_(gradients)
         yield
         if not together:
-            kernels.adam_normalise(layers)
+            kernels.adam_normalize(layers)
         for layer, table in zip(layers, tables, strict=True):
             if together:
-                kernels.adam_normalise([layer])
+                kernels.adam_normalize([layer])
             kernels.bucketed_encode(x, table, message, form, key=1, residual=residual)
         yield
 

@@ -5,5 +5,5 @@ the rule by which rows are judged. Its command, the predicted time, the table on
 from that, and a recorded run can be judged again. Parts measure with a study (`study`) of the paper's scale: in rank
 processes (`ranks`) that call functions (`rank`) they train by a method from a seed (`training`, kept by `run_cache`),
 and have methods take turns (`timing`); `replicas` is what ranks do under DDP, by the `methods` of sending gradients.
-`catalogue` lists the papers, `everything` runs all of them, `results_page` is their page.
+`catalog` lists the papers, `everything` runs all of them, `results_page` is their page.
 """

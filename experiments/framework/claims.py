@@ -14,12 +14,12 @@ from statistics import median
 from typing import Any
 
 from experiments.framework.findings import Finding, plain
-from experiments.framework.verdicts import Judgement, exceeds, faster, matches
+from experiments.framework.verdicts import Judgment, exceeds, faster, matches
 from thinwire_tools.compare.statistics import Estimate, estimate
 
 Rows = Mapping[str, Mapping[str, Any]]
 """The rows of one figure by name: ``value``, ``unit``, and whatever else was measured."""
-Rule = Callable[[Rows], Judgement]
+Rule = Callable[[Rows], Judgment]
 
 NO_LINK = "no slow link can be emulated here"
 
@@ -93,13 +93,13 @@ def _finding(row: Row, claim: Claim | None, rows: Rows, emulated: bool) -> Findi
         return Finding(*fields, "", "", None, dict(row.data))
     judged = claim.rule is not None
     if claim.over_link and not emulated:
-        text, judgement = NO_LINK, Judgement(None)
+        text, judgment = NO_LINK, Judgment(None)
     else:
-        judgement = claim.rule(rows) if claim.rule else Judgement(None, claim.unjudged)
-        text = claim.text(rows) if claim.text else judgement.found
+        judgment = claim.rule(rows) if claim.rule else Judgment(None, claim.unjudged)
+        text = claim.text(rows) if claim.text else judgment.found
     if not judged:
         return Finding(*fields, "", text, None, dict(row.data), aside=claim.statement, why=claim.unjudged)
-    verdict = judgement.holds, dict(row.data), "", judgement.why, judgement.detectable
+    verdict = judgment.holds, dict(row.data), "", judgment.why, judgment.detectable
     return Finding(*fields, claim.statement, text, *verdict)
 
 
@@ -135,7 +135,7 @@ def beyond(row: str, key: str, effect: float | None = None, unit: str = "%") -> 
 def faster_than_all(row: str, others: Sequence[str]) -> Rule:
     """The seconds of ``row`` (one a seed) are below the least of all ``others``'."""
 
-    def rule(rows: Rows) -> Judgement:
+    def rule(rows: Rows) -> Judgment:
         seconds = zip(rows[row]["step_s"], *(rows[other]["step_s"] for other in others), strict=True)
         return faster([min(theirs) / mine for mine, *theirs in seconds])
 

@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments.framework.catalogue import CATALOGUE, Entry
+from experiments.framework.catalog import CATALOG, Entry
 from experiments.framework.results_page import RecordedPaper, page, read, summary
 from thinwire_tools.exits import ends_command
 from thinwire_tools.results import OutputFile, Results
@@ -53,14 +53,14 @@ def repro_all(
     """
     console = Console(highlight=False)
     wanted = [name for part in only for name in part.replace(",", " ").split()]
-    unknown = sorted(set(wanted) - {entry.name for entry in CATALOGUE})
+    unknown = sorted(set(wanted) - {entry.name for entry in CATALOG})
     with ends_command():
         if unknown:
-            raise ValueError(f"--only {' '.join(unknown)}: there are {', '.join(entry.name for entry in CATALOGUE)}")
+            raise ValueError(f"--only {' '.join(unknown)}: there are {', '.join(entry.name for entry in CATALOG)}")
         if from_ is not None and not from_.is_dir():
             raise ValueError(f"--from {from_}: no such folder")
     out.mkdir(parents=True, exist_ok=True)
-    chosen = [entry for entry in CATALOGUE if not wanted or entry.name in wanted]
+    chosen = [entry for entry in CATALOG if not wanted or entry.name in wanted]
     codes = {} if from_ is not None else _run_all(console, chosen, out, smoke=smoke)
     with ends_command():
         papers = read(from_ or out, judge=from_ is not None)

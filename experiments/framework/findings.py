@@ -20,7 +20,7 @@ class Finding:
     """One value of a figure (or table) of the paper's, as measured here. ``holds`` is None where it is inconclusive,
     ``why`` being the reason, or where the paper says nothing about it, ``claim`` being empty. ``aside``: in the table
     even so, under this name. ``more``: the curves behind the value, for the JSON file. ``detectable``: smaller
-    differences are not seen (`verdicts.Judgement`)."""
+    differences are not seen (`verdicts.Judgment`)."""
 
     figure: str
     name: str

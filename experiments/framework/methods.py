@@ -25,7 +25,7 @@ CGX = "minmax(bits=4, bucket=128)"
 NORM = "qsgd(bits=4, bucket=128)"
 """QSGD as its paper scales it, by the bucket's L2 norm (section 3.3.3)."""
 GRACE = "qsgd(bits=8, bucket=layer, norm=linf)"
-"""What the thesis says GRACE's 4-bit quantisation amounts to on the wire (section 3.7.2): one scale for a whole tensor,
+"""What the thesis says GRACE's 4-bit quantization amounts to on the wire (section 3.7.2): one scale for a whole tensor,
 no buckets, codes sent as INT8, and an all-gather."""
 ALMOST_NOTHING_GAMMA = 10_000.0
 """Of `truncate`: "sending only a small number of elements per layer" (section 3.7.2)."""
@@ -41,7 +41,7 @@ class Method:
 
     name: str
     title: str
-    colour: str
+    color: str
     kind: Literal["ddp", "all-reduce", "all-gather", "thinwire", "blob", "nothing", "torch powersgd"] = "thinwire"
     """``all-reduce`` and ``all-gather`` are plain fp32 by a hook that takes its time (`TimedReduction`)."""
     spec: str = CGX

@@ -7,9 +7,9 @@ from typing import Any
 
 
 def bars(axes: Any, shown: Sequence[tuple[str, str, float]]) -> None:
-    """Horizontal bars, ``(label, colour, value)`` each, the first on top."""
-    labels, colours, values = zip(*shown, strict=True)
-    axes.barh(range(len(shown)), values, color=colours)
+    """Horizontal bars, ``(label, color, value)`` each, the first on top."""
+    labels, colors, values = zip(*shown, strict=True)
+    axes.barh(range(len(shown)), values, color=colors)
     axes.set_yticks(range(len(shown)), labels)
     axes.invert_yaxis()
     axes.set_axisbelow(True)

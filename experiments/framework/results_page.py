@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.framework import findings
-from experiments.framework.catalogue import CATALOGUE, LEFT_OUT, Entry
+from experiments.framework.catalog import CATALOG, LEFT_OUT, Entry
 from experiments.framework.verdicts import RUN_SCATTER, WORDS, outcome
 
 _WORDS = WORDS | {False: "**does not hold**"}
@@ -21,7 +21,7 @@ _RULES = f"""\
 Each claim is judged *holds*, *does not hold* or *inconclusive*, by one-sided 95 % t-bounds over seeds.
 
 - **Equality** ("ends at the same loss") is asked of the paired difference. It does not hold if the lower bound is
-  beyond the margin. If half of the interval is wider than the margin, the claim is inconclusive, whatever its centre.
+  beyond the margin. If half of the interval is wider than the margin, the claim is inconclusive, whatever its center.
   Otherwise it holds if the upper bound is within the margin. It is inconclusive, too, if a method is better by more
   than the margin (the baseline is not tuned), or if the control, a setting that must be worse, is not clearly worse.
 - **Superiority** ("ends at a lower loss") does not hold if the upper bound is at most half of the paper's effect, or
@@ -96,7 +96,7 @@ def read(folder: Path, *, judge: bool = False) -> list[RecordedPaper]:
     Raises:
         ValueError: a file is not what ``python -m experiments ... --json`` writes.
     """
-    return [_recorded(entry, folder, judge) for entry in CATALOGUE]
+    return [_recorded(entry, folder, judge) for entry in CATALOG]
 
 
 def _recorded(entry: Entry, folder: Path, judge: bool) -> RecordedPaper:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import fmean, geometric_mean, median
 from typing import Any, Self
 
-from experiments.framework.verdicts import Judgement, faster
+from experiments.framework.verdicts import Judgment, faster
 
 Rounds = Mapping[str, Sequence[float]]
 """Seconds of a step, by method that was timed and round of turns."""
@@ -79,7 +79,7 @@ class Sooner:
             f"{self.steps[1]:.1f}, of {ours_ms:.0f} ms against {other_ms:.0f}"
         )
 
-    def above(self, bound: float) -> Judgement:
+    def above(self, bound: float) -> Judgment:
         """Whether it is more than ``bound`` times sooner, as other seeds and another run would find, too."""
         by_seed = [geometric_mean(by_round) for by_round in self.ratios]
         return replace(faster(self._by_round, bound, by_seed=by_seed), found=self.text)

@@ -106,8 +106,8 @@ class Runs(Ranks):
         """
         link = self.rate if shaped and self.network is not None else None
         arguments: dict[str, Any] = {"task": self.task, "method": method, "seed": seed, "measure": measure}
-        # Neither name nor colour changes a run.
-        run = {name: value for name, value in asdict(method).items() if name not in ("name", "title", "colour")}
+        # Neither name nor color changes a run.
+        run = {name: value for name, value in asdict(method).items() if name not in ("name", "title", "color")}
         key = {**arguments, "task": described(self.task), "method": run, "link": link}
 
         def make() -> list[dict[str, Any]]:

@@ -51,7 +51,7 @@ _REWORDED = (
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Judgment:
     """A verdict; None: it is inconclusive. ``why``: the reason, for people. ``detectable``: half the width of the
     interval, as a share of the baseline's value or in its unit: smaller differences are not told from none. ``found``:
     what was measured, with its bounds, for people."""
@@ -62,61 +62,61 @@ class Judgement:
     found: str = ""
 
 
-ONE_TRAINING = Judgement(None, "one training: no interval")
-ONE_MEASUREMENT = Judgement(None, "one measurement: no interval")
+ONE_TRAINING = Judgment(None, "one training: no interval")
+ONE_MEASUREMENT = Judgment(None, "one measurement: no interval")
 
 
-def counted(holds: bool, found: str = "") -> Judgement:
+def counted(holds: bool, found: str = "") -> Judgment:
     """The verdict on what is counted and the same in every run: bytes, bits, integers."""
-    return Judgement(holds, found=found)
+    return Judgment(holds, found=found)
 
 
-def unsound(why: str, judgement: Judgement | None = None) -> Judgement:
-    """The verdict where the set-up of the recorded run cannot judge the claim, whatever it found (``judgement``)."""
-    return Judgement(None, why, found=judgement.found if judgement else "")
+def unsound(why: str, judgment: Judgment | None = None) -> Judgment:
+    """The verdict where the set-up of the recorded run cannot judge the claim, whatever it found (``judgment``)."""
+    return Judgment(None, why, found=judgment.found if judgment else "")
 
 
-def matches(difference: Estimate, margin: float, unit: str = "%") -> Judgement:
+def matches(difference: Estimate, margin: float, unit: str = "%") -> Judgment:
     """Whether a difference (positive is worse), of which a hundredth is one ``unit``, is at most ``margin``."""
     return replace(_matches(difference, margin), found=shown_difference(difference, unit))
 
 
-def _matches(difference: Estimate, margin: float) -> Judgement:
+def _matches(difference: Estimate, margin: float) -> Judgment:
     half = difference.upper - difference.mean
     if math.isinf(difference.mean):
-        return Judgement(False, "a training diverged")
+        return Judgment(False, "a training diverged")
     if not math.isfinite(half):
         return ONE_TRAINING
     if difference.lower > margin:
-        return Judgement(False, detectable=half)
+        return Judgment(False, detectable=half)
     if half > margin:
-        return Judgement(None, f"a difference below {_shown(half)} cannot be seen, and {_shown(margin)} matters", half)
+        return Judgment(None, f"a difference below {_shown(half)} cannot be seen, and {_shown(margin)} matters", half)
     if difference.upper < -margin:
-        return Judgement(None, "better than the baseline by more than the margin: the baseline is not tuned", half)
+        return Judgment(None, "better than the baseline by more than the margin: the baseline is not tuned", half)
     if difference.upper <= margin:
-        return Judgement(True, detectable=half)
-    return Judgement(None, f"the interval contains the margin, {_shown(margin)}", half)
+        return Judgment(True, detectable=half)
+    return Judgment(None, f"the interval contains the margin, {_shown(margin)}", half)
 
 
-def exceeds(difference: Estimate, effect: float | None = None, unit: str = "%") -> Judgement:
+def exceeds(difference: Estimate, effect: float | None = None, unit: str = "%") -> Judgment:
     """Whether a difference (positive is as claimed) is above zero; ``effect``: how large it is in the paper."""
     return replace(_exceeds(difference, effect), found=shown_difference(difference, unit))
 
 
-def _exceeds(difference: Estimate, effect: float | None) -> Judgement:
+def _exceeds(difference: Estimate, effect: float | None) -> Judgment:
     half = difference.upper - difference.mean
     if math.isinf(difference.mean):
-        return Judgement(difference.mean > 0, "a training diverged")
+        return Judgment(difference.mean > 0, "a training diverged")
     if not math.isfinite(half):
         return ONE_TRAINING
     if difference.upper <= (effect or 0.0) / 2:
-        return Judgement(False, detectable=half)
+        return Judgment(False, detectable=half)
     if difference.lower > 0:
-        return Judgement(True, detectable=half)
-    return Judgement(None, f"a difference below {_shown(half)} cannot be seen", half)
+        return Judgment(True, detectable=half)
+    return Judgment(None, f"a difference below {_shown(half)} cannot be seen", half)
 
 
-def faster(ratios: Sequence[float], bound: float = 1.0, *, by_seed: Sequence[float] | None = None) -> Judgement:
+def faster(ratios: Sequence[float], bound: float = 1.0, *, by_seed: Sequence[float] | None = None) -> Judgment:
     """Whether ``ratios`` of times (one a round) are above ``bound``, as another run would find them, too; ``by_seed``:
     the same, one a training, where trainings differ in how many steps they take."""
     if len(ratios) < 2 or (by_seed is not None and len(by_seed) < 2):
@@ -128,7 +128,7 @@ def faster(ratios: Sequence[float], bound: float = 1.0, *, by_seed: Sequence[flo
     return _beyond(rounds.mean, half, bound)
 
 
-def faster_in_runs(ratios: Sequence[float], bound: float = 1.0) -> Judgement:
+def faster_in_runs(ratios: Sequence[float], bound: float = 1.0) -> Judgment:
     """Whether ``ratios`` of times (one a separate run) are above ``bound``."""
     if len(ratios) < 2:
         return replace(ONE_MEASUREMENT, found=_shown_ratio(ratios))
@@ -136,23 +136,23 @@ def faster_in_runs(ratios: Sequence[float], bound: float = 1.0) -> Judgement:
     return _beyond(runs.mean, runs.upper - runs.mean, bound)
 
 
-def _beyond(mean: float, half: float, bound: float) -> Judgement:
+def _beyond(mean: float, half: float, bound: float) -> Judgment:
     """Whether a ratio is above ``bound``, by the logarithm of what it is of it, and half of that one's interval."""
     share = math.expm1(half)
     found = _shown_ratio([bound * math.exp(mean)], half)
     if abs(mean) > half:
-        return Judgement(mean > 0, detectable=share, found=found)
-    return Judgement(None, f"a ratio within {_shown(share)} of {bound:g} cannot be told from it", share, found)
+        return Judgment(mean > 0, detectable=share, found=found)
+    return Judgment(None, f"a ratio within {_shown(share)} of {bound:g} cannot be told from it", share, found)
 
 
-def larger(ratios: Sequence[float]) -> Judgement:
+def larger(ratios: Sequence[float]) -> Judgment:
     """Whether ``ratios`` that no clock took part in (of errors, of bytes) are above 1."""
     if len(ratios) < 2:
         return replace(ONE_MEASUREMENT, found=_shown_ratio(ratios))
     return larger_by([math.log(ratio) for ratio in ratios])
 
 
-def larger_by(logarithms: Sequence[float], effect: float | None = None) -> Judgement:
+def larger_by(logarithms: Sequence[float], effect: float | None = None) -> Judgment:
     """Whether ratios with these ``logarithms`` are above 1; ``effect``: the logarithm of how large it is in the
     paper."""
     found = estimate(logarithms)
@@ -160,20 +160,20 @@ def larger_by(logarithms: Sequence[float], effect: float | None = None) -> Judge
     return replace(exceeds(found, effect), found=shown)
 
 
-def all_hold(judgements: Iterable[Judgement]) -> Judgement:
+def all_hold(judgments: Iterable[Judgment]) -> Judgment:
     """Of a claim of several parts: it fails with any of them, and is inconclusive where one of the others is."""
-    parts = list(judgements)
+    parts = list(judgments)
     found = "; ".join(part.found for part in parts if part.found)
     for holds in (False, None):
         for part in parts:
             if part.holds is holds:
                 return replace(part, found=found)
-    return Judgement(True, detectable=max((part.detectable or 0.0 for part in parts), default=0.0), found=found)
+    return Judgment(True, detectable=max((part.detectable or 0.0 for part in parts), default=0.0), found=found)
 
 
-def if_seen(seen: bool, judgement: Judgement) -> Judgement:
-    """The judgement, if the control that must fail did; a task that sees no damage says nothing."""
-    return judgement if seen else unsound("the control did not surely fail, so that this says nothing", judgement)
+def if_seen(seen: bool, judgment: Judgment) -> Judgment:
+    """The judgment, if the control that must fail did; a task that sees no damage says nothing."""
+    return judgment if seen else unsound("the control did not surely fail, so that this says nothing", judgment)
 
 
 def outcome(text: str, why: str | None) -> str:

@@ -2,7 +2,7 @@
 
 The tests do the same with hypothesis, which finds the smallest message that fails and needs a millisecond for each.
 Here damage is made for thousands of messages at a time. ``make fuzz-sanitized`` runs it on a core that was built with
-the address and undefined-behaviour sanitizers: they end the process at the first access outside a tensor.
+the address and undefined-behavior sanitizers: they end the process at the first access outside a tensor.
 """
 
 from __future__ import annotations

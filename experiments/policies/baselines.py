@@ -41,7 +41,7 @@ class ByPriority(LGreco):
 
 @dataclass(frozen=True, kw_only=True)
 class Bayes(BudgetedPolicy):
-    """Bayesian optimisation of the bytes under the bound on the error: the thesis's first approach (section 3.6).
+    """Bayesian optimization of the bytes under the bound on the error: the thesis's first approach (section 3.6).
 
     The bytes of a plan are known; its error is what a trial finds out. A Gaussian process with a learned length scale
     for each layer predicts the logarithm of the error, and the plan with the largest expected improvement under the

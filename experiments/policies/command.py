@@ -182,7 +182,7 @@ _STYLES: dict[str, dict[str, Any]] = {
     "uniform": {"color": "#555555", "linewidth": 4, "alpha": 0.4},
     **{
         method.name: {
-            "color": method.colour,
+            "color": method.color,
             "marker": "s" if method.sparse else "o",
             "markersize": 3.5,
             "linewidth": 1.2,

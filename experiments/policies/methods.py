@@ -29,7 +29,7 @@ class Method:
 
     name: str
     title: str
-    colour: str
+    color: str
     choose: Choose
     sparse: bool = False
     families: tuple[str, ...] = ()
@@ -93,7 +93,7 @@ def globally(table: Table, level: Compressor, memory: Memory) -> tuple[Plan, Mem
 
 
 def bayes(table: Table, level: Compressor, memory: Memory) -> tuple[Plan, Memory]:
-    """Bayesian optimisation with four trials a layer, as its docstring asks for."""
+    """Bayesian optimization with four trials a layer, as its docstring asks for."""
     policy = Bayes(trials=4 * len(table.layers), proposals=256)
     return within(policy, table, table.uniform(level)), memory
 

@@ -1,4 +1,4 @@
-"""Labelled images to train on: CIFAR-10 where its binary files are at hand, else the digits that scikit-learn ships.
+"""Labeled images to train on: CIFAR-10 where its binary files are at hand, else the digits that scikit-learn ships.
 
 Nothing is downloaded and nothing is unpickled.
 """
@@ -44,7 +44,7 @@ class Images:
         pixels = self.train[:: max(1, len(self.train) // 5000)].float()
         return pixels.mean((0, 2, 3), keepdim=True), pixels.std((0, 2, 3), keepdim=True).clamp_min(1.0)
 
-    def normalised(self, pixels: Tensor) -> Tensor:
+    def normalized(self, pixels: Tensor) -> Tensor:
         """``pixels`` as fp32 with the training data's mean and deviation taken out."""
         mean, deviation = self.moments
         return (pixels.float() - mean) / deviation

@@ -47,7 +47,7 @@ TIMED = (
 """Gradients of 7 and 5 MB, in several DDP buckets, so that communication hides behind the backward pass."""
 
 TRAINED = (SIZES["small"], ImageTask())
-"""What table 3.5 trains until it has learnt something."""
+"""What table 3.5 trains until it has learned something."""
 
 TIMED_SMOKE = (
     _gpt(GPTTask(model=GPTConfig(context=32, width=64, layers=2, heads=2), batch=2, bucket_cap_mb=0.1)),

@@ -43,7 +43,7 @@ class Residual(nn.Module):
 class ResNet(nn.Module):
     """Images ``[batch, channels, height, width]`` to logits ``[batch, 10]``: ResNet-32's kind, with three blocks.
 
-    Groups are normalised, not batches: replicas hold nothing but parameters, and a loss depends on nothing else.
+    Groups are normalized, not batches: replicas hold nothing but parameters, and a loss depends on nothing else.
     """
 
     def __init__(self, channels: int, width: int) -> None:
@@ -115,7 +115,7 @@ class ImageTask:
         drawn = draw_offsets(
             len(images.train), steps=self.steps, num_ranks=num_ranks, batch=self.batch, context=0, seed=seed
         )
-        return ((images.normalised(images.train[at]), images.train_labels[at]) for at in drawn[:, rank])
+        return ((images.normalized(images.train[at]), images.train_labels[at]) for at in drawn[:, rank])
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         pixels, labels = batch
@@ -133,7 +133,7 @@ class ImageTask:
         mine = torch.arange(0, len(images.held_out), every)[rank::num_ranks]
         total, right = 0.0, 0
         for at in mine.split(_EVALUATION_BATCH):
-            logits, labels = model(images.normalised(images.held_out[at])), images.held_out_labels[at]
+            logits, labels = model(images.normalized(images.held_out[at])), images.held_out_labels[at]
             total += float(functional.cross_entropy(logits, labels, reduction="sum"))
             right += int((logits.argmax(1) == labels).sum())
         return total, right, len(mine)

@@ -31,7 +31,7 @@ def canvas(panels: int, *, titles: Sequence[str], x: str, y: str | Sequence[str]
 
 
 def save(figure: Any, path: Path, *, legends: bool = True) -> None:
-    """Write ``figure`` as SVG, with a legend on every panel that has labelled lines unless it has its own."""
+    """Write ``figure`` as SVG, with a legend on every panel that has labeled lines unless it has its own."""
     import matplotlib
 
     for axes in figure.axes if legends else ():

@@ -116,7 +116,7 @@ def test_only_messages_of_known_size_from_ranks_that_also_get_some() -> None:
     assert run_threads(run, 3) == [[(0, 1)], [(0, 0)], []]
 
 
-def test_not_into_memory_that_neighbours_still_read() -> None:
+def test_not_into_memory_that_neighbors_still_read() -> None:
     """What comes from another node for several ranks of this one is decoded by all of them, each in its own time."""
     pair = [Outgoing(0, 128, (2,)), Outgoing(1, 128, (2,))]
     forwarded = [Outgoing(0, 128, (0,)), Outgoing(1, 128, (3,), source=0)]

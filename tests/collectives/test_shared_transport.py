@@ -77,7 +77,7 @@ LEADERS = "hierarchical(across=leaders)"
     [("sra", ONE_NODE), ("ring", PAIRS), ("tree", TURNS), ("hierarchical", PAIRS), (LEADERS, TURNS)],
 )
 def test_bytes_are_those_of_messages_inside_the_node(spec: str, node_of) -> None:
-    """Messages are where their receivers read them: nobody holds room for one that a neighbour sends."""
+    """Messages are where their receivers read them: nobody holds room for one that a neighbor sends."""
     layout = _layout(spec, 4)
     traffic = layout.reduction_traffic()
 
@@ -134,7 +134,7 @@ def _reduces(rank: int) -> None:
     for nodes in ("group", "aaaa", "aabb", "abca"):
         os.environ["THINWIRE_NODE"] = "group" if nodes == "group" else nodes[rank]
         transport = _transport("group" if nodes == "group" else "shared")
-        neighbours = 0 if nodes == "group" else nodes.count(nodes[rank]) - 1
+        neighbors = 0 if nodes == "group" else nodes.count(nodes[rank]) - 1
         for spec in ("sra", "ring", "hierarchical"):
             sent, received, shared = transport.sent_bytes, transport.received_bytes, transport.shared_bytes
             layout = _layout(spec, 4)
@@ -145,7 +145,7 @@ def _reduces(rank: int) -> None:
             assert torch.equal(results, wanted)
             assert counted == as_many
             shares.append((transport.shared_bytes - shared) / counted[0])
-            assert shares[-1] == {0: 0, 3: 1}.get(neighbours, shares[-1])
+            assert shares[-1] == {0: 0, 3: 1}.get(neighbors, shares[-1])
     assert any(0 < share < 1 for share in shares)
 
 

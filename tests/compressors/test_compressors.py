@@ -48,9 +48,9 @@ def test_lemma_4_of_the_thesis(seed: int, bits: int, multiple: int, spread: floa
     """E‖Q_δ(x) − x‖² ≤ (δ/δ*)·E_r‖x*_r − x‖² for δ* = multiple·δ and whatever x*_r is chosen on the coarse lattice."""
     x = normal(64, seed=seed)
     delta = float((x.max() - x.min()) / (2**bits - 1))
-    coarse, quantiser = multiple * delta, parse(f"lattice(bits={bits}, bucket=64)")
+    coarse, quantizer = multiple * delta, parse(f"lattice(bits={bits}, bucket=64)")
     draws = 400
-    ours = sum(float((quantiser.roundtrip(x, key=k) - x).square().sum()) for k in range(draws)) / draws
+    ours = sum(float((quantizer.roundtrip(x, key=k) - x).square().sum()) for k in range(draws)) / draws
     theirs = 0.0
     for k in range(draws):
         shift = coarse * ((k + 0.5) / draws - 0.5) + float(x.min())
@@ -323,10 +323,10 @@ def test_descent_with_weights_on_a_shifted_lattice_converges_on_a_quadratic() ->
     delta = 2.0 / 255  # 8 bits between the two ends, which stay
     ends, losses = torch.tensor([-1.0, 1.0]), {}
     for spec in ("lattice(bits=8, bucket=512)", "minmax(bits=8, bucket=512, rounding=nearest)"):
-        quantise, x, found = parse(spec), torch.zeros(510), []
+        quantize, x, found = parse(spec), torch.zeros(510), []
         for step in range(300):
             moved = x - rate / 2.0 * curvatures * (x - target)
-            x = quantise.roundtrip(torch.cat((ends, moved)), step)[2:].clamp(-1.0, 1.0)
+            x = quantize.roundtrip(torch.cat((ends, moved)), step)[2:].clamp(-1.0, 1.0)
             found.append(float((curvatures * (x - target) ** 2).sum()) / 2)
         losses[spec.split("(")[0]] = sum(found[200:]) / 100
     # A step's error of δ²/12, of which 1 − ηλ/β is left in the next one.
@@ -335,22 +335,22 @@ def test_descent_with_weights_on_a_shifted_lattice_converges_on_a_quadratic() ->
     assert losses["minmax"] > 10 * losses["lattice"]
 
 
-def test_descent_with_weights_on_a_shifted_lattice_and_quantised_gradients_converges_on_a_quadratic() -> None:
-    """QSDP's iteration with both quantised (corollary 3), ``x ← Q(x − η/β·Q'(g(x)))``, gets as close as both
+def test_descent_with_weights_on_a_shifted_lattice_and_quantized_gradients_converges_on_a_quadratic() -> None:
+    """QSDP's iteration with both quantized (corollary 3), ``x ← Q(x − η/β·Q'(g(x)))``, gets as close as both
     roundings allow; weights rounded to nearest do not, although gradients are rounded at random."""
     rate, curvatures, target = 0.05, torch.linspace(1.0, 2.0, 510), 0.9 * torch.tanh(normal(510))
     delta = 2.0 / 255
     ends, gradients, losses = torch.tensor([-1.0, 1.0]), parse("minmax(bits=4, bucket=512)"), {}
     lost: list[torch.Tensor] = []
     for spec in ("lattice(bits=8, bucket=512)", "minmax(bits=8, bucket=512, rounding=nearest)"):
-        quantise, x, found = parse(spec), torch.zeros(510), []
+        quantize, x, found = parse(spec), torch.zeros(510), []
         for step in range(3000):
             gradient = curvatures * (x - target)
             sent = gradients.roundtrip(gradient, step)
             if step >= 200 and spec.startswith("lattice"):
                 lost.append((sent - gradient).square())
             moved = x - rate / 2.0 * sent
-            x = quantise.roundtrip(torch.cat((ends, moved)), 10_000 + step)[2:].clamp(-1.0, 1.0)
+            x = quantize.roundtrip(torch.cat((ends, moved)), 10_000 + step)[2:].clamp(-1.0, 1.0)
             found.append(float((curvatures * (x - target) ** 2).sum()) / 2)
         losses[spec.split("(")[0]] = sum(found[200:]) / 2800
     # All weights are shifted alike, so it takes thousands of steps to see a mean.

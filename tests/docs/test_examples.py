@@ -75,7 +75,7 @@ EXPECTED = {
     "fsdp.py": Expected(2, 4, 1.0, less=3.0),
     "local_fsdp.py": Expected(4, 4, 0.9, says="bytes a step to the other replica"),
     "pipeline.py": Expected(2, 8, 0.97, less=4.0),
-    "pipeline_stream.py": Expected(2, 5, 0.5, less=4.0, says="33792 bytes of centres"),
+    "pipeline_stream.py": Expected(2, 5, 0.5, less=4.0, says="33792 bytes of centers"),
     "tensor_parallel.py": Expected(2, 8, 0.97, less=3.0),
     "split_learning.py": Expected(3, 8, 0.7, less=2.0, needs="sklearn"),
     "trainer.py": Expected(2, 3, 0.9, less=5.0, needs="transformers"),

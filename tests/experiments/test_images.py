@@ -37,7 +37,7 @@ def test_cifar_is_read_as_it_is_defined(tmp_path: Path) -> None:
         assert found.train[3 * 2, :, 0, 0].tolist() == [12, 20, 30]
         assert int(found.train[0, 0, 5, 7]) == 99
         assert found.held_out[0, 0, 0, 0] == 15
-        assert abs(float(found.normalised(found.train).mean())) < 0.1
+        assert abs(float(found.normalized(found.train).mean())) < 0.1
 
 
 def test_hostile_short_and_missing_cifar_files_are_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from figures import BENCHMARKS, HOLDS
 
 from experiments.__main__ import main as experiments_main
 from experiments.framework import everything
-from experiments.framework.catalogue import CATALOGUE
+from experiments.framework.catalog import CATALOG
 from experiments.framework.results_page import read
 from experiments.framework.verdicts import outcome
 
@@ -54,12 +54,12 @@ def stubbed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
 def test_all_run_and_one_that_fails_costs_its_own_rows(stubbed: list[list[str]], tmp_path: Path, capsys) -> None:
     out, path = tmp_path / "out", tmp_path / "all.json"
     assert experiments_main(["all", "--smoke", "--out", str(out), "--json", str(path)]) == 1
-    assert [argv[3] for argv in stubbed] == [entry.name for entry in CATALOGUE]
+    assert [argv[3] for argv in stubbed] == [entry.name for entry in CATALOG]
     assert all("--smoke" in argv for argv in stubbed)
     shown = " ".join(capsys.readouterr().out.split())
     assert "Failed: cgx." in shown
     written = (out / "results.md").read_text()
-    assert written.count("**does not hold**") == len(CATALOGUE) - 1
+    assert written.count("**does not hold**") == len(CATALOG) - 1
     assert "part 9: it broke" in written
     assert "Not measured yet: `python -m experiments cgx`" in written
     assert json.loads(path.read_text())["about"]["exit_codes"]["cgx"] == 3
@@ -114,7 +114,7 @@ def test_wrong_arguments_are_reported_and_nothing_is_made(tmp_path: Path, capsys
         assert not out.exists()
 
 
-@pytest.mark.parametrize("name", [entry.name for entry in CATALOGUE])
+@pytest.mark.parametrize("name", [entry.name for entry in CATALOG])
 def test_a_page_has_every_claim_every_table_and_every_picture_of_its_paper(name: str, tmp_path: Path) -> None:
     assert experiment_pages.experiment(name, tmp_path) == f"Not measured yet: `python -m experiments {name}`."
     text = experiment_pages.experiment(name)

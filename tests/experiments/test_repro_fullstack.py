@@ -88,7 +88,7 @@ def test_split_training_without_compression_is_plain_training() -> None:
     loss = raw._step(ids)
     images = task.images
     views = Views.draw(8, task.padding, plain.generator)
-    seen = views.apply(images.normalised(images.train[ids]), task.padding)
+    seen = views.apply(images.normalized(images.train[ids]), task.padding)
     expected = torch.nn.functional.cross_entropy(plain.model(seen), images.train_labels[ids])
     expected.backward()
     plain.optimizer.step()

@@ -35,7 +35,7 @@ def test_micro_batches_make_the_gradient_of_the_whole_batch() -> None:
     run_ranks(_gradients, 2)
 
 
-def test_descents_reach_the_optimum_and_quantised_ones_hover_above_it() -> None:
+def test_descents_reach_the_optimum_and_quantized_ones_hover_above_it() -> None:
     pytest.importorskip("sklearn")
     problem = regression.made(200)
     exact, shifted, again = (

@@ -14,7 +14,7 @@ from experiments.framework.power import TASKS, Task, measured, power, powers
 from experiments.framework.time_to_loss import Course, reached, sooner
 from experiments.framework.verdicts import (
     RUN_SCATTER,
-    Judgement,
+    Judgment,
     all_hold,
     exceeds,
     faster,
@@ -83,16 +83,16 @@ def test_times_of_one_run_are_judged_with_what_runs_differ_by() -> None:
 
 
 def test_a_claim_of_parts_fails_with_any_of_them() -> None:
-    yes, no, unknown = Judgement(True, detectable=0.1), Judgement(False), Judgement(None, "why")
-    assert all_hold([yes, Judgement(True, detectable=0.2)]) == Judgement(True, detectable=0.2)
+    yes, no, unknown = Judgment(True, detectable=0.1), Judgment(False), Judgment(None, "why")
+    assert all_hold([yes, Judgment(True, detectable=0.2)]) == Judgment(True, detectable=0.2)
     assert all_hold([yes, unknown]) == unknown
     assert all_hold([unknown, no]) == no
 
 
 def test_a_task_whose_control_does_not_fail_says_nothing() -> None:
-    assert if_seen(True, Judgement(True)).holds is True
-    assert if_seen(False, Judgement(True)).holds is None
-    assert "control" in if_seen(False, Judgement(False)).why
+    assert if_seen(True, Judgment(True)).holds is True
+    assert if_seen(False, Judgment(True)).holds is None
+    assert "control" in if_seen(False, Judgment(False)).why
 
 
 _AQSGD = ("timed-again/aqsgd-1", "timed-again/aqsgd-2", "timed-again/aqsgd-3", "repro-aqsgd-wire")

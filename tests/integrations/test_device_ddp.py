@@ -79,7 +79,7 @@ def test_training_ends_with_the_same_bits(num_ranks: int, names: list[str]) -> N
 
 @on_ranks(2)
 def test_checks_and_repairs(rank: int) -> None:
-    """Parity, resynchronisation, measuring; what differs is an error on every rank."""
+    """Parity, resynchronization, measuring; what differs is an error on every rank."""
     model = make(rank)
     wire = attach(model, "minmax(bits=4)", checks=thinwire.Checks(2, resync_every=2, measure_every=3))
     train(model, rank, 5)

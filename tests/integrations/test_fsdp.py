@@ -1,4 +1,4 @@
-"""FSDP2 with quantised weights and gradients: that it trains, in every setting that FSDP2 has."""
+"""FSDP2 with quantized weights and gradients: that it trains, in every setting that FSDP2 has."""
 
 from __future__ import annotations
 

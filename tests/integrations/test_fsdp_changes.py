@@ -18,7 +18,7 @@ from harness import on_ranks, run_ranks
 from ranks import assert_alike
 from sharded import Net, batch, build, compress, same, train
 from thinwire.compressors import parse
-from thinwire.integrations.fsdp import QuantisedAllGather
+from thinwire.integrations.fsdp import QuantizedAllGather
 from thinwire.runtime.placement import Placement
 
 CHANGES = "delta(minmax(bits=4, bucket=64))"
@@ -35,7 +35,7 @@ def _gathers(rank: int, size: int, spec: str, policy: dict[str, torch.dtype], st
     wire = compress(model, spec, "raw")
     seen: list[dict[str, Any]] = []
     arrived: list[torch.Tensor] = []
-    original = QuantisedAllGather.__call__
+    original = QuantizedAllGather.__call__
 
     def gather(self: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **rest: Any) -> Any:
         mine, sent = input_tensor.clone(), wire.stats.payload_sent_bytes
@@ -50,14 +50,14 @@ def _gathers(rank: int, size: int, spec: str, policy: dict[str, torch.dtype], st
         return work
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(QuantisedAllGather, "__call__", gather)
+        patch.setattr(QuantizedAllGather, "__call__", gather)
         train(model, steps)
     assert_alike(arrived)
     return seen
 
 
 @on_ranks(3)
-def test_what_arrives_is_what_had_arrived_and_the_quantised_change(rank: int, size: int) -> None:
+def test_what_arrives_is_what_had_arrived_and_the_quantized_change(rank: int, size: int) -> None:
     coder = parse("minmax(bits=4, bucket=64, rounding=nearest)")
     gathers = _gathers(rank, size, CHANGES, {}, 6)
     assert len(gathers) == 6, "once a step"
@@ -70,7 +70,7 @@ def test_what_arrives_is_what_had_arrived_and_the_quantised_change(rank: int, si
 
 
 @on_ranks(2)
-def test_changes_cost_a_tenth_of_the_error_of_quantised_weights_and_go_with_16_bits(rank: int, size: int) -> None:
+def test_changes_cost_a_tenth_of_the_error_of_quantized_weights_and_go_with_16_bits(rank: int, size: int) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         last = _gathers(rank, size, CHANGES, {"param_dtype": dtype}, 8)[-1]
         assert float((last["arrived"].float() - last["mine"].float()).abs().max()) < 0.02

@@ -56,7 +56,7 @@ def test_what_cannot_be_is_refused(rank: int, size: int) -> None:
         (ValueError, "say with replicas= which process group takes them", model, {"across": "minmax"}),
         (ValueError, "asks for the time of DDP buckets", model, {"adapt": "lgreco(objective='time')"}),
         (ValueError, "pass the one that trains it, AdamW(model", model, {"optimizer": foreign}),
-        (RuntimeError, "model.to_empty(device=...) and initialise", build(net=lambda: Net().to("meta")), {}),
+        (RuntimeError, "model.to_empty(device=...) and initialize", build(net=lambda: Net().to("meta")), {}),
         (RuntimeError, "compressed already: call detach()", taken, {}),
         (RuntimeError, "are moved by ProcessGroupAllocAllGather", pooled, {}),
         (RuntimeError, "has an all-reduce hook already", hooked, across),

@@ -35,7 +35,7 @@ def test_means_over_replicas_are_exact_before_the_start_in_modules_that_are_used
 
 @on_ranks(4)
 def test_replicas_draw_by_themselves_for_gradients_and_alike_for_weights(rank: int, size: int) -> None:
-    """Replicas with the same gradients: each quantises them by itself, so that errors average out."""
+    """Replicas with the same gradients: each quantizes them by itself, so that errors average out."""
     model = build(_mesh(2, 2)["shard"])
     compress(model, W4, W4)
     x, y = batch(0, rank % 2)

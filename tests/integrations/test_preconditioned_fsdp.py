@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from harness import on_ranks, run_ranks
 from ranks import assert_alike
-from sharded import Net, build, compress, initialised, train, whole
+from sharded import Net, build, compress, initialized, train, whole
 from thinwire.optim import CompressedAdamW
 
 TWO_BITS = "gaussian(bits=2)"
@@ -32,7 +32,7 @@ def _as_under_ddp(rank: int, size: int, order: Any, shape: tuple[int, ...], clip
     optimizer = _optimizer(sharded, order, clip=clip)
     compress(sharded, optimizer=optimizer)
     train(sharded, 6, optimizer=optimizer)
-    replica = DistributedDataParallel(initialised())
+    replica = DistributedDataParallel(initialized())
     optimizer = _optimizer(replica.module, order, clip=clip)
     thinwire.compress(replica, "raw", optimizer=optimizer)
     train(replica, 6, optimizer=optimizer)

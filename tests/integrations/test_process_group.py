@@ -49,7 +49,7 @@ def group_of(options: ProcessGroupOptions | None = None) -> ProcessGroup:
 
 
 def level(bits: int, inputs: list[torch.Tensor]) -> float:
-    """The largest step of a quantiser of any of these, and of their sum."""
+    """The largest step of a quantizer of any of these, and of their sum."""
     return sum(float(x.float().max() - x.float().min()) for x in inputs) / (2**bits - 1)
 
 
@@ -66,7 +66,7 @@ DTYPES = {torch.float32: 0.0, torch.bfloat16: 0.05, torch.float16: 0.05}
 
 @pytest.mark.parametrize("size", [2, 3])
 @on_ranks()
-def test_sums_are_honoured_within_the_quantisers_error(rank: int, size: int) -> None:
+def test_sums_are_honored_within_the_quantizers_error(rank: int, size: int) -> None:
     group = group_of()
     for dtype, rounding in DTYPES.items():
         inputs = [values(each, dtype=dtype).float() for each in range(size)]

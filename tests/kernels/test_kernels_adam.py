@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernel_levels import check, needs_native
-from thinwire.kernels import AdamGradient, AdamStep, Moving, adam_apply, adam_normalise
+from thinwire.kernels import AdamGradient, AdamStep, Moving, adam_apply, adam_normalize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -54,7 +54,7 @@ def test_bits_are_the_same_everywhere(first: bool) -> None:
             steps.append(AdamStep(weights, update, Moving(moved, moved, 0.9) if first else None, 0.9999, 1.7))
             all_of_it = (gradient, before, after, momentum_after, weights, moved)
             found |= {f"{i} of {seed}": tensor for i, tensor in enumerate(all_of_it)}
-        adam_normalise(gradients)
+        adam_normalize(gradients)
         adam_apply(steps)
         return found
 
@@ -79,7 +79,7 @@ def test_a_step_is_the_formula_however_tensors_lie_in_memory() -> None:
     for first, second in product(LAYOUTS, repeat=2):
         weights, gradient, squares, kept = first(w), first(g), second(v), second(m)
         moving = Moving(kept, kept, 0.9)
-        adam_normalise([AdamGradient(gradient, Moving(squares, squares, 0.99), moving, 1e-3, 0.5)])
+        adam_normalize([AdamGradient(gradient, Moving(squares, squares, 0.99), moving, 1e-3, 0.5)])
         adam_apply([AdamStep(weights, gradient, moving, 0.99, 2.0)])
         found.append((weights, gradient, squares, kept))
         torch.testing.assert_close(found[-1], expected)

@@ -96,21 +96,21 @@ def _z_of_product(a: Tensor, b: Tensor) -> float:
 
 
 def test_draws_are_uniform_and_uncorrelated_over_elements_and_sequential_keys() -> None:
-    """16-bit χ², lags, serial pairs, the two halves of a word, and neighbouring keys and sites: |z| < 5 for all."""
+    """16-bit χ², lags, serial pairs, the two halves of a word, and neighboring keys and sites: |z| < 5 for all."""
     numel, kept, device = 2**20, [], torch.device("cpu")
     rows = [(0, 0), (1, 0), (2**63, 0), (0, 1), (5, 2**62)]
     for key, site in rows:
         draws = rng.random16(0, numel, *rng.row_key(key, site), device).long()
-        centred = draws.double() - 32767.5
+        centered = draws.double() - 32767.5
         assert abs(_z_of_counts(torch.bincount(draws, minlength=2**16))) < 5
         pairs = (draws[:-1] >> 8) * 256 + (draws[1:] >> 8)
         assert abs(_z_of_counts(torch.bincount(pairs, minlength=2**16))) < 5
         for lag in (1, 2, 3, 4, 16, 63, 64, 65, 128, 256, 1024):  # 64: the other half of the same word
-            assert abs(_z_of_product(centred[:-lag], centred[lag:])) < 5
+            assert abs(_z_of_product(centered[:-lag], centered[lag:])) < 5
         for _, other in kept:
-            assert abs(_z_of_product(centred, other)) < 5
-            assert abs(_z_of_product(centred[1:], other[:-1])) < 5
-        kept.append((key, centred))
+            assert abs(_z_of_product(centered, other)) < 5
+            assert abs(_z_of_product(centered[1:], other[:-1])) < 5
+        kept.append((key, centered))
 
 
 def scale_of(x: Tensor, form: Format) -> Tensor:

@@ -183,7 +183,7 @@ SHAPES = {"hidden": (64, 64), "bias": (64,), "scale": (8,), "small": (16, 16)}
 """A layer, and three that gradients leave raw."""
 
 
-def test_quantisers_with_feedback_take_biases_and_small_layers_too() -> None:
+def test_quantizers_with_feedback_take_biases_and_small_layers_too() -> None:
     raw = exchange_plan(SHAPES, "raw")
     for compressor, feedback, taken in (
         # The scale of eight is shorter as it is: payloads come in multiples of 64 bytes.

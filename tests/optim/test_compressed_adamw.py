@@ -36,7 +36,7 @@ def test_the_order_update_is_adamw_where_nothing_is_sent() -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_the_order_pre_normalises_before_the_momentum() -> None:
+def test_the_order_pre_normalizes_before_the_momentum() -> None:
     parameters, gradients = _problem()
     lr, (beta1, beta2), decay, eps = OPTIONS["lr"], OPTIONS["betas"], OPTIONS["weight_decay"], 1e-8
     expected = [p.detach().double().clone() for p in parameters]

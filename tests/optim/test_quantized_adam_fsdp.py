@@ -9,7 +9,7 @@ import torch
 
 from harness import on_ranks
 from ranks import alike
-from sharded import batch, build, compress, initialised, train, whole
+from sharded import batch, build, compress, initialized, train, whole
 from thinwire.optim import CompressedAdamW, QuantizedAdam
 
 TWO_BITS = "minmax(bits=2, bucket=128)"
@@ -21,7 +21,7 @@ def test_shards_are_trained_as_whole_parameters_are(rank: int, size: int) -> Non
     options: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.8), "warmup": "stable"}
     preconditioned: dict[str, Any] = {"lr": 5e-3, "betas": (0.9, 0.95), "clip": 0.2}
     for kind, given, steps, atol in ((QuantizedAdam, options, 20, 1e-6), (CompressedAdamW, preconditioned, 5, 2e-5)):
-        sharded, single = build(), initialised()
+        sharded, single = build(), initialized()
         optimizers = [kind(model.parameters(), **given) for model in (sharded, single)]
         for _ in range(steps):
             for model, ranks, optimizer in ((sharded, [rank], optimizers[0]), (single, range(size), optimizers[1])):

@@ -359,5 +359,5 @@ def loses_a_rank(rank: int) -> bool:
     return error.value.rank == 1
 
 
-def test_a_rank_that_is_killed_is_named_by_both_neighbours() -> None:
+def test_a_rank_that_is_killed_is_named_by_both_neighbors() -> None:
     assert run_ranks(loses_a_rank, 3, may_die=True) == [True, None, True]

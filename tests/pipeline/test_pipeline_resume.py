@@ -94,7 +94,7 @@ def run(
 def place(kind: str, folder: Path, **more: Any) -> Any:
     if kind == "disk":
         return thinwire.store.Disk(folder / "store", num_samples=SAMPLES, **more)
-    return thinwire.store.Memory() if kind == "memory" else thinwire.store.Centres(num=20, window=50)
+    return thinwire.store.Memory() if kind == "memory" else thinwire.store.Centers(num=20, window=50)
 
 
 @on_ranks(2)
@@ -103,7 +103,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(rank: int, tmp_path: Path
         ("memory", "interleaved", 4),
         ("disk", "gpipe", 32),
         ("disk", "interleaved", 4),
-        ("centres", "interleaved", 32),
+        ("centers", "interleaved", 32),
     ):
         mine = tmp_path / f"{kind} {name}"
         mine.mkdir(exist_ok=True)
@@ -193,7 +193,7 @@ def spoiled(rank: int, folder: Path, victim: int | None, what: str, kind: str) -
 def test_a_record_that_differs_is_reset_on_both_sides_and_counted(rank: int, tmp_path: Path) -> None:
     for what, kind in (("bytes", "disk"), ("value", "memory"), ("lost", "disk")):
         unharmed, *others = (spoiled(rank, tmp_path / f"{what} {v}", v, what, kind) for v in (None, 0, 1))
-        # The sample travelled whole, so training saw its activation and not a wrong one.
+        # The sample traveled whole, so training saw its activation and not a wrong one.
         assert all(losses[:1] == pytest.approx(unharmed[:1], rel=0.2) for losses in others)
 
 

@@ -178,9 +178,9 @@ def test_the_next_stage_computes_on_what_arrived_and_not_on_what_is_kept_of_it(p
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 1000),
 )
-def test_both_sides_have_the_same_centres_whatever_happens(steps, num, dtype, seed) -> None:
+def test_both_sides_have_the_same_centers_whatever_happens(steps, num, dtype, seed) -> None:
     pair = Pair(
-        dtype, forward="delta(maxabs(bits=4))", max_length=LENGTH, store=thinwire.store.Centres(num=num, window=20)
+        dtype, forward="delta(maxabs(bits=4))", max_length=LENGTH, store=thinwire.store.Centers(num=num, window=20)
     )
     resets = 0
     for number, (samples, chunks, padded, lengths, lost) in enumerate(steps):
@@ -191,7 +191,7 @@ def test_both_sides_have_the_same_centres_whatever_happens(steps, num, dtype, se
                 resets += len(samples) if other.store.digest() != side.store.digest() else 0
         pair.begin(Batch.from_ids(samples, padded, lengths, ()), chunks)
         kinds = {kind for chunk in range(chunks) for kind in pair.earlier.layout("forward", chunk).kinds}
-        assert len(kinds) == 1, "all samples have centres, or none has"
+        assert len(kinds) == 1, "all samples have centers, or none has"
         for chunk in range(chunks):
             tensors = pair.tensors(chunk, chunks, seed + 100 * number + chunk)
             arrived = pair.send("forward", chunk, tensors)
@@ -202,7 +202,7 @@ def test_both_sides_have_the_same_centres_whatever_happens(steps, num, dtype, se
         assert pair.same()
         assert pair.earlier.store is not None
         parts = pair.earlier.store.form.parts
-        expected = sum(thinwire.store.centre_bytes(num, (part.positions, part.width)) for part in parts)
+        expected = sum(thinwire.store.center_bytes(num, (part.positions, part.width)) for part in parts)
         assert pair.earlier.store.num_bytes == expected
     assert pair.earlier.stats.resets + pair.later.stats.resets == resets
 

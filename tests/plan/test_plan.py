@@ -133,7 +133,7 @@ def test_a_plan_survives_json_and_its_hash_tells_plans_apart() -> None:
     for text in ("[]", '{"a": 1}'):
         with pytest.raises(ValueError, match="JSON object"):
             plan.with_json(text)
-    for wrong in ("minmax(bits=40)", "no such thing", "minmax(colour=1)", "minmax(bits=[])", "ef(" * 5000):
+    for wrong in ("minmax(bits=40)", "no such thing", "minmax(color=1)", "minmax(bits=[])", "ef(" * 5000):
         with pytest.raises(ValueError, match=r"\S"):
             Plan.from_dict({"a": wrong})
 

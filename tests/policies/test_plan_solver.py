@@ -1,4 +1,4 @@
-"""Under the policies: families, errors, the programmes that choose, the regression of times."""
+"""Under the policies: families, errors, the programs that choose, the regression of times."""
 
 from __future__ import annotations
 
@@ -138,13 +138,13 @@ def brute_force(table, budget: float) -> float | None:
 
 @settings(max_examples=60)
 @given(tables, st.integers(0, 60))
-def test_the_programme_finds_what_brute_force_finds(table, budget: int) -> None:
+def test_the_program_finds_what_brute_force_finds(table, budget: int) -> None:
     expected = brute_force(table, budget)
     of_errors, costs = arrays(table)
 
     def solve() -> list[int]:
         # As many steps as there are units of error: nothing is rounded.
-        return allocate.dynamic_programme(of_errors, costs, budget, max(1, budget))
+        return allocate.dynamic_program(of_errors, costs, budget, max(1, budget))
 
     if expected is None:
         with pytest.raises(allocate.Infeasible, match="no choice"):
@@ -163,7 +163,7 @@ def test_no_plan_is_over_the_budget(seed: int, layers: int, choices: int, alpha:
     costs = [draw.exponential(10 ** draw.uniform(0, 6), choices) for _ in range(layers)]
     budget = alpha * allocate.total(of_errors, [0] * layers)
     try:
-        plan = allocate.dynamic_programme(of_errors, costs, budget, steps)
+        plan = allocate.dynamic_program(of_errors, costs, budget, steps)
     except allocate.Infeasible:
         assume(False)
         return
@@ -180,11 +180,11 @@ def realistic(
     return of_errors, [size * (bits + 0.5) for size in sizes]
 
 
-def test_the_dynamic_programme_is_within_a_hundredth_of_the_optimum() -> None:
+def test_the_dynamic_program_is_within_a_hundredth_of_the_optimum() -> None:
     of_errors, costs = realistic(np.random.default_rng(0), 60, 16)
     reference = [5] * 60
     budget = allocate.total(of_errors, reference)
-    found = allocate.dynamic_programme(of_errors, costs, budget)
+    found = allocate.dynamic_program(of_errors, costs, budget)
     assert allocate.total(of_errors, found) <= budget * (1 + 1e-12)
     # No plan costs less than this for any price of an error.
     bound = max(
@@ -197,19 +197,19 @@ def test_the_dynamic_programme_is_within_a_hundredth_of_the_optimum() -> None:
 
 def test_budgets_at_the_edge_and_what_rounding_leaves_of_them() -> None:
     tiny = np.array([1e-9, 0.0, 0.0])
-    assert allocate.dynamic_programme([tiny, tiny], [np.array([1.0, 3.0, 2.0])] * 2, 0.0) == [2, 2]
+    assert allocate.dynamic_program([tiny, tiny], [np.array([1.0, 3.0, 2.0])] * 2, 0.0) == [2, 2]
     with pytest.raises(allocate.Infeasible):
-        allocate.dynamic_programme([np.array([1e-9])], [np.array([1.0])], 0.0)
+        allocate.dynamic_program([np.array([1e-9])], [np.array([1.0])], 0.0)
     of_errors = [np.array([np.inf, 1.0]), np.array([np.inf, 2.0])]
-    assert allocate.dynamic_programme(of_errors, [np.array([1.0, 5.0])] * 2, 3.0) == [1, 1]
+    assert allocate.dynamic_program(of_errors, [np.array([1.0, 5.0])] * 2, 3.0) == [1, 1]
     of_errors = [np.array([0.3, 0.7]), np.array([0.1, 0.9])]
     costs = [np.array([2.0, 1.0]), np.array([2.0, 1.0])]
-    assert allocate.dynamic_programme(of_errors, costs, 0.4) == [0, 0]
+    assert allocate.dynamic_program(of_errors, costs, 0.4) == [0, 0]
     # In steps of a tenth, 1/3 and 2/3 of the budget are 0.4 and 0.7 of it.
-    assert allocate.dynamic_programme([np.array([1.0]), np.array([2.0])], [np.array([1.0])] * 2, 3.0, 10) == [0, 0]
+    assert allocate.dynamic_program([np.array([1.0]), np.array([2.0])], [np.array([1.0])] * 2, 3.0, 10) == [0, 0]
     # Ten steps: each layer's 0.11 counts as 0.2, so that only five of the eight that fit are taken.
     of_errors, costs = [np.array([0.0, 0.11])] * 9, [np.array([10.0, 1.0])] * 9
-    assert sum(allocate.dynamic_programme(of_errors, costs, 1.0, 10)) == 9
+    assert sum(allocate.dynamic_program(of_errors, costs, 1.0, 10)) == 9
 
 
 def syncs(coefficients: tuple[float, ...], constant: float, plans: int, noise: float = 0.0) -> list[Sync]:

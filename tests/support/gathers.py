@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from thinwire.integrations.fsdp import QuantisedAllGather
+from thinwire.integrations.fsdp import QuantizedAllGather
 
 
 @contextmanager
 def gathered() -> Iterator[dict[str, list[Tensor]]]:
     """By unit, all weights as they arrived in each gather so far."""
     found: dict[str, list[Tensor]] = {}
-    original = QuantisedAllGather.__call__
+    original = QuantizedAllGather.__call__
 
     def gather(self: Any, output_tensor: Tensor, *args: Any, **rest: Any) -> Any:
         work = original(self, output_tensor, *args, **rest)
@@ -25,5 +25,5 @@ def gathered() -> Iterator[dict[str, list[Tensor]]]:
         return work
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(QuantisedAllGather, "__call__", gather)
+        patch.setattr(QuantizedAllGather, "__call__", gather)
         yield found

@@ -1,4 +1,4 @@
-"""Trainings that never were, for judgements."""
+"""Trainings that never were, for judgments."""
 
 from __future__ import annotations
 

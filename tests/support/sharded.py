@@ -58,7 +58,7 @@ class Shared(Net):
         return self.head(second(first(first(self.stem(x)))))
 
 
-def initialised(seed: int = 0, net: Callable[[], nn.Module] = Net) -> Any:
+def initialized(seed: int = 0, net: Callable[[], nn.Module] = Net) -> Any:
     torch.manual_seed(seed)
     model = net()
     for parameter in model.parameters():
@@ -68,7 +68,7 @@ def initialised(seed: int = 0, net: Callable[[], nn.Module] = Net) -> Any:
 
 def build(mesh: DeviceMesh | None = None, *, seed: int = 0, net: Callable[[], nn.Module] = Net, **options: Any) -> Any:
     """A `Net` (or another model with ``blocks``) whose blocks, and the rest, are sharded."""
-    model = initialised(seed, net)
+    model = initialized(seed, net)
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:  # pyright: ignore[reportGeneralTypeIssues]
         fully_shard(block, mesh=mesh, **options)

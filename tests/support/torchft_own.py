@@ -1,6 +1,6 @@
 """Run torchft's own tests of local SGD with all-reduces that thinwire compresses: ``torchft_own.py PREFIX BITS``.
 
-All variants whose names begin with ``PREFIX``, in a process of their own, because these tests initialise the default
+All variants whose names begin with ``PREFIX``, in a process of their own, because these tests initialize the default
 process group. A line for each says how it ended and what it sent.
 """
 

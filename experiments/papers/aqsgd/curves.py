@@ -274,8 +274,8 @@ _SHADES = ("#1f6fb2", "#0a7d4f", "#8250c4", "#c77fe0")
 def _draw_1(study: AQSGDStudy, activation: Sequence[float], delta: Sequence[float]) -> None:
     figure, (axes,) = plots.canvas(1, titles=["activations and their changes"], x="epoch", y="mean magnitude")
     epochs = range(2, 2 + len(delta))
-    axes.plot(epochs, activation, color=FP32.colour, marker=".", label="activation")
-    axes.plot(epochs, delta, color=AQSGD[USUAL].colour, marker=".", label="change since the last visit")
+    axes.plot(epochs, activation, color=FP32.color, marker=".", label="activation")
+    axes.plot(epochs, delta, color=AQSGD[USUAL].color, marker=".", label="change since the last visit")
     axes.set_xticks(epochs)
     axes.set_ylim(bottom=0)
     plots.save(figure, study.picture("1-change"))
@@ -284,7 +284,7 @@ def _draw_1(study: AQSGDStudy, activation: Sequence[float], delta: Sequence[floa
 def _draw_panels(study: AQSGDStudy, picture: str, panels: Sequence[tuple[str, Runs]]) -> None:
     figure, all_axes = plots.canvas(len(panels), titles=[title for title, _ in panels], x="step", y="loss")
     shown = {method.name: method for method in (*FIGURE_3, *_by_recipe(BITS), *KEEPERS)}
-    shown |= {m.name: replace(m, colour=colour) for m, colour in zip(KEPT.values(), _SHADES, strict=True)}
+    shown |= {m.name: replace(m, color=color) for m, color in zip(KEPT.values(), _SHADES, strict=True)}
     for axes, (_, runs) in zip(all_axes, panels, strict=True):
         for name, own in runs.items():
             draw_runs(axes, shown[name], own)

@@ -76,5 +76,5 @@ def draw_runs(axes: Any, method: Method, runs: Sequence[Trained]) -> None:
     """Loss by step: the seeds' mean, in a band from the least to the greatest."""
     mean, low, high = bands(runs)
     steps = [runs[0].steps_per_epoch * (epoch + 1) for epoch in range(len(mean))]
-    axes.plot(steps, mean, color=method.colour, marker=".", label=method.title)
-    axes.fill_between(steps, low, high, color=method.colour, alpha=0.2, linewidth=0)
+    axes.plot(steps, mean, color=method.color, marker=".", label=method.title)
+    axes.fill_between(steps, low, high, color=method.color, alpha=0.2, linewidth=0)

@@ -1,4 +1,4 @@
-"""How activations and their gradients are sent between stages: as they are, quantised, or as what changed of them."""
+"""How activations and their gradients are sent between stages: as they are, quantized, or as what changed of them."""
 
 # No `from __future__ import annotations` here: ranks make methods again of plain values.
 
@@ -19,7 +19,7 @@ class Method:
 
     name: str
     title: str
-    colour: str
+    color: str
     kind: str = "pipeline"
     forward: str = "raw"
     backward: str = "raw"
@@ -40,13 +40,13 @@ FP32 = Method("fp32", "FP32", "#222222")
 
 
 def direct(forward: int, backward: int) -> Method:
-    """DirectQ: activations themselves are quantised."""
+    """DirectQ: activations themselves are quantized."""
     name = f"direct {_bits(forward, backward)}"
-    colour = {2: "#e8a33d", 3: "#c0392b", 4: "#d4776c"}[forward]
+    color = {2: "#e8a33d", 3: "#c0392b", 4: "#d4776c"}[forward]
     return Method(
         name,
         f"DirectQ {_bits(forward, backward)}",
-        colour,
+        color,
         forward=f"direct({_forward(forward)})",
         backward=f"maxabs(bits={backward})",
     )
@@ -60,19 +60,19 @@ def aqsgd(
     precision: int = 32,
     warmup_epochs: int = 0,
 ) -> Method:
-    """AQ-SGD: what changed of each sample's activations since its last visit is quantised."""
+    """AQ-SGD: what changed of each sample's activations since its last visit is quantized."""
     title = f"AQ-SGD {_bits(forward, backward)}"
     if store == "disk":
         title += ", disk"
     if precision != 32:
         title += f" m{precision}"
-    colour = {2: "#1f6fb2", 3: "#0a7d4f", 4: "#5fb88f"}[forward]
+    color = {2: "#1f6fb2", 3: "#0a7d4f", 4: "#5fb88f"}[forward]
     if store == "disk":
-        colour = "#c9a3e8" if forward == 4 else "#8250c4"
+        color = "#c9a3e8" if forward == 4 else "#8250c4"
     return Method(
         title.lower(),
         title,
-        "#8250c4" if precision != 32 else colour,
+        "#8250c4" if precision != 32 else color,
         forward=f"delta({_forward(forward)})",
         backward=f"maxabs(bits={backward})",
         store=store,
@@ -95,7 +95,7 @@ def by_recipe(method: Method) -> Method:
 
 def by_link() -> Method:
     """AQ-SGD of 2 to 4 bits forward and 4 to 8 backward, by the rate of each link."""
-    return replace(aqsgd(2, 4), name="aq-sgd by link", title="AQ-SGD by link", colour="#8250c4", by_link=True)
+    return replace(aqsgd(2, 4), name="aq-sgd by link", title="AQ-SGD by link", color="#8250c4", by_link=True)
 
 
 def choices() -> thinwire.policies.ByLink:
@@ -110,5 +110,5 @@ def _bits(forward: int, backward: int) -> str:
 
 
 def _forward(bits: int) -> str:
-    """The paper's quantiser (section 4.1): 2**bits intervals, of which values become the midpoints."""
+    """The paper's quantizer (section 4.1): 2**bits intervals, of which values become the midpoints."""
     return f"maxabs(bits={bits}, midrise=True, rounding=nearest)"

@@ -12,7 +12,7 @@ from experiments.framework.claims import Claim, Rows
 from experiments.framework.paper import Paper, Part, command
 from experiments.framework.time_to_loss import Course, Sooner, sooner
 from experiments.framework.timing import shown_rate
-from experiments.framework.verdicts import Judgement, all_hold, exceeds, faster, if_seen, matches, unsound
+from experiments.framework.verdicts import Judgment, all_hold, exceeds, faster, if_seen, matches, unsound
 from experiments.papers.aqsgd import curves, resume, throughput
 from experiments.papers.aqsgd.curves import (
     BITS,
@@ -50,7 +50,7 @@ def _shares(rows: Rows) -> list[list[float]]:
     ]
 
 
-def _changes_shrink(rows: Rows) -> Judgement:
+def _changes_shrink(rows: Rows) -> Judgment:
     """Every epoch's share is below `_MUCH_LESS`, and below that of the epoch before."""
     epochs = list(zip(*_shares(rows), strict=True))
     small = [exceeds(estimate([_MUCH_LESS - share for share in epoch])) for epoch in epochs]
@@ -119,14 +119,14 @@ def _pair(figure: str, name: TaskName, num_stages: int, bits: Bits, *, recipe: b
     share = " of a coin toss's loss" if SCALE.task(name).labels else ""
     judged, metric = (slice(1, None), "loss on what is held out") if recipe else (slice(None), "loss")
 
-    def kept(rows: Rows) -> Judgement:
+    def kept(rows: Rows) -> Judgment:
         control = _against(rows, "direct", key)[judged]
         margins = [_half(loss) for loss in control]
         ours = zip(_against(rows, "aqsgd", key)[judged], margins, strict=True)
         seen = _sensitive(rows[f"aqsgd/{key}"]) and all(margins)
         return if_seen(seen, all_hold(matches(loss, margin) for loss, margin in ours))
 
-    def worse_than(rows: Rows) -> Judgement:
+    def worse_than(rows: Rows) -> Judgment:
         return all_hold(exceeds(loss) for loss in _against(rows, "direct", key)[judged])
 
     yield Claim(
@@ -163,7 +163,7 @@ def _claims_of_keeping() -> Iterator[Claim]:
         direct = partial(_beside, bits=bits, method=_DIRECT, other=_PRECISE)
         better = partial(_beside, bits=bits, method=_DIRECT, other=method)
 
-        def kept(rows: Rows, against: _Compare = against, direct: _Compare = direct) -> Judgement:
+        def kept(rows: Rows, against: _Compare = against, direct: _Compare = direct) -> Judgment:
             margin = _half(direct(rows))
             return if_seen(margin > 0, matches(against(rows), margin))
 
@@ -339,7 +339,7 @@ def _claims_of_figure_4() -> Iterator[Claim]:
         else:
             statement += "sooner over a faster link, too"
 
-        def rule(rows: Rows, name: str = name, bound: float = bound) -> Judgement:
+        def rule(rows: Rows, name: str = name, bound: float = bound) -> Judgment:
             return _in_time(rows, name).above(bound)
 
         yield Claim("figure 4", name, statement, rule, over_link=True)
@@ -472,6 +472,6 @@ aqsgd = command(
     """Repeat the experiments of the AQ-SGD paper on this machine, claim by claim.
 
     Small GPTs are fine-tuned in pipelines of 2 to 8 stages whose activations and gradients are sent as they are,
-    quantised (DirectQ), or as what changed since a sample's last visit (AQ-SGD), and their steps are timed over slow
+    quantized (DirectQ), or as what changed since a sample's last visit (AQ-SGD), and their steps are timed over slow
     links. Takes about 55 minutes on two cores.""",
 )

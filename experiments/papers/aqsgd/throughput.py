@@ -227,7 +227,7 @@ def _draw_2(study: AQSGDStudy, by_rate: AllTimes) -> None:
     for method in METHODS:
         per_s = [task.batch / times.step_s(method.name) for times in by_rate.values()]
         style = "--" if method.store == "disk" else "-"
-        axes.plot(rates, per_s, style, color=method.colour, marker="o", label=method.title)
+        axes.plot(rates, per_s, style, color=method.color, marker="o", label=method.title)
     axes.set(xscale="log")
     axes.set_xticks(rates, [shown_rate(rate) for rate in by_rate], rotation=30)
     axes.minorticks_off()
@@ -241,7 +241,7 @@ def _draw_4(study: AQSGDStudy, found: Mapping[str, Course], rows: Sequence[Row])
     figure, all_axes = plots.canvas(len(rows), titles=titles, x="seconds of training", y="loss")
     for axes, row in zip(all_axes, rows, strict=True):
         for key, method in IN_TIME.items():
-            found[key].draw(axes, row.data["rounds"], color=method.colour, label=method.title)
+            found[key].draw(axes, row.data["rounds"], color=method.color, label=method.title)
     plots.save(figure, study.picture("4-time"))
 
 
@@ -250,5 +250,5 @@ def _draw_links(study: AQSGDStudy, trained: Mapping[str, Sequence[Trained]]) -> 
     figure, (axes,) = plots.canvas(1, titles=titles, x="seconds of training", y="training loss (nats)")
     for method in UNEVEN:
         run = trained[method.name][0]
-        axes.plot(run.seconds, run.epoch_losses, color=method.colour, marker=".", label=_IN_WORDS[method.name])
+        axes.plot(run.seconds, run.epoch_losses, color=method.color, marker=".", label=_IN_WORDS[method.name])
     plots.save(figure, study.picture("links"))

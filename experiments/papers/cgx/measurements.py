@@ -46,7 +46,7 @@ METRICS = {"gpt": "held-out loss", "cnn": "accuracy"}
 @dataclass(frozen=True, kw_only=True)
 class CGXScale(Scale):
     """``runs`` separate runs of ``rounds`` turns of ``steps_a_turn`` replayed steps of every method, and trainings of
-    every quantiser.
+    every quantizer.
 
     Without a ``rate``, links have that at which fp32 fares as in the thesis (`FP32_SHARE`).
     """
@@ -210,16 +210,16 @@ def _draw(timed: Timed, study: CGXStudy, rows: Mapping[str, Row], errors: Sequen
             continue
         values = {"items": {m: row.value for m, row in own.items()}, "seconds": seconds}
         shown = values.get(timed.drawn) or {m: row.data["relative"] for m, row in own.items()}
-        pictures.bars(axes, [(method.title, method.colour, value) for method, value in shown.items()])
+        pictures.bars(axes, [(method.title, method.color, value) for method, value in shown.items()])
     for axes, row in zip(panels[len(models) :], errors, strict=True):
-        pictures.bars(axes, [(method.title, method.colour, row.data["mean"][method.name]) for method in timed.errors])
+        pictures.bars(axes, [(method.title, method.color, row.data["mean"][method.name]) for method in timed.errors])
     plots.save(figure, study.picture(timed.figure))
 
 
 def _draw_gammas(axes: Any, gammas: Sequence[float], seconds: Mapping[Method, float]) -> None:
     taken = [seconds[truncated(gamma)] for gamma in gammas]
     axes.plot(gammas, taken, color="#0a7d4f", marker="o", label="the first of gamma elements sent")
-    axes.axhline(seconds[FP32], color=FP32.colour, linewidth=1, label=FP32.title)
+    axes.axhline(seconds[FP32], color=FP32.color, linewidth=1, label=FP32.title)
     axes.axhline(seconds[NOTHING], color="#222222", linewidth=1, linestyle=":", label="ideal scaling")
     axes.set_xscale("log")
     axes.set_ylim(bottom=0)
@@ -236,7 +236,7 @@ def quality_steps(scale: CGXScale) -> int:
 
 
 def table_3_5(study: CGXStudy) -> list[Row]:
-    """Paired trainings of a GPT and of a CNN with every quantiser, and with one that must fail."""
+    """Paired trainings of a GPT and of a CNN with every quantizer, and with one that must fail."""
     (gpt, cnn), seeds = study.scale.trained, study.seeds
     watcher = Progress(study)
     compared = compare_training(gpt, SPECS["gpt"], seeds=seeds, margin=MARGIN, num_ranks=QUALITY_RANKS, watcher=watcher)
@@ -253,7 +253,7 @@ def table_3_5(study: CGXStudy) -> list[Row]:
 
 
 def quality_rows(model: str, by_spec: Mapping[str | None, Sequence[float]]) -> list[Row]:
-    """What each quantiser loses against fp32, whose runs are under None, and whether the control's damage is seen."""
+    """What each quantizer loses against fp32, whose runs are under None, and whether the control's damage is seen."""
     rows = []
     for spec, values in by_spec.items():
         if spec is None:

@@ -10,7 +10,7 @@ from experiments.framework.claims import Claim, Rows, ratios, times_faster
 from experiments.framework.methods import CGX, FP32, GRACE, NOTHING, THINWIRE, Method
 from experiments.framework.paper import Paper, Part, command
 from experiments.framework.timing import NUM_RANKS, RANKS_PER_NODE
-from experiments.framework.verdicts import Judgement, all_hold, faster_in_runs, if_seen, larger, matches
+from experiments.framework.verdicts import Judgment, all_hold, faster_in_runs, if_seen, larger, matches
 from experiments.papers.cgx import measurements, methods
 from experiments.papers.cgx.measurements import METRICS, QUALITY_RANKS, SPECS, CGXScale, CGXStudy
 from experiments.papers.cgx.methods import BLOB, FLAT, GRACE_STYLE, GROUP, IDEAL, RING, SHARED, SRA, TREE
@@ -46,7 +46,7 @@ def _faster(
     """``fast`` has more than ``bound`` times the throughput of ``slow``."""
     rows = {"fast": _row(model, fast), "slow": _row(model, slow)}
 
-    def rule(measured: Rows) -> Judgement:
+    def rule(measured: Rows) -> Judgment:
         return faster_in_runs(ratios(measured, **rows), bound)
 
     return Claim(figure, row, statement, rule, over_link, partial(times_faster, **rows), unit)
@@ -58,7 +58,7 @@ def _faster(
 def _bandwidth(model: Model) -> Iterator[Claim]:
     whole, order, least, ideal = (_row(model, method) for method in (_WHOLE, _ORDER, _LEAST, NOTHING))
 
-    def nears(rows: Rows) -> Judgement:
+    def nears(rows: Rows) -> Judgment:
         # With everything sent it is below that share, so that the rest of the way is the bandwidth's.
         below = [1 / ratio for ratio in ratios(rows, whole, ideal)]
         return all_hold([faster_in_runs(ratios(rows, least, ideal), _NEAR), faster_in_runs(below, 1 / _NEAR)])
@@ -201,7 +201,7 @@ def _qnccl(model: Model) -> Iterator[Claim]:
 def _quality(model: Model, spec: str) -> Claim:
     name, row = model.name, f"lost/{model.name}/{spec}"
 
-    def rule(rows: Rows) -> Judgement:
+    def rule(rows: Rows) -> Judgment:
         lost = estimate(measurements.lost_quality(name, rows[row]["own"], rows[row]["fp32"]))
         return if_seen(bool(rows[f"control/{name}"]["value"]), matches(lost, measurements.MARGIN))
 

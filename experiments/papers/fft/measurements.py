@@ -61,10 +61,10 @@ _SCALED = (FP32, *LOSSY)
 
 
 def figure_5(study: FFTStudy) -> list[Row]:
-    """FFT and top-k at one theta, without quantisation: which is nearer to the gradient?"""
+    """FFT and top-k at one theta, without quantization: which is nearer to the gradient?"""
     gradients = study.gradients()
     steps, middle, layer = range(len(gradients.steps)), len(gradients.steps) // 2, largest_layer(gradients)
-    specs = {"fft": methods.UNQUANTISED, "topk": TOPK.spec}
+    specs = {"fft": methods.UNQUANTIZED, "topk": TOPK.spec}
     parts_by_spec = {name: [reconstruct(gradients, i, parse(spec)) for i in steps] for name, spec in specs.items()}
     errors = {name: [part.relative_error for part in parts] for name, parts in parts_by_spec.items()}
     absolute = {
@@ -80,7 +80,7 @@ def figure_5(study: FFTStudy) -> list[Row]:
         axes.ticklabel_format(axis="y", scilimits=(-2, 3))
         axes.locator_params(axis="x", nbins=5)
         axes.plot(at, exact[at].numpy(), color="#aaaaaa", linewidth=1.5, label="sent")
-        axes.plot(at, shown[method.name].received[at].numpy(), color=method.colour, linewidth=1, label="received")
+        axes.plot(at, shown[method.name].received[at].numpy(), color=method.color, linewidth=1, label="received")
     plots.save(figure, study.picture("5"))
     return [
         Row(
@@ -177,13 +177,13 @@ def _draw_15(
     for axes, method in zip(panels, LOSSY, strict=False):
         part = shown[method.name]
         received = histogram(part.received, edges)
-        axes.stairs(received, edges, fill=True, color=method.colour, alpha=0.6, label="received")
+        axes.stairs(received, edges, fill=True, color=method.color, alpha=0.6, label="received")
         axes.stairs(histogram(part.exact, edges), edges, color="#333333", label="sent")
         axes.set_yscale("log")
         axes.ticklabel_format(axis="x", scilimits=(-2, 3))
     for method in LOSSY:
         at = errors[method.name]
-        panels[-1].plot(at, np.linspace(0, 1, len(at)), color=method.colour, label=method.title)
+        panels[-1].plot(at, np.linspace(0, 1, len(at)), color=method.color, label=method.title)
     # What top-k sends is exact: its curve does not begin at 0.
     least = float(np.quantile(errors["fft"], 0.01))
     panels[-1].set(xlabel="|sent − received|", xscale="log", xlim=(max(least, 1e-12), None), ylim=(0, 1.02))
@@ -333,7 +333,7 @@ def _draw_13(study: FFTStudy, trained: Mapping[str, Sequence[Trained]]) -> None:
     lowest: list[float] = []
     for name, runs in trained.items():
         # Until the drop it lies upon the one that is not dropped.
-        style = {"color": chosen[name].colour, "linestyle": "--" if "dropped" in name else "-"}
+        style = {"color": chosen[name].color, "linestyle": "--" if "dropped" in name else "-"}
         first = runs[0]
         ends = [0, *first.probe_steps]
         losses = np.mean([run.train_loss for run in runs], axis=0)
@@ -418,7 +418,7 @@ def _draw_14(study: FFTStudy, trained: Mapping[str, Sequence[Trained]]) -> None:
             accuracy = fmean(run.final_accuracy for run in runs)
             label = f"{method.title.removesuffix(' + EF')} (accuracy {accuracy:.1%})"
             losses = np.mean([run.held_out_loss for run in runs], axis=0)
-            axes.plot(seconds, losses, color=method.colour, label=label)
+            axes.plot(seconds, losses, color=method.color, label=label)
         axes.set_yscale("log")
         pictures.plain_log(axes.yaxis)
     plots.save(figure, study.picture("14"))
@@ -471,12 +471,12 @@ def _draw_16(study: FFTStudy, times: dict[str, dict[int, float]]) -> None:
     figure, (axes,) = plots.canvas(
         1, titles=[f"weak scaling {study.over}"], x="ranks", y="images/s, relative to one rank"
     )
-    styles = {method.name: (method.title, method.colour) for method in _SCALED}
+    styles = {method.name: (method.title, method.color) for method in _SCALED}
     styles[NOTHING.name] = ("nothing sent", "#aaaaaa")
     for name, by_size in times.items():
-        title, colour = styles[name]
+        title, color = styles[name]
         dashed = "--" if name == NOTHING.name else "-"
-        axes.plot(list(by_size), list(by_size.values()), color=colour, linestyle=dashed, marker="o", label=title)
+        axes.plot(list(by_size), list(by_size.values()), color=color, linestyle=dashed, marker="o", label=title)
     axes.set_xticks(list(study.scale.world_sizes))
     # Room for the legend.
     axes.set_ylim(0, 1.5 * axes.get_ylim()[1])

@@ -17,11 +17,11 @@ _FFT = "bits=10, block=4096"
 # Seven clusters of QSGD's 3 bits (section 4.2.1) take one scale for many values, and that of the largest: steps of a
 # layer's L2 norm would leave next to nothing but zeros. TernGrad's scale is that of the largest by definition.
 _QSGD = "qsgd(bits=3, bucket=layer, norm=linf)"
-UNQUANTISED = f"fft(theta={THETA}, bits=32, block=whole, feedback=False)"
+UNQUANTIZED = f"fft(theta={THETA}, bits=32, block=whole, feedback=False)"
 
 
-def _method(name: str, title: str, colour: str, spec: str, exclude: tuple[str, ...] = ()) -> Method:
-    return Method(name, title, colour, spec=spec, transport="auto", exclude=exclude)
+def _method(name: str, title: str, color: str, spec: str, exclude: tuple[str, ...] = ()) -> Method:
+    return Method(name, title, color, spec=spec, transport="auto", exclude=exclude)
 
 
 FP32 = replace(PLAIN, title="SGD fp32")
@@ -64,7 +64,7 @@ def diminishing(theta: float, rate: float) -> Method:
     return _method("diminishing", f"theta² = Lη from {theta}", "#8250c4", spec)
 
 
-CONTROL = replace(constant(STRONGEST), colour="#222222")
+CONTROL = replace(constant(STRONGEST), color="#222222")
 """Must be worse."""
 CAST = _method("fft cast", "FFT, fp16 first", "#5fb88f", f"fft(theta={THETA}, {_FFT}, cast=True, feedback=False)")
 """As in the paper, whose FFT is of gradients in fp16 (section 3.1)."""
@@ -75,10 +75,10 @@ def convergence(drop_step: int, rate: float) -> dict[str, Method]:
     return {
         "sgd": replace(FP32, title="SGD"),
         "mild": constant(MILD),
-        "strong": replace(constant(STRONG), colour="#c0392b"),
+        "strong": replace(constant(STRONG), color="#c0392b"),
         "dropped": dropped(STRONG, drop_step),
-        "stronger": replace(constant(STRONGER), colour="#e8a33d"),
-        "stronger dropped": replace(dropped(STRONGER, drop_step), colour="#1f6fb2"),
+        "stronger": replace(constant(STRONGER), color="#e8a33d"),
+        "stronger dropped": replace(dropped(STRONGER, drop_step), color="#1f6fb2"),
         "diminishing": diminishing(STRONGER, rate),
         "control": CONTROL,
     }

@@ -8,7 +8,7 @@ from experiments.framework.claims import Claim, Rows, Rule, beyond, estimated, f
 from experiments.framework.paper import Paper, Part, command
 from experiments.framework.study import ImageScale, ImageStudy
 from experiments.framework.verdicts import (
-    Judgement,
+    Judgment,
     all_hold,
     exceeds,
     faster_in_runs,
@@ -45,11 +45,11 @@ class FFTScale(ImageScale):
     world_sizes: tuple[int, ...] = (1, 2, 3, 4)
 
 
-def _on_their_gpu(_: Rows) -> Judgement:
+def _on_their_gpu(_: Rows) -> Judgment:
     return unsound("primitives were timed on this CPU; the paper's are a GPU's")
 
 
-def _errs_less(rows: Rows) -> Judgement:
+def _errs_less(rows: Rows) -> Judgment:
     errors = (rows[f"relative_error/{method.name}"]["errors"] for method in (FFT, TOPK))
     # Ten gradients of one training: they show a large difference, not a small one.
     return exceeds(estimate([topk - own for own, topk in zip(*errors, strict=True)]))
@@ -60,7 +60,7 @@ def _separates(rows: Rows) -> bool:
     return matches(estimated(rows["accuracy/control"], "lost"), _MARGIN).holds is False
 
 
-def _closest(rows: Rows) -> Judgement:
+def _closest(rows: Rows) -> Judgment:
     distances = (rows[f"distance/{method.name}"]["by_seed"] for method in (FFT, *LOSSY))
     return larger([min(others) / fft for fft, _, *others in zip(*distances, strict=True)])
 
@@ -83,11 +83,11 @@ def _loses_little(name: str) -> Rule:
     return lambda rows: if_seen(_separates(rows), within_margin(rows))
 
 
-def _deviates(rows: Rows) -> Judgement:
+def _deviates(rows: Rows) -> Judgment:
     return if_seen(_separates(rows), beyond("accuracy/strong", "lost", _LEAST_EFFECT, "points")(rows))
 
 
-def _recovers(rows: Rows) -> Judgement:
+def _recovers(rows: Rows) -> Judgment:
     """Where nothing is lost, nothing can be brought back."""
     if _deviates(rows).holds is not True:
         return unsound(f"theta={STRONG} loses nothing here that could be brought back")
@@ -118,7 +118,7 @@ CLAIMS = (
         "relative_error/fft",
         f"at one theta, FFT's error ({_FIGURE_5['fft']}) is below top-k's ({_FIGURE_5['topk']})",
         _errs_less,
-        text=lambda rows: "relative errors {:.3f} and {:.3f} at theta={}, unquantised".format(
+        text=lambda rows: "relative errors {:.3f} and {:.3f} at theta={}, unquantized".format(
             *(rows[f"relative_error/{method.name}"]["value"] for method in (FFT, TOPK)), THETA
         ),
     ),

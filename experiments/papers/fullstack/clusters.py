@@ -1,4 +1,4 @@
-"""Online learning (appendix G): every sample comes once; changes are taken from cluster centres, or from nothing."""
+"""Online learning (appendix G): every sample comes once; changes are taken from cluster centers, or from nothing."""
 
 # No `from __future__ import annotations` here: ranks make tasks again of plain values.
 
@@ -14,25 +14,25 @@ from experiments.papers.aqsgd.tasks import FineTuning
 from experiments.papers.fullstack.simulated import Boundary, cross
 from thinwire.compressors import Coded, parse
 from thinwire.kernels import derive_key
-from thinwire.store import CentreTable
+from thinwire.store import CenterTable
 from thinwire_tools.compare.gpt import next_token_loss
 
-_NUM_CENTRES = 256
+_NUM_CENTERS = 256
 _LAST_SHARE = 0.25
 
 
-class CentreBoundary(Boundary):
-    """A boundary whose sides keep cluster centres of positions instead of messages of samples."""
+class CenterBoundary(Boundary):
+    """A boundary whose sides keep cluster centers of positions instead of messages of samples."""
 
-    def __init__(self, spec: str, name: str, width: int, seed: int, num: int = _NUM_CENTRES) -> None:
+    def __init__(self, spec: str, name: str, width: int, seed: int, num: int = _NUM_CENTERS) -> None:
         super().__init__(spec, name, (), seed)
-        self.of_sender, self.of_receiver = CentreTable(num, width), CentreTable(num, width)
+        self.of_sender, self.of_receiver = CenterTable(num, width), CenterTable(num, width)
         self.moved = self.magnitude = 0.0
 
     def send(self, a: Tensor, samples: Any, windows: Any = None) -> Tensor:
         vectors = a.detach().float().reshape(-1, a.shape[-1])
         begun = min(self.of_sender.missing, len(vectors))
-        # Spread over the batch: neighbours in a text are alike.
+        # Spread over the batch: neighbors in a text are alike.
         first = torch.linspace(0, len(vectors) - 1, begun).long() if begun else torch.empty(0, dtype=torch.int64)
         for side in (self.of_sender, self.of_receiver) if begun else ():
             side.begin(vectors[first])
@@ -63,7 +63,7 @@ class CentreBoundary(Boundary):
 
     @property
     def moved_share(self) -> float:
-        """Mean magnitude of a change from the nearest centre, in that of an activation."""
+        """Mean magnitude of a change from the nearest center, in that of an activation."""
         return self.moved / max(self.magnitude, 1e-30)
 
 
@@ -75,8 +75,8 @@ def run(job: dict[str, Any], tell: Callable[[int, float], None]) -> dict[str, An
     parameters = torch.nn.ModuleList(parts)
     optimizer = task.optimizer(parameters)
     forward = str(job["forward"])
-    if job["centres"]:
-        there: Boundary = CentreBoundary(forward, "forward", task.model.width, seed)
+    if job["centers"]:
+        there: Boundary = CenterBoundary(forward, "forward", task.model.width, seed)
     else:
         there = Boundary(forward, "forward", (task.model.context, task.model.width), seed)
     back = Boundary(job["backward"], "backward", (), seed + 1)
@@ -102,6 +102,6 @@ def run(job: dict[str, Any], tell: Callable[[int, float], None]) -> dict[str, An
         "sent_bytes": there.sent_bytes,
         "dense_bytes": there.dense_bytes,
         "alike": there.alike,
-        "moved_share": there.moved_share if isinstance(there, CentreBoundary) else None,
+        "moved_share": there.moved_share if isinstance(there, CenterBoundary) else None,
         "spec": str(parse(forward)),
     }

@@ -32,7 +32,7 @@ from experiments.papers.fullstack.methods import (
     ADAM,
     AQSGD,
     BF16,
-    CENTRES,
+    CENTERS,
     CONTROL,
     DIRECT,
     FP32,
@@ -194,7 +194,7 @@ def _curves(study: StackStudy) -> list[Row]:
     for method in CURVES:
         draw_runs(axes, method, trained[method.name])
     shown = [
-        (method.title, method.colour, median(run.held_out[-1] for run in trained[method.name])) for method in CURVES
+        (method.title, method.color, median(run.held_out[-1] for run in trained[method.name])) for method in CURVES
     ]
     pictures.bars(ends, shown)
     ends.set_xlim(left=0.95 * min(value for _, _, value in shown))
@@ -222,7 +222,7 @@ def _throughput(study: StackStudy) -> Row:
     figure, (axes,) = plots.canvas(1, titles=[title], x="the paper's rate", y="sequences/s")
     rates = [parse_rate(rate) / 1e9 for rate in links]
     for method in TIMED:
-        axes.plot(rates, list(per_s[method.name].values()), color=method.colour, marker="o", label=method.title)
+        axes.plot(rates, list(per_s[method.name].values()), color=method.color, marker="o", label=method.title)
     axes.set(xscale="log")
     axes.set_xticks(rates, [shown_rate(rate) for rate in links], rotation=30)
     axes.minorticks_off()
@@ -254,7 +254,7 @@ def _time(study: StackStudy, throughput: Row) -> Row:
     rounds, title = throughput.data["by_round"][slow], f"over {where(slow, throughput.data['links'][slow])}"
     figure, (axes,) = plots.canvas(1, titles=[title], x="seconds of training", y="loss")
     for method, found in zip(paces, (base, ours), strict=True):
-        found.draw(axes, rounds, color=method.colour, label=method.title)
+        found.draw(axes, rounds, color=method.color, label=method.title)
     plots.save(figure, study.picture("5-time"))
     data = {"courses": courses(fp32=base, aqsgd=ours), "exact_steps": task.exact_steps}
     return Row("figure 5", "sooner", sooner(ours, base, rounds).times, "x", data)
@@ -349,7 +349,7 @@ def _draw_adam(study: StackStudy, runs: Mapping[str, Sequence[Trained]]) -> None
         own = runs[method.name]
         losses = [fmean(column) for column in zip(*(run.epoch_losses for run in own), strict=True)]
         if all(map(math.isfinite, losses)):
-            axes.plot(own[0].seconds, losses, color=method.colour, marker=".", label=method.title)
+            axes.plot(own[0].seconds, losses, color=method.color, marker=".", label=method.title)
     plots.save(figure, study.picture("adam"))
 
 
@@ -396,10 +396,10 @@ def _draw_split(study: StackStudy, runs_by_method: Mapping[str, Sequence[Mapping
     for name, runs in runs_by_method.items():
         method = SPLIT[name]
         losses = [fmean(column) for column in zip(*(run["losses"] for run in runs), strict=True)]
-        left.plot(range(1, len(losses) + 1), losses, color=method.colour, label=method.title)
+        left.plot(range(1, len(losses) + 1), losses, color=method.color, label=method.title)
         rounds = [at for at, _ in runs[0]["accuracies"]]
         shares = zip(*([value for _, value in run["accuracies"]] for run in runs), strict=True)
-        right.plot(rounds, [fmean(column) for column in shares], color=method.colour, label=method.title)
+        right.plot(rounds, [fmean(column) for column in shares], color=method.color, label=method.title)
     plots.save(figure, study.picture("10-split"))
 
 
@@ -409,7 +409,7 @@ def _fewer(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def clusters_steps(scale: StackScale) -> int:
-    return len(CENTRES) * scale.seeds * scale.online.steps + scale.online.first_steps
+    return len(CENTERS) * scale.seeds * scale.online.steps + scale.online.first_steps
 
 
 def appendix_g(study: StackStudy) -> list[Row]:
@@ -417,21 +417,21 @@ def appendix_g(study: StackStudy) -> list[Row]:
     started = _started(study, study.scale.online)
     runs_by_method = study.jobs(
         "clusters",
-        CENTRES,
+        CENTERS,
         lambda method: {
             **started,
             "forward": method.forward,
             "backward": method.backward,
-            "centres": method.name.startswith("centres"),
+            "centers": method.name.startswith("centers"),
         },
     )
-    kept = {name: runs for name, runs in runs_by_method.items() if name.startswith("centres")}
+    kept = {name: runs for name, runs in runs_by_method.items() if name.startswith("centers")}
     data = {
         "moved_share": {name: fmean(float(run["moved_share"]) for run in runs) for name, runs in kept.items()},
         "alike": [run["alike"] for runs in kept.values() for run in runs],
     }
     head = ["one epoch", "loss of its last quarter", "held out", "fewer bytes forward"]
-    return [_epochs_row("appendix G", "Appendix G, online learning", head, CENTRES, runs_by_method, "centres2", data)]
+    return [_epochs_row("appendix G", "Appendix G, online learning", head, CENTERS, runs_by_method, "centers2", data)]
 
 
 def tensors_steps(scale: StackScale) -> int:

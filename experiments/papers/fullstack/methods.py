@@ -46,7 +46,7 @@ def _with_gradients(method: pipelines.Method, name: str) -> Method:
     bits = method.title.removeprefix(name).strip()
     title = f"{name} {bits} + QuantizedAdam {GRADIENT_BITS}"
     return Method(
-        title.lower(), title, method.colour, forward=method.forward, backward=method.backward, gradients=GRADIENTS
+        title.lower(), title, method.color, forward=method.forward, backward=method.backward, gradients=GRADIENTS
     )
 
 
@@ -73,21 +73,21 @@ SPLIT = {
 }
 """Of split learning (figure 10)."""
 
-CENTRE_BITS, SUM_BITS = (2, 3), (3, 4)
+CENTER_BITS, SUM_BITS = (2, 3), (3, 4)
 
 
 def _compared(name: str, title: str, forward: str) -> Method:
     return Method(name, title, "", forward=forward, backward="maxabs(bits=6)")
 
 
-CENTRES = {"fp32": FP32}
-"""Of appendix G: changes from cluster centres, or from nothing, in so many bits."""
+CENTERS = {"fp32": FP32}
+"""Of appendix G: changes from cluster centers, or from nothing, in so many bits."""
 SUMS = {"fp32": replace(FP32, forward="")}
-"""Of appendix F: sums as they are, quantised, or what changed of them."""
-for _bits in CENTRE_BITS:
+"""Of appendix F: sums as they are, quantized, or what changed of them."""
+for _bits in CENTER_BITS:
     _coder = pipelines.direct(_bits, 6).forward
-    CENTRES[f"direct{_bits}"] = _compared(f"direct{_bits}", f"DirectQ fw{_bits} bw6", _coder)
-    CENTRES[f"centres{_bits}"] = _compared(f"centres{_bits}", f"256 centres fw{_bits} bw6", _coder)
+    CENTERS[f"direct{_bits}"] = _compared(f"direct{_bits}", f"DirectQ fw{_bits} bw6", _coder)
+    CENTERS[f"centers{_bits}"] = _compared(f"centers{_bits}", f"256 centers fw{_bits} bw6", _coder)
 for _bits in SUM_BITS:
     _direct, _delta = pipelines.direct(_bits, 6).forward, pipelines.aqsgd(_bits, 6).forward
     SUMS[f"direct{_bits}"] = _compared(f"direct{_bits}", f"Q of sums, {_bits} bits", _direct)

@@ -11,7 +11,7 @@ from typing import Any
 from experiments.framework.claims import Claim, Rows
 from experiments.framework.paper import Paper, Part, command
 from experiments.framework.time_to_loss import Course, Sooner, sooner
-from experiments.framework.verdicts import Judgement, all_hold, exceeds, faster, if_seen, matches
+from experiments.framework.verdicts import Judgment, all_hold, exceeds, faster, if_seen, matches
 from experiments.papers.aqsgd.timing import where
 from experiments.papers.fullstack import measurements, tasks
 from experiments.papers.fullstack.measurements import CURVES, OPTIMIZERS, TIMED, StackScale, StackStudy
@@ -19,7 +19,7 @@ from experiments.papers.fullstack.methods import (
     ACTIVATIONS,
     ADAM,
     AQSGD,
-    CENTRE_BITS,
+    CENTER_BITS,
     CONTROL,
     DIRECT,
     FP32,
@@ -57,7 +57,7 @@ def _compared(
 ) -> Claim:
     """Our losses are at most ``margin`` above the others', or above them where that is None."""
 
-    def rule(rows: Rows) -> Judgement:
+    def rule(rows: Rows) -> Judgment:
         difference = estimate(relative_differences(ours(rows), others(rows)))
         return exceeds(difference) if margin is None else matches(difference, margin)
 
@@ -94,7 +94,7 @@ def _lost(rows: Rows, method: Any) -> Estimate:
 def _curve(method: Any) -> Claim:
     """One method's loss beside FP32's, on what is trained and on what is held out."""
 
-    def rule(rows: Rows) -> Judgement:
+    def rule(rows: Rows) -> Judgment:
         if method is not AQSGD:
             return exceeds(_lost(rows, method))
         margin = min(MARGIN, _lost(rows, DIRECT).lower / 2)
@@ -163,7 +163,7 @@ def _optimizer(method: Any) -> Claim:
     def differences(rows: Rows) -> list[float]:
         return [_number(value) for value in rows[row]["differences"]]
 
-    def rule(rows: Rows) -> Judgement:
+    def rule(rows: Rows) -> Judgment:
         return faster([1 / (1 + value) for value in differences(rows)])
 
     statement = f"over 100 Mbit/s QuantizedAdam is at the same loss sooner than {method.title}"
@@ -180,7 +180,7 @@ def _accuracy(row: str, statement: str, ours: str, others: str, *, margin: float
         accuracy = rows["table"]["accuracy"]
         return [theirs - mine for mine, theirs in zip(accuracy[ours], accuracy[others], strict=True)]
 
-    def rule(rows: Rows) -> Judgement:
+    def rule(rows: Rows) -> Judgment:
         difference = estimate(lost(rows))
         return exceeds(difference, unit="points") if margin is None else matches(difference, margin, "points")
 
@@ -255,25 +255,25 @@ CLAIMS = (
         _of_table("direct"),
         _of_table("aqsgd"),
     ),
-    _accuracy("accuracy/direct", "split learning: AQ-SGD generalises better than DirectQ", "direct", "aqsgd"),
+    _accuracy("accuracy/direct", "split learning: AQ-SGD generalizes better than DirectQ", "direct", "aqsgd"),
     *(
         claim
-        for bits in CENTRE_BITS
+        for bits in CENTER_BITS
         for claim in (
             _compared(
                 "appendix G",
                 f"loss/{bits}",
-                f"one epoch, fw{bits} bw6: with cluster centres the loss is within {MARGIN:.0%} of FP32's",
-                _of_table(f"centres{bits}"),
+                f"one epoch, fw{bits} bw6: with cluster centers the loss is within {MARGIN:.0%} of FP32's",
+                _of_table(f"centers{bits}"),
                 _of_table("fp32"),
                 margin=MARGIN,
             ),
             _compared(
                 "appendix G",
                 f"direct/{bits}",
-                f"one epoch, fw{bits} bw6: cluster centres help, DirectQ ends at a worse loss",
+                f"one epoch, fw{bits} bw6: cluster centers help, DirectQ ends at a worse loss",
                 _of_table(f"direct{bits}"),
-                _of_table(f"centres{bits}"),
+                _of_table(f"centers{bits}"),
             ),
         )
     ),
@@ -312,17 +312,17 @@ _DIFFERS = (
     "2 stages in 2 replicas: four processes that share this machine's two cores, on emulated links, over gloo",
     "links are slower than the paper's by a factor that keeps the paper's ratio of the activations' communication "
     "to computation; a stage's gradient has about as many values as its activations of a step",
-    "gradients are sent in min-max quantisation, 4 bits in buckets of 128; QuantizedAdam's first steps are exact: an "
+    "gradients are sent in min-max quantization, 4 bits in buckets of 128; QuantizedAdam's first steps are exact: an "
     "epoch of five where loss is compared, an eighth of the steps where time is",
     "a scale for every 128 values; forward, values become the midpoints of 2**bits intervals, and backward they are "
     "rounded at random to max-abs levels; 5 epochs, from the same first training for all seeds",
     "times to a loss are steps of trainings by seconds of a step; the first epoch takes as long as FP32's, and the "
     "rest of QuantizedAdam's warm-up as long as with compressed activations only",
     "split learning: scikit-learn's digits, 8 x 8 pixels, unless CIFAR-10 is given; ResNet34's blocks with 8 to 64 "
-    "channels and group normalisation, since a client has few classes; crops move an image by an eighth of its "
+    "channels and group normalization, since a client has few classes; crops move an image by an eighth of its "
     "size, and its message at the second cut by the nearest number of positions; clients hand on momenta with the "
     "weights; 32 rounds",
-    "cluster centres: 256 for the vectors of all positions; both sides move them towards what arrives; the paper "
+    "cluster centers: 256 for the vectors of all positions; both sides move them toward what arrives; the paper "
     "has no experiment",
     "tensor parallelism: the sums behind attention and behind the MLP, over 2 ranks, in one process; their gradients "
     "are not compressed; the paper has no experiment",
@@ -339,7 +339,7 @@ PAPER = Paper(
         "5": Part("figure 5: loss, throughput, time", measurements.figure_5, measurements.figure_5_steps, 0.25, 30.0),
         "adam": Part("QuantizedAdam and others", measurements.adam, measurements.adam_steps, 0.06, 10.0),
         "split": Part("figure 10: split learning", measurements.figure_10, measurements.split_steps, 1.2, 10.0),
-        "cluster": Part("appendix G: cluster centres", measurements.appendix_g, measurements.clusters_steps, 0.04),
+        "cluster": Part("appendix G: cluster centers", measurements.appendix_g, measurements.clusters_steps, 0.04),
         "tensor": Part("appendix F: tensor parallelism", measurements.appendix_f, measurements.tensors_steps, 0.06),
         "resume": Part("kill and resume", measurements.resume, measurements.resume_steps, 0.15, 40.0),
     },
@@ -368,7 +368,7 @@ fullstack = command(
     """Repeat what the AQ-SGD paper does beyond activations of a pipeline, claim by claim.
 
     A pipeline in replicas whose activations, their gradients and the optimizer's momenta are all compressed (figure 5),
-    QuantizedAdam against Adam, bf16 and PowerSGD (adam), split learning (split: figure 10), cluster centres instead of
+    QuantizedAdam against Adam, bf16 and PowerSGD (adam), split learning (split: figure 10), cluster centers instead of
     messages (cluster: appendix G), sums of tensor parallelism (tensor: appendix F), and a killed pipeline that goes on
     (resume). Figures become SVGs, and each claim a row: what it says, what was found here, and whether it holds, also
     where it does not. Takes about 20 minutes on two cores.""",

@@ -25,7 +25,7 @@ class Block(Residual):
 
 
 def norm(channels: int) -> nn.GroupNorm:
-    """Groups are normalised, not batches: a client's few classes would be what a batch's moments say."""
+    """Groups are normalized, not batches: a client's few classes would be what a batch's moments say."""
     return nn.GroupNorm(max(1, channels // _NORM_CHANNELS), channels)
 
 

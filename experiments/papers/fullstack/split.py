@@ -134,7 +134,7 @@ class Training:
     def _step(self, ids: Tensor) -> float:
         images, padding = self.task.images, self.task.padding
         views = Views.draw(len(ids), padding, self.generator)
-        seen, labels = views.apply(images.normalised(images.train[ids]), padding), images.train_labels[ids]
+        seen, labels = views.apply(images.normalized(images.train[ids]), padding), images.train_labels[ids]
         samples = views.samples(ids)
         self.optimizer.zero_grad(set_to_none=True)
         x = seen
@@ -150,7 +150,7 @@ class Training:
         """Share of the held-out images that are classified rightly, without compression."""
         images, right = self.task.images, 0
         for at in torch.arange(len(images.held_out)).split(_EVALUATION_BATCH):
-            logits = self.model(images.normalised(images.held_out[at]))
+            logits = self.model(images.normalized(images.held_out[at]))
             right += int((logits.argmax(1) == images.held_out_labels[at]).sum())
         return right / len(images.held_out)
 

@@ -88,7 +88,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Minimised:
+class Minimized:
     """One data set, and the trace of every method by name."""
 
     source: Source
@@ -132,7 +132,7 @@ def num_jobs(sources: Sequence[Source]) -> int:
     return len(sources) * (1 + len(METHODS))
 
 
-def minimise(sources: Sequence[Source], on_done: Callable[[str], None]) -> list[Minimised]:
+def minimize(sources: Sequence[Source], on_done: Callable[[str], None]) -> list[Minimized]:
     """Every method on every source. ``on_done`` is called with the title of what has just been finished."""
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(min(_PROCESSES, os.cpu_count() or 1), context, initializer=_alone) as pool:
@@ -149,7 +149,7 @@ def minimise(sources: Sequence[Source], on_done: Callable[[str], None]) -> list[
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return [Minimised(s, about[s], {method.name: traces[s, method] for method in METHODS}) for s in sources]
+    return [Minimized(s, about[s], {method.name: traces[s, method] for method in METHODS}) for s in sources]
 
 
 def _gather(jobs: dict[Future[_V], _K], title: Callable[[_K], str], on_done: Callable[[str], None]) -> dict[_K, _V]:
@@ -160,14 +160,14 @@ def _gather(jobs: dict[Future[_V], _K], title: Callable[[_K], str], on_done: Cal
     return results
 
 
-def describe(minimised: Minimised) -> dict[str, object]:
+def describe(minimized: Minimized) -> dict[str, object]:
     """What the JSON file keeps of a data set."""
-    known, source = minimised.known, minimised.source
+    known, source = minimized.known, minimized.source
     return {
         "origin": known.origin,
         "rows": known.rows,
         "coordinates": known.coordinates,
-        "workers": minimised.num_workers,
+        "workers": minimized.num_workers,
         "samples_of_a_worker": known.samples,
         "batch_share": BATCH_SHARE,
         "penalty": known.penalty,

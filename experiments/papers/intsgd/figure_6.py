@@ -10,7 +10,7 @@ import numpy as np
 
 from experiments.framework.claims import Row, Rows
 from experiments.papers.intsgd import convex
-from experiments.papers.intsgd.convex import METHODS, Minimised
+from experiments.papers.intsgd.convex import METHODS, Minimized
 from experiments.papers.intsgd.world import Array, Trace
 from thinwire_tools import plots
 
@@ -24,7 +24,7 @@ _REACHED = 1e-11
 _TWINS = {"intdiana": "gd", "vr-intdiana": "lsvrg"}
 """Methods and what they are in full precision."""
 
-_COLOURS = {
+_COLORS = {
     "gd": "#555555",
     "diana": "#999999",
     "lsvrg": "#3b6fb6",
@@ -39,27 +39,27 @@ _DASHED = ("diana", "lsvrg")
 
 def part_a(study: IntSGDStudy) -> list[Row]:
     """Logistic regression on every data set by every method, with a picture of each."""
-    minimised_sources = convex.minimise(study.scale.sources, lambda title: study.advance(1, title))
-    for minimised in minimised_sources:
-        study.datasets[minimised.source.name] = convex.describe(minimised)
-        _draw(study, minimised)
-    return measured(minimised_sources)
+    minimized_sources = convex.minimize(study.scale.sources, lambda title: study.advance(1, title))
+    for minimized in minimized_sources:
+        study.datasets[minimized.source.name] = convex.describe(minimized)
+        _draw(study, minimized)
+    return measured(minimized_sources)
 
 
-def measured(minimised_sources: list[Minimised]) -> list[Row]:
+def measured(minimized_sources: list[Minimized]) -> list[Row]:
     """The curves of every method on every data set, and what the worst seed came to."""
     rows = []
-    for minimised in minimised_sources:
+    for minimized in minimized_sources:
         for method in METHODS:
-            trace, gap = minimised.traces[method.name], gaps(minimised, method.name)
-            row = f"gap/{minimised.source.name}/{method.name}"
+            trace, gap = minimized.traces[method.name], gaps(minimized, method.name)
+            row = f"gap/{minimized.source.name}/{method.name}"
             rows.append(Row("6", row, float(gap[-1].mean()), "", _curves(trace, gap)))
-    bits = {m.source.name: float(mean_bits(m.traces["intdiana"]).max()) for m in minimised_sources}
-    bounds = {m.source.name: bound_bits(m) for m in minimised_sources}
+    bits = {m.source.name: float(mean_bits(m.traces["intdiana"]).max()) for m in minimized_sources}
+    bounds = {m.source.name: bound_bits(m) for m in minimized_sources}
     rows.append(Row("6", "bits/intdiana", max(bits.values()), "bits", {"by_dataset": bits}))
     rows.append(Row("6", "bound/intdiana", max(bits.values()), "bits", {"by_dataset": bits, "bound": bounds}))
     for name, twin in _TWINS.items():
-        steps = {minimised.source.name: steps_over_twin(minimised, name, twin) for minimised in minimised_sources}
+        steps = {minimized.source.name: steps_over_twin(minimized, name, twin) for minimized in minimized_sources}
         rows.append(Row("6", f"steps/{name}", max(steps.values()), "x", {"by_dataset": steps}))
     return rows
 
@@ -92,23 +92,23 @@ def bound(coordinates: int, workers: int) -> float:
     return math.sqrt(coordinates / (2 * workers))
 
 
-def bound_bits(minimised: Minimised) -> float:
+def bound_bits(minimized: Minimized) -> float:
     """Of an integer that is `bound`, maybe rounded up."""
-    return 1.0 + math.log2(math.ceil(bound(minimised.known.coordinates, minimised.num_workers)))
+    return 1.0 + math.log2(math.ceil(bound(minimized.known.coordinates, minimized.num_workers)))
 
 
-def gaps(minimised: Minimised, name: str) -> Array:
+def gaps(minimized: Minimized, name: str) -> Array:
     """``f − f*``, ``[records, seeds]``, where rounding error is not counted."""
-    return np.maximum(minimised.traces[name].values - minimised.known.optimum.value, _FLOOR)
+    return np.maximum(minimized.traces[name].values - minimized.known.optimum.value, _FLOOR)
 
 
-def steps_over_twin(minimised: Minimised, name: str, twin: str) -> float:
+def steps_over_twin(minimized: Minimized, name: str, twin: str) -> float:
     """Steps of the slowest seed to the gap that full precision has after half of its steps, over those of full
     precision: so a method that is slower gets there, too."""
-    own, full = gaps(minimised, name), gaps(minimised, twin).mean(1)
+    own, full = gaps(minimized, name), gaps(minimized, twin).mean(1)
     target = max(_REACHED, float(full[len(full) // 2]))
-    taken = [steps_to(minimised.traces[name].steps, own[:, seed], target) for seed in range(own.shape[1])]
-    return max(taken) / steps_to(minimised.traces[twin].steps, full, target)
+    taken = [steps_to(minimized.traces[name].steps, own[:, seed], target) for seed in range(own.shape[1])]
+    return max(taken) / steps_to(minimized.traces[twin].steps, full, target)
 
 
 def steps_to(steps: Array, gap: Array, target: float) -> float:
@@ -168,9 +168,9 @@ def growth(rows: Rows, dataset: str) -> tuple[float, float, float]:
     return float(sent[1] or sent[2]), float(sent[-1]), float(curve(rows, dataset, "intdiana", "largest_sent")[-1])
 
 
-def _draw(study: IntSGDStudy, minimised: Minimised) -> None:
-    name = minimised.source.name
-    known = minimised.known
+def _draw(study: IntSGDStudy, minimized: Minimized) -> None:
+    name = minimized.source.name
+    known = minimized.known
     figure, panels = plots.canvas(
         3,
         titles=[f"{name}: {known.rows} x {known.coordinates}, {known.origin}", "", ""],
@@ -178,18 +178,18 @@ def _draw(study: IntSGDStudy, minimised: Minimised) -> None:
         y=["f(x) − f*", "f(x) − f*", "largest integer that a worker sends"],
     )
     for method in METHODS:
-        trace, gap, colour = minimised.traces[method.name], gaps(minimised, method.name), _COLOURS[method.name]
-        style: dict[str, Any] = {"color": colour, "linestyle": "--" if method.name in _DASHED else "-"}
+        trace, gap, color = minimized.traces[method.name], gaps(minimized, method.name), _COLORS[method.name]
+        style: dict[str, Any] = {"color": color, "linestyle": "--" if method.name in _DASHED else "-"}
         # One panel has the legend of all three.
         panels[1].plot([], [], label=method.title, **style)
         for axes, across in zip(panels, (trace.bits.mean(1), trace.gradients.mean(1)), strict=False):
             axes.plot(across, gap.mean(1), **style)
-            axes.fill_between(across, gap.min(1), gap.max(1), color=colour, alpha=0.2, linewidth=0)
+            axes.fill_between(across, gap.min(1), gap.max(1), color=color, alpha=0.2, linewidth=0)
         if method.integers:
             panels[2].plot(trace.steps[1:], trace.largest_sent[1:].mean(1), **style)
             low, high = trace.largest_sent[1:].min(1), trace.largest_sent[1:].max(1)
-            panels[2].fill_between(trace.steps[1:], low, high, color=colour, alpha=0.2, linewidth=0)
-    most = bound(known.coordinates, minimised.num_workers)
+            panels[2].fill_between(trace.steps[1:], low, high, color=color, alpha=0.2, linewidth=0)
+    most = bound(known.coordinates, minimized.num_workers)
     panels[2].axhline(most, color="#333333", linewidth=0.8, linestyle=":", label="√(d/2n), section 4.2")
     panels[0].set(xlabel="bits per coordinate that a worker has sent", xscale="log", yscale="log")
     panels[1].set(xlabel="gradients over a worker's data", yscale="log")

@@ -1,4 +1,4 @@
-"""l2-regularised logistic regression over workers that hold consecutive rows of the data (appendix C.5)."""
+"""l2-regularized logistic regression over workers that hold consecutive rows of the data (appendix C.5)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from experiments.papers.intsgd.world import Array, Draw
 
 NUM_WORKERS = 12
 BATCH_SHARE = 0.05
-REGULARISATION = 10.0
+REGULARIZATION = 10.0
 """λ in 1/m."""
 _MOST_ITERATIONS = 5000
 _TOLERANCE = 1e-16
@@ -30,19 +30,19 @@ class Data:
 
 
 class Logistic:
-    """``f_i(x) = (1/m) Σ log(1 + exp(−b aᵀx)) + (λ/2)‖x‖²`` over worker i's m rows, ``λ = regularisation / m``.
+    """``f_i(x) = (1/m) Σ log(1 + exp(−b aᵀx)) + (λ/2)‖x‖²`` over worker i's m rows, ``λ = regularization / m``.
 
     Rows that do not divide by the number of workers are left out at the end. A `world.Problem`.
     """
 
-    def __init__(self, data: Data, num_workers: int = NUM_WORKERS, regularisation: float = REGULARISATION) -> None:
+    def __init__(self, data: Data, num_workers: int = NUM_WORKERS, regularization: float = REGULARIZATION) -> None:
         self.data, self.num_workers = data, num_workers
         self.m = data.rows.shape[0] // num_workers
         if self.m < 1:
             raise ValueError(f"{data.name} has {data.rows.shape[0]} rows, fewer than {num_workers} workers")
         rows = data.rows[: self.m * num_workers].tocsr()
         labels = data.labels[: self.m * num_workers]
-        self.penalty = regularisation / self.m
+        self.penalty = regularization / self.m
         # b·a instead of a: labels are needed nowhere else.
         signed = rows.multiply(labels[:, None]).tocsr()
         parts = [signed[i * self.m : (i + 1) * self.m] for i in range(num_workers)]

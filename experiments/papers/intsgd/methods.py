@@ -12,8 +12,8 @@ Network = Literal["pictures", "words"]
 NETWORKS: dict[Network, str] = {"pictures": "ResNet", "words": "LSTM"}
 
 
-def _method(name: str, title: str, colour: str, spec: str, algorithm: str = "sra") -> Method:
-    return Method(name, title, colour, spec=spec, algorithm=algorithm, transport="auto")
+def _method(name: str, title: str, color: str, spec: str, algorithm: str = "sra") -> Method:
+    return Method(name, title, color, spec=spec, algorithm=algorithm, transport="auto")
 
 
 SGD = Method("sgd", "SGD, all-reduce", "#555555", kind="all-reduce", spec="")

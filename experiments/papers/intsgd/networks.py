@@ -205,7 +205,7 @@ def _draw_training(study: IntSGDStudy, network: Network, runs: Runs) -> None:
         own = runs[method.name]
         edges = [0, *own[0].probe_steps]
         values = [[fmean(run.train_loss[low:high]) for low, high in pairwise(edges)] for run in own]
-        panels[0].plot(edges[1:], np.mean(values, axis=0), color=method.colour, label=method.title)
+        panels[0].plot(edges[1:], np.mean(values, axis=0), color=method.color, label=method.title)
         _plot(panels[1], method, own, held_out)
     if network == "pictures":
         panels[0].set_yscale("log")
@@ -213,10 +213,10 @@ def _draw_training(study: IntSGDStudy, network: Network, runs: Runs) -> None:
 
 
 def _plot(axes: Any, method: Method, runs: Sequence[Trained], what: str) -> None:
-    # What has been learnt at all is learnt before the first look.
+    # What has been learned at all is learned before the first look.
     steps, values = runs[0].probe_steps, np.array([getattr(run, what) for run in runs])[:, 1:]
-    axes.plot(steps, values.mean(0), color=method.colour, label=method.title)
-    axes.fill_between(steps, values.min(0), values.max(0), color=method.colour, alpha=0.15, linewidth=0)
+    axes.plot(steps, values.mean(0), color=method.color, label=method.title)
+    axes.fill_between(steps, values.min(0), values.max(0), color=method.color, alpha=0.15, linewidth=0)
 
 
 def _draw_times(study: IntSGDStudy, times: Mapping[Network, Times]) -> None:
@@ -231,9 +231,9 @@ def _draw_times(study: IntSGDStudy, times: Mapping[Network, Times]) -> None:
             ("computation, waiting", "#bbbbbb"): [m["total"] - m["communication"] - m["overhead"] for m in medians],
         }
         left = np.zeros(len(METHODS))
-        for (label, colour), seconds in widths.items():
+        for (label, color), seconds in widths.items():
             width = 1e3 * np.maximum(0.0, np.array(seconds))
-            axes.barh(range(len(METHODS)), width, left=left, color=colour, label=label)
+            axes.barh(range(len(METHODS)), width, left=left, color=color, label=label)
             left += width
         axes.set_yticks(range(len(METHODS)), [method.title for method in METHODS])
         axes.invert_yaxis()

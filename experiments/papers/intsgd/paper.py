@@ -14,7 +14,7 @@ from experiments.framework.methods import Method
 from experiments.framework.paper import Paper, Part, command
 from experiments.framework.study import Scale, Study
 from experiments.framework.training import Trained
-from experiments.framework.verdicts import Judgement, all_hold, counted, exceeds, faster_in_runs, matches, unsound
+from experiments.framework.verdicts import Judgment, all_hold, counted, exceeds, faster_in_runs, matches, unsound
 from experiments.papers.intsgd import convex, datasets, figure_6, networks
 from experiments.papers.intsgd.convex import Source
 from experiments.papers.intsgd.methods import (
@@ -39,7 +39,7 @@ from thinwire_tools.compare.statistics import Estimate
 
 @dataclass(frozen=True, kw_only=True)
 class IntSGDScale(Scale):
-    """``sources`` are minimised in part (a), ``pictures`` and ``words`` trained in (b) and (c). What is timed is larger
+    """``sources`` are minimized in part (a), ``pictures`` and ``words`` trained in (b) and (c). What is timed is larger
     than what is trained, so that its bytes outweigh a link's delays: ``runs`` separate runs of ``rounds`` turns of
     ``turn_steps`` replayed steps of every method. ``betas`` and ``epss`` are beside the default ones. ``data``:
     CIFAR-10's folder, or a LibSVM file."""
@@ -94,7 +94,7 @@ SMOKE = IntSGDScale(
 
 @dataclass
 class IntSGDStudy(Study[IntSGDScale]):
-    """``datasets``: what is known of those that part (a) has minimised."""
+    """``datasets``: what is known of those that part (a) has minimized."""
 
     datasets: dict[str, Any] = field(default_factory=dict)
 
@@ -115,7 +115,7 @@ _AS_FAST = 1.5
 
 
 def _all(holds: Callable[[Rows, str], bool]) -> Rule:
-    def rule(rows: Rows) -> Judgement:
+    def rule(rows: Rows) -> Judgment:
         found = [holds(rows, name) for name in figure_6.datasets(rows)]
         return counted(all(found), f"on {sum(found)} of {len(found)} data sets")
 
@@ -218,15 +218,15 @@ _UNITS: dict[Network, str] = {"pictures": "points", "words": "hundredths of a na
 
 
 def _quality_rule(network: Network, name: str, matching: bool, effect: float | None) -> Rule:
-    def rule(rows: Rows) -> Judgement:
+    def rule(rows: Rows) -> Judgment:
         others = (f"quality/{method.name}" for method, *_ in _QUALITY[network])
         better = [row for row in others if estimated(rows[row], "lost").upper < 0]
         lost, unit = estimated(rows[name], "lost"), _UNITS[network]
-        judgement = matches(lost, _LOST[network] / 2, unit) if matching else exceeds(lost, effect, unit)
+        judgment = matches(lost, _LOST[network] / 2, unit) if matching else exceeds(lost, effect, unit)
         if better:
             why = f"{len(better)} compressed methods are better than SGD: its learning rate is not tuned"
-            return unsound(why, judgement)
-        return judgement
+            return unsound(why, judgment)
+        return judgment
 
     return rule
 
@@ -268,7 +268,7 @@ def _ratios(part: str, method: Method, other: Method) -> Callable[[Rows], list[f
 
 
 def _ratio_rule(ratios: Callable[[Rows], list[float]], bound: float, *, slower: bool) -> Rule:
-    def rule(rows: Rows) -> Judgement:
+    def rule(rows: Rows) -> Judgment:
         measured = ratios(rows)
         if slower:
             return faster_in_runs(measured, bound)
@@ -368,7 +368,7 @@ intsgd = command(
     PAPER,
     """Repeat the experiments of "IntSGD: Adaptive Floatless Compression of Stochastic Gradients" (ICLR 2022) here.
 
-    Part a minimises logistic regression over twelve workers whose data differ, by IntGD, IntDIANA, VR-IntDIANA and
+    Part a minimizes logistic regression over twelve workers whose data differ, by IntGD, IntDIANA, VR-IntDIANA and
     their twins in full precision: figure 6; --data adds a set, a file in LibSVM's format, plain, gzip or bzip2. Part b
     trains a small ResNet and an LSTM on four ranks with every method of tables 2 and 3, and times them over slow links:
     figures 1 to 4. Part c changes beta and eps: figure 5. Takes about twenty minutes on two cores.""",

@@ -28,7 +28,7 @@ PerBucket = dict[str, list[float]]
 
 def methods(scale: LGrecoScale) -> list[Method]:
     """Whose steps are timed: as L-GreCo is, and with buckets weighed."""
-    prioritised = Method(
+    prioritized = Method(
         "priority",
         "PowerSGD, L-GreCo by priority",
         "#1f6fb2",
@@ -37,7 +37,7 @@ def methods(scale: LGrecoScale) -> list[Method]:
         by_priority=True,
     )
     adapted, other = lgreco_method(POWERSGD, scale.warm_up), kmeans_method(POWERSGD, scale.warm_up)
-    return [uniform_method(POWERSGD), adapted, prioritised, other]
+    return [uniform_method(POWERSGD), adapted, prioritized, other]
 
 
 def time_aware(scale: LGrecoScale) -> Method:
@@ -127,7 +127,7 @@ def medians(syncs: Sequence[Sync], num_buckets: int) -> list[Sync]:
 
 
 def _weighed(syncs: Sequence[Sync], snapshots: Sequence[Snapshot], bucket_of: Mapping[str, int]) -> float:
-    """Bytes of plans that minimise the predicted time, for those of plans that minimise bytes."""
+    """Bytes of plans that minimize the predicted time, for those of plans that minimize bytes."""
     spec = POWERSGD.spec("gpt")
     by_bytes = choose(LGreco(), spec, snapshots, bucket_of=bucket_of)
     by_time = choose(LGreco(objective="time"), spec, snapshots, bucket_of=bucket_of, syncs=syncs)
@@ -141,15 +141,15 @@ def _draw(study: LGrecoStudy, by_method: PerBucket, per_byte: Sequence[Sequence[
     )
     shown = {
         "uniform": ("uniform", "#aaaaaa"),
-        "lgreco": ("L-GreCo", POWERSGD.colour),
+        "lgreco": ("L-GreCo", POWERSGD.color),
         "kmeans": ("k-means", "#d98a00"),
         "priority": ("L-GreCo by priority", "#1f6fb2"),
     }
     width = 0.8 / len(by_method)
     for at, (name, values) in enumerate(by_method.items()):
         places = [1 + bucket + (at - (len(by_method) - 1) / 2) * width for bucket in range(len(values))]
-        title, colour = shown[name]
-        panels[0].bar(places, [value / 1e3 for value in values], width, color=colour, label=title)
+        title, color = shown[name]
+        panels[0].bar(places, [value / 1e3 for value in values], width, color=color, label=title)
     for axes in panels:
         axes.set_xticks(range(1, 1 + len(by_method["uniform"])))
     if per_byte:

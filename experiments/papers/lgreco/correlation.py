@@ -56,9 +56,9 @@ def candidates(parameters: Mapping[str, object], count: int) -> dict[str, list[C
 def _draw(study: LGrecoStudy, measured: Sequence[Sequence[Sensitivity]], spearman: float) -> None:
     title = f"{TITLES['gpt']}, PowerSGD: Spearman's {spearman:.2f}"
     figure, (axes,) = plots.canvas(1, titles=[title], x="squared L2 error", y="loss beyond uncompressed (nats)")
-    colours = dict(zip(_SPECS, ("#c0392b", "#d98a00", "#0a7d4f"), strict=True))
-    for spec, colour in colours.items():
+    colors = dict(zip(_SPECS, ("#c0392b", "#d98a00", "#0a7d4f"), strict=True))
+    for spec, color in colors.items():
         mine = [row for of_seed in measured for row in of_seed if row.spec == spec]
-        axes.scatter([row.error for row in mine], [row.loss_difference for row in mine], color=colour, label=spec)
+        axes.scatter([row.error for row in mine], [row.loss_difference for row in mine], color=color, label=spec)
     axes.set_xscale("log")
     plots.save(figure, study.picture("B.6a"))

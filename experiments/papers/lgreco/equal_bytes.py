@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from experiments.framework.claims import Claim, Row, Rows, estimated
-from experiments.framework.verdicts import Judgement, exceeds, if_seen, unsound
+from experiments.framework.verdicts import Judgment, exceeds, if_seen, unsound
 from experiments.papers.lgreco.judging import gains, side_named
 from experiments.papers.lgreco.methods import lgreco, with_policy
 from experiments.papers.lgreco.study import LGrecoScale, LGrecoStudy
@@ -91,7 +91,7 @@ _KINDS = ("uniform", "lgreco", "half")
 def _draw(study: LGrecoStudy, comparison: Comparison, sides: dict[str, Side]) -> None:
     titles = ["GPT of words: loss beyond fp32's"]
     figure, (axes,) = plots.canvas(1, titles=titles, x="kB that a rank sends in a step", y="held-out loss, %")
-    colours = dict(zip((pair.name for pair in PAIRS), ("#0a7d4f", "#c0392b", "#8250c4"), strict=True))
+    colors = dict(zip((pair.name for pair in PAIRS), ("#0a7d4f", "#c0392b", "#8250c4"), strict=True))
     for pair in PAIRS:
         for kind, marker, title in (("half", "v", "half"), ("uniform", "o", "uniform"), ("lgreco", "*", "L-GreCo")):
             side = sides[f"{pair.name}/{kind}"]
@@ -103,7 +103,7 @@ def _draw(study: LGrecoStudy, comparison: Comparison, sides: dict[str, Side]) ->
                 yerr=[100 * half] if math.isfinite(half) else None,
                 marker=marker,
                 markersize=9 if marker == "*" else 6,
-                color=colours[pair.name],
+                color=colors[pair.name],
                 label=f"{pair.title}, {title}",
                 linestyle="none",
             )
@@ -122,7 +122,7 @@ def claims() -> Iterator[Claim]:
 def _of_pair(pair: Pair) -> Claim:
     row = f"lower_loss/{pair.name}"
 
-    def rule(rows: Rows) -> Judgement:
+    def rule(rows: Rows) -> Judgment:
         found = rows[row]
         if fmean(found["fewer_bytes"]) < 1 - _MORE_BYTES:
             return unsound("L-GreCo sent more than uniform compression")

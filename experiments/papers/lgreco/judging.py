@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from experiments.framework.verdicts import Judgement, matches
+from experiments.framework.verdicts import Judgment, matches
 from thinwire_tools.compare.comparison import Comparison, Run, Side
 from thinwire_tools.compare.statistics import Estimate, estimate, relative_differences
 
@@ -32,7 +32,7 @@ def lost(runs: Sequence[Run], baseline: Sequence[Run], margin: float) -> dict[st
     }
 
 
-def kept(row: Mapping[str, Any], margin: float | None = None) -> Judgement:
+def kept(row: Mapping[str, Any], margin: float | None = None) -> Judgment:
     """Whether a row's `lost`, in points of accuracy or as a share of perplexity, is at most the margin."""
     allowed = row["margin"] if margin is None else margin
     # The loss is the logarithm of perplexity: a difference of 0.01 is 1 % of it.

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from experiments.framework.claims import Claim, Row, Rows, Rule
-from experiments.framework.verdicts import Judgement, larger_by, unsound
+from experiments.framework.verdicts import Judgment, larger_by, unsound
 from experiments.papers.lgreco.methods import RANK
 from experiments.papers.lgreco.study import NAMES, TITLES, LGrecoScale, LGrecoStudy
 from experiments.papers.lgreco.tasks import Name
@@ -178,7 +178,7 @@ def _logs(row: Mapping[str, Any], method: str) -> list[float]:
 def _above_one(row: str, combine: Callable[[Sequence[float]], float], effect: float | None = None) -> Rule:
     """What ``combine`` makes of each training's logarithms, method by method, is above zero."""
 
-    def rule(rows: Rows) -> Judgement:
+    def rule(rows: Rows) -> Judgment:
         columns = [_logs(rows[row], method) for method in rows[row]["ratios"]]
         if not all(columns) or len({len(column) for column in columns}) > 1:
             return unsound("the policies were not all replayed on the same trainings")
@@ -215,7 +215,7 @@ def _later_shares(rows: Rows, method: str) -> list[float]:
     return [_later_share(buckets) for buckets in rows[_SHIFTS]["bytes_per_bucket"][method]]
 
 
-def _ratio_above_one(over: Sequence[float], under: Sequence[float]) -> Judgement:
+def _ratio_above_one(over: Sequence[float], under: Sequence[float]) -> Judgment:
     return larger_by([math.log(a / b) for a, b in zip(over, under, strict=True)])
 
 

@@ -20,7 +20,7 @@ class Family:
 
     name: str
     title: str
-    colour: str
+    color: str
     gpt: str
     cnn: str
     gain: dict[Name, float]
@@ -106,14 +106,14 @@ def settled(policy: str, warm_up: int) -> str:
 
 
 def uniform_method(family: Family) -> Method:
-    return Method(family.name, f"{family.title}, uniform", f"{family.colour}80", spec=family.spec("gpt"))
+    return Method(family.name, f"{family.title}, uniform", f"{family.color}80", spec=family.spec("gpt"))
 
 
 def lgreco_method(family: Family, warm_up: int) -> Method:
     return Method(
         f"{family.name} lgreco",
         f"{family.title}, L-GreCo",
-        family.colour,
+        family.color,
         spec=family.spec("gpt"),
         adapt=settled("lgreco", warm_up),
     )

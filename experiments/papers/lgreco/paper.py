@@ -8,7 +8,7 @@ from statistics import fmean, median
 from experiments.framework.claims import Claim, Rows, Rule
 from experiments.framework.methods import FP32, NOTHING
 from experiments.framework.paper import Paper, Part, command
-from experiments.framework.verdicts import Judgement, all_hold, exceeds, faster_in_runs, if_seen, matches
+from experiments.framework.verdicts import Judgment, all_hold, exceeds, faster_in_runs, if_seen, matches
 from experiments.papers.lgreco import buckets, correlation, equal_bytes, laboratory, policies, quality, speed
 from experiments.papers.lgreco.judging import kept
 from experiments.papers.lgreco.methods import BITS, FAMILIES, POWERSGD, RANK, Family
@@ -155,7 +155,7 @@ def _profile(rate: str) -> Claim:
 
 
 _TABLE_3_3 = {
-    "bits": ("quantisation", 0.03),
+    "bits": ("quantization", 0.03),
     "topk": ("sparsification (top-k)", 0.10),
     "powersgd": ("decomposition (PowerSGD)", 0.20),
 }
@@ -181,7 +181,7 @@ def _table_3_3(family: str) -> Claim:
     )
 
 
-def _on_frontier(rows: Rows) -> Judgement:
+def _on_frontier(rows: Rows) -> Judgment:
     row = rows["frontier"]
     names = [f"rank {p['rank']}" for p in row["points"]]
     speed = [faster_in_runs(_over(row["step_s"], f"{name} lgreco", name)) for name in names]
@@ -240,7 +240,7 @@ def _claims_of_buckets() -> Iterator[Claim]:
     yield Claim(
         "section 4.6.5",
         "time_plan_alike",
-        "plans that minimise time are close to those that minimise bytes; asked here: in bytes, within "
+        "plans that minimize time are close to those that minimize bytes; asked here: in bytes, within "
         f"{_SAME_PLANS:.0%}",
         lambda rows: matches(estimate([ratio - 1 for ratio in rows["time_plan_alike"]["by_run"]]), _SAME_PLANS),
         over_link=True,
@@ -299,7 +299,7 @@ PAPER = Paper(
         "held-out text",
         "trainings last a few hundred steps on 2 ranks, and policies decide every 40 of them instead of once an "
         "epoch; there are no dense steps at the beginning, and bytes count from the first plan on",
-        f"quantisation is min-max, not QSGD, as CGX's own; PowerSGD's reference is rank {RANK} on the GPT, whose "
+        f"quantization is min-max, not QSGD, as CGX's own; PowerSGD's reference is rank {RANK} on the GPT, whose "
         "matrices are 128 wide, instead of 32, and top-k's a density of 20 % there, instead of 10 %",
         "ranks are processes on this machine, on emulated links: 100 Mbit/s stands for several nodes, 1 Gbit/s for "
         "the bus of one; where steps are timed, computation is [replayed](docs/results.md#how-steps-are-timed)",

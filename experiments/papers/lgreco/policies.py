@@ -28,7 +28,7 @@ GLOBAL_DENSITY = 0.0025
 _WEAK_DENSITY, _STRONG_DENSITY = 0.02, 0.001
 _CHOOSING = {"bayes": Bayes(), "linear": Linear()}
 """Policies of table 3.8 that choose on snapshots, and that nothing is trained by."""
-_COLOURS = ("#555555", "#0a7d4f", "#c0392b", "#d98a00", "#1f6fb2", "#8250c4", "#888888", "#e377c2")
+_COLORS = ("#555555", "#0a7d4f", "#c0392b", "#d98a00", "#1f6fb2", "#8250c4", "#888888", "#e377c2")
 
 
 @dataclass(frozen=True)
@@ -179,10 +179,10 @@ def _draw_3_7(study: LGrecoStudy, rows: Sequence[Method], trained: Runs) -> None
     titles = ["GPT, against steps", "against what is sent"]
     figure, panels = plots.canvas(2, titles=titles, x="step", y="held-out loss (nats a word)")
     panels[1].set(xlabel="MB sent by a rank")
-    for colour, method in zip(_COLOURS, rows, strict=False):
+    for color, method in zip(_COLORS, rows, strict=False):
         run = trained[method.name][0]
-        panels[0].plot(run.probe_steps, run.losses[1:], color=colour, label=method.title)
-        panels[1].plot([sent / 1e6 for sent in run.payload_bytes[1:]], run.losses[1:], color=colour)
+        panels[0].plot(run.probe_steps, run.losses[1:], color=color, label=method.title)
+        panels[1].plot([sent / 1e6 for sent in run.payload_bytes[1:]], run.losses[1:], color=color)
     plots.save(figure, study.picture("3.7"))
 
 
@@ -191,17 +191,17 @@ def _draw_3_8(study: LGrecoStudy, curves: Mapping[str, Mapping[str, Sequence[flo
     y = ["error, relative to 4 bits for every layer", "times fewer bytes than 4 bits for every layer"]
     figure, panels = plots.canvas(2, titles=titles, x="step of the training", y=y)
     named = {method.name: method.title for method in bit_methods(study.scale)} | {n: n.title() for n in _CHOOSING}
-    for colour, (name, curve) in zip(_COLOURS[1:], curves.items(), strict=False):
-        panels[0].plot(curve["steps"], curve["error"], color=colour, marker="o", label=named[name])
-        panels[1].plot(curve["steps"], curve["gain"], color=colour, marker="o")
+    for color, (name, curve) in zip(_COLORS[1:], curves.items(), strict=False):
+        panels[0].plot(curve["steps"], curve["error"], color=color, marker="o", label=named[name])
+        panels[1].plot(curve["steps"], curve["gain"], color=color, marker="o")
     plots.save(figure, study.picture("3.8"))
 
 
 def _draw_4_5a(study: LGrecoStudy, rows: Sequence[Method], trained: Runs) -> None:
     figure, (axes,) = plots.canvas(1, titles=["PowerSGD, GPT"], x="step", y="ratio to uniform")
-    for colour, method in zip(_COLOURS, rows, strict=False):
+    for color, method in zip(_COLORS, rows, strict=False):
         plans = trained[method.name][0].plans
         if plans:
-            axes.plot([plan["step"] for plan in plans], plan_gains(plans), color=colour, marker="o", label=method.title)
+            axes.plot([plan["step"] for plan in plans], plan_gains(plans), color=color, marker="o", label=method.title)
     axes.axhline(1.0, color="#888888", linewidth=1, linestyle=":")
     plots.save(figure, study.picture("4.5a"))

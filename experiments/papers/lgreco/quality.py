@@ -120,8 +120,8 @@ def _draw(study: LGrecoStudy, rows: Mapping[str, Row]) -> None:
         bars = []
         for family in FAMILIES:
             ratio = rows[f"{TABLES[name]}/gain/{name}/{family.name}"].data["ratio"]
-            bars.append((f"{family.title}, uniform", f"{family.colour}80", ratio["uniform"]))
-            bars.append((f"{family.title}, L-GreCo", family.colour, ratio["lgreco"]))
+            bars.append((f"{family.title}, uniform", f"{family.color}80", ratio["uniform"]))
+            bars.append((f"{family.title}, L-GreCo", family.color, ratio["lgreco"]))
         pictures.bars(axes, bars)
     plots.save(figure, study.picture("4.2-4.3"))
 

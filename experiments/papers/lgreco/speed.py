@@ -117,10 +117,10 @@ def _spec(rank: int) -> str:
 def rank_methods(scale: LGrecoScale) -> list[Method]:
     methods = []
     for rank in scale.ranks:
-        methods.append(Method(f"rank {rank}", f"rank {rank}", f"{POWERSGD.colour}80", spec=_spec(rank)))
+        methods.append(Method(f"rank {rank}", f"rank {rank}", f"{POWERSGD.color}80", spec=_spec(rank)))
         adapt = settled("lgreco", scale.warm_up)
         methods.append(
-            Method(f"rank {rank} lgreco", f"L-GreCo from {rank}", POWERSGD.colour, spec=_spec(rank), adapt=adapt)
+            Method(f"rank {rank} lgreco", f"L-GreCo from {rank}", POWERSGD.color, spec=_spec(rank), adapt=adapt)
         )
     return methods
 
@@ -160,9 +160,9 @@ def point(rank: int, uniform: float, adapted: float, times: Times) -> dict[str, 
 
 def _draw_4_2(study: LGrecoStudy, points: list[dict[str, float]], rate: str) -> None:
     figure, (axes,) = plots.canvas(1, titles=[f"PowerSGD, GPT {where(rate)}"], x="ms a step", y="held-out loss")
-    for key, title, colour in (("uniform", "uniform", "#555555"), ("lgreco", "L-GreCo", POWERSGD.colour)):
+    for key, title, color in (("uniform", "uniform", "#555555"), ("lgreco", "L-GreCo", POWERSGD.color)):
         places = [(1e3 * p[f"{key}_s"], p[f"{key}_loss"]) for p in points]
-        axes.plot(*zip(*places, strict=True), color=colour, marker="o", label=title)
+        axes.plot(*zip(*places, strict=True), color=color, marker="o", label=title)
         for p, place in zip(points, places, strict=True):
             axes.annotate(f"{p['rank']}", place, textcoords="offset points", xytext=(4, 4), fontsize=8)
     plots.save(figure, study.picture("4.2"))
@@ -177,7 +177,7 @@ def _draw_scaling(study: LGrecoStudy, model: Model, all_times: AllTimes, alone: 
         for method in methods(study.scale):
             values = [items_per_s(model, all_times[n, rate], method.name, n) for n in worlds]
             style = ":" if method is NOTHING else "--" if method.name in ("bits", "topk", "powersgd") else "-"
-            axes.plot([1, *worlds], [single, *values], style, color=method.colour, marker="o", label=method.title)
+            axes.plot([1, *worlds], [single, *values], style, color=method.color, marker="o", label=method.title)
         axes.set_xticks([1, *worlds])
         axes.set_ylim(bottom=0)
     # Beside the last panel: inside, it would hide lines.
@@ -193,8 +193,8 @@ def _draw_profile(study: LGrecoStudy, all_times: AllTimes) -> None:
     for axes, rate in zip(panels, rates, strict=True):
         times = all_times[num_ranks, rate]
         shown = [("nothing sent", "#aaaaaa", 1e3 * times.step_s(NOTHING.name))]
-        shown += [("fp32", FP32.colour, 1e3 * times.step_s(FP32.name))]
-        shown += [(f"{POWERSGD.title}, uniform", POWERSGD.colour, 1e3 * times.step_s(POWERSGD.name))]
+        shown += [("fp32", FP32.color, 1e3 * times.step_s(FP32.name))]
+        shown += [(f"{POWERSGD.title}, uniform", POWERSGD.color, 1e3 * times.step_s(POWERSGD.name))]
         stages = times.least_stages[POWERSGD.name]
         shown += [(f"  of it {title}", "#c9b3e6", 1e3 * fmean(stages[s])) for s, title in STAGES.items() if s in stages]
         pictures.bars(axes, shown)

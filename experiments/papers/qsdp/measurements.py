@@ -67,11 +67,11 @@ ROUNDED_WEIGHTS = (6,)
 LEAST_BITS_KEPT = "W5G4"
 """The highest compression "without substantial accuracy impact" (section 5.7.1)."""
 THESIS_STEPS, THESIS_LEARNINGS = 4800, 3
-METHODS = (FP32, FP16, RAW, W8G8, replace(W4G4, colour="#1f6fb2"), NOTHING)
+METHODS = (FP32, FP16, RAW, W8G8, replace(W4G4, color="#1f6fb2"), NOTHING)
 """Of figure 5.3."""
 NODE_METHODS = (FP32, FLAT, HIERARCHICAL, NOTHING)
 _FAST_BPS = 10**9
-_COLOURS = {6: "#0a7d4f", 5: "#1f6fb2", 4: "#c0392b"}
+_COLORS = {6: "#0a7d4f", 5: "#1f6fb2", 4: "#c0392b"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,10 +219,10 @@ def _log_scale(axes: Any) -> None:
     axes.grid(which="both", axis="y", alpha=0.25)
 
 
-def _line(axes: Any, runs: Sequence[Trained], colour: str, title: str, style: str = "-") -> None:
-    # Without the start, where nothing is learnt.
+def _line(axes: Any, runs: Sequence[Trained], color: str, title: str, style: str = "-") -> None:
+    # Without the start, where nothing is learned.
     steps, means = curve(runs)
-    axes.plot(steps[1:], means[1:], style, color=colour, label=title)
+    axes.plot(steps[1:], means[1:], style, color=color, label=title)
     _log_scale(axes)
 
 
@@ -231,7 +231,7 @@ def recovery_steps(scale: QSDPScale) -> int:
 
 
 def table_5_1(study: QSDPStudy) -> list[Row]:
-    """Baseline against W8G8 at three sizes, beside quantisation without buckets."""
+    """Baseline against W8G8 at three sizes, beside quantization without buckets."""
     sizes, rows = study.scale.sizes, []
     titles = [f"GPT of {_millions(size)} parameters" for size in sizes]
     figure, panels = plots.canvas(len(sizes), titles=titles, x="step", y="held-out perplexity")
@@ -242,7 +242,7 @@ def table_5_1(study: QSDPStudy) -> list[Row]:
             lost_row("table 5.1", f"fp32/{size.name}", study.train(size.name, FP32), base, num_ranks=NUM_RANKS),
         ]
         for method, runs in ((FP16, base), (W8G8, ours)):
-            _line(axes, runs, method.colour, _IN_WORDS[method.name])
+            _line(axes, runs, method.color, _IN_WORDS[method.name])
     plots.save(figure, study.picture("5.1"))
     small = [study.train("small", method, MORE_RANKS) for method in (W8G8, FP16)]
     rows.append(recovered_row(study.scale.size("small"), MORE_RANKS, *small))
@@ -266,10 +266,10 @@ def of_words(study: QSDPStudy) -> list[Row]:
     base, bucketed, naive, blockwise = (study.train("words", method) for method in (FP16, W8G8, NAIVE[8], BLOCKWISE))
     title = f"GPT of words, {_millions(study.scale.words)} parameters"
     figure, panels = plots.canvas(1, titles=[title], x="step", y="held-out perplexity")
-    _line(panels[0], base, FP16.colour, _IN_WORDS[FP16.name])
-    _line(panels[0], bucketed, W8G8.colour, f"8 bits, a scale for each {BUCKET} values")
+    _line(panels[0], base, FP16.color, _IN_WORDS[FP16.name])
+    _line(panels[0], bucketed, W8G8.color, f"8 bits, a scale for each {BUCKET} values")
     _line(panels[0], naive, "#1f6fb2", "8 bits, a scale for each layer", "--")
-    _line(panels[0], blockwise, BLOCKWISE.colour, "8 bits, a scale for each block of layers")
+    _line(panels[0], blockwise, BLOCKWISE.color, "8 bits, a scale for each block of layers")
     plots.save(figure, study.picture("5.7.1"))
     beside = mean_perplexity(bucketed)
     return [
@@ -325,8 +325,8 @@ def _draw_5_2(study: QSDPStudy, base: Sequence[Trained], trained: Mapping[tuple[
     figure, (axes,) = plots.canvas(1, titles=[title], x="bits of gradients", y="perplexity")
     for w in BITS:
         means = [mean_perplexity(trained[w, g]) for g in BITS]
-        axes.plot(BITS, means, color=_COLOURS[w], marker="o", label=f"weights of {w} bits")
-    axes.axhline(mean_perplexity(base), color=FP16.colour, linewidth=1, linestyle=":", label=FP16.title)
+        axes.plot(BITS, means, color=_COLORS[w], marker="o", label=f"weights of {w} bits")
+    axes.axhline(mean_perplexity(base), color=FP16.color, linewidth=1, linestyle=":", label=FP16.title)
     axes.set_xticks(BITS)
     plots.save(figure, study.picture("5.2"))
 
@@ -390,7 +390,7 @@ def figure_c_4(study: QSDPStudy) -> list[Row]:
     titles = [f"{study.scale.size(BUCKETS_OF).title}, {bits} bits" for bits in small]
     figure, panels = plots.canvas(len(titles), titles=titles, x="step", y="perplexity")
     for axes, bits in zip(panels, small, strict=True):
-        _line(axes, base, FP16.colour, FP16.title, ":")
+        _line(axes, base, FP16.color, FP16.title, ":")
         _line(axes, small[bits], "#0a7d4f", f"buckets of {BUCKET}")
         _line(axes, large[bits], "#c0392b", f"buckets of {LARGE_BUCKET}")
     plots.save(figure, study.picture("C.4"))
@@ -468,7 +468,7 @@ def _draw_5_3(
 ) -> None:
     title = f"{study.scale.size('small').title}, buckets of {BUCKET}"
     figure, (axes,) = plots.canvas(1, titles=[title], x="", y="perplexity")
-    bars = [("baseline", FP16.colour, mean_perplexity(base))]
+    bars = [("baseline", FP16.color, mean_perplexity(base))]
     for name, runs in plain.items():
         bars.append((f"{name} uniform", "#0a7d4f80", mean_perplexity(runs)))
         if name in nearest:
@@ -545,7 +545,7 @@ def _draw_5_3_bandwidth(study: QSDPStudy, times_by_rate: Mapping[str | None, Tim
     for method in METHODS:
         seconds = [times.step_s(method.name) for times in times_by_rate.values()]
         style = ":" if method is NOTHING else "-"
-        axes.plot(rates, seconds, style, color=method.colour, marker="o", label=method.title)
+        axes.plot(rates, seconds, style, color=method.color, marker="o", label=method.title)
     axes.set(xscale="log", yscale="log")
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
     axes.minorticks_off()
@@ -596,9 +596,9 @@ def _draw_c_1(study: QSDPStudy, times: Times, methods: Mapping[tuple[int, int], 
         "of gradients": (lambda ratio: (1, ratio), "#1f6fb2"),
         "of both": (lambda ratio: (ratio, ratio), "#8250c4"),
     }
-    for label, (key, colour) in lines.items():
+    for label, (key, color) in lines.items():
         seconds = [times.step_s(methods[key(ratio)].name) for ratio in RATIOS]
-        axes.plot(RATIOS, seconds, color=colour, marker="o", label=label)
+        axes.plot(RATIOS, seconds, color=color, marker="o", label=label)
     axes.axhline(times.step_s(NOTHING.name), color="#222222", linewidth=1, linestyle=":", label=NOTHING.title)
     axes.set_xscale("log")
     axes.set_xticks(RATIOS, [str(ratio) for ratio in RATIOS])
@@ -646,11 +646,11 @@ def _draw_5_2_time(study: QSDPStudy, found: Mapping[str, Course], rounds: Rounds
     title = f"GPT of {_millions(study.scale.size('small'))} parameters, trained {where(rate)}"
     figure, (axes,) = plots.canvas(1, titles=[title], x="seconds of training", y="held-out perplexity")
     for name, method in IN_TIME.items():
-        found[name].draw(axes, rounds, color=method.colour, label=_IN_WORDS[method.name])
+        found[name].draw(axes, rounds, color=method.color, label=_IN_WORDS[method.name])
     _log_scale(axes)
     plots.save(figure, study.picture("5.2-time"))
 
 
 def course(runs: Sequence[Trained], method: Method) -> Course:
-    """Of the probe's perplexity, without the start, where nothing is learnt."""
+    """Of the probe's perplexity, without the start, where nothing is learned."""
     return Course(runs[0].probe_steps, [run.probes[1:] for run in runs], [(runs[0].probe_steps[-1], method.name)])

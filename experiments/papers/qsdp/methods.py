@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import thinwire
-from experiments.papers.qsdp.sharding import cut_short, quantise_flat
+from experiments.papers.qsdp.sharding import cut_short, quantize_flat
 from thinwire.compressors import parse
 
 BUCKET = 1024
@@ -39,7 +39,7 @@ class Method:
 
     name: str
     title: str
-    colour: str
+    color: str
     kind: Literal["stock", "flat", "thinwire"] = "thinwire"
     weights: str = "raw"
     gradients: str = "raw"
@@ -67,7 +67,7 @@ class Method:
                 cut_short(model, self.weights_ratio, self.gradients_ratio)
             return None
         if self.kind == "flat":
-            quantise_flat(model, parse(self.weights), seed)
+            quantize_flat(model, parse(self.weights), seed)
             return None
         if self.ranks_per_node:
             os.environ["THINWIRE_NODE"] = str(dist.get_rank() // self.ranks_per_node)
@@ -156,7 +156,7 @@ CONTROL = NAIVE[4]
 LARGE = {bits: uniform(bits, bits, bucket=LARGE_BUCKET) for bits in (8, 4)}
 BUCKETED = {8: W8G8, 4: W4G4}
 
-FLAT = replace(W8G8, name="flat", title="W8G8, flat", transport="auto", colour="#8250c4")
+FLAT = replace(W8G8, name="flat", title="W8G8, flat", transport="auto", color="#8250c4")
 HIERARCHICAL = replace(
     W8G8, name="hierarchical", title="W8G8, hierarchical", transport="auto", algorithm="hierarchical"
 )

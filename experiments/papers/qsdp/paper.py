@@ -14,7 +14,7 @@ from experiments.framework.paper import Paper, Part, command
 from experiments.framework.time_to_loss import Course, Sooner, sooner
 from experiments.framework.verdicts import (
     ONE_MEASUREMENT,
-    Judgement,
+    Judgment,
     all_hold,
     exceeds,
     faster,
@@ -85,7 +85,7 @@ def _estimate(row: Mapping[str, Any], value: float | None) -> Estimate:
 def _lost(figure: str, row: str, statement: str, *, within: float | None = None, effect: float | None = None) -> Claim:
     """What is lost is at most ``within``; where that is None, it is worse than nothing, by ``effect`` in the thesis."""
 
-    def rule(rows: Rows) -> Judgement:
+    def rule(rows: Rows) -> Judgment:
         difference = _estimate(rows[row], rows[row]["value"])
         return exceeds(difference, effect) if within is None else matches(difference, within)
 
@@ -100,7 +100,7 @@ def _recovered(size: Size, num_ranks: int) -> Claim:
     )
     claim = _lost("table 5.1", f"lost/{size.name}/{num_ranks} ranks", statement, within=MARGIN)
 
-    def rule(rows: Rows) -> Judgement:
+    def rule(rows: Rows) -> Judgment:
         assert claim.rule is not None
         return if_seen(_sensitive(rows), claim.rule(rows))
 
@@ -200,7 +200,7 @@ def _lgreco() -> Iterator[Claim]:
         row = rows["lost/reference"]
         return estimate(relative_differences(row["reference_bytes"], row["step_bytes"]))
 
-    def rule(rows: Rows) -> Judgement:
+    def rule(rows: Rows) -> Judgment:
         assert quality.rule is not None
         return if_seen(_sensitive(rows), all_hold((exceeds(fewer(rows)), quality.rule(rows))))
 
@@ -246,7 +246,7 @@ def _levels() -> Iterator[Claim]:
 def _better(figure: str, row: str, statement: str, effect: float) -> Claim:
     """Perplexity is lower, by the share ``effect`` in the thesis."""
 
-    def rule(rows: Rows) -> Judgement:
+    def rule(rows: Rows) -> Judgment:
         lost = _estimate(rows[row], rows[row]["value"])
         return exceeds(Estimate(-lost.mean, lost.deviation, -lost.upper, -lost.lower, lost.num_pairs), effect)
 
@@ -285,7 +285,7 @@ def _errors(layer: str) -> Iterator[Claim]:
             for what in own
         }
 
-    def constantly_lower(rows: Rows) -> Judgement:
+    def constantly_lower(rows: Rows) -> Judgment:
         gained = over_learned(rows, 0, "uniform").values()
         return all_hold(larger([min(looks) for looks in by_seed]) for by_seed in gained)
 
@@ -294,7 +294,7 @@ def _errors(layer: str) -> Iterator[Claim]:
         pairs = zip(gained["gradients"], gained["weights"], strict=True)
         return [fmean(gradients) / fmean(weights) for gradients, weights in pairs]
 
-    def enough(rows: Rows) -> Judgement:
+    def enough(rows: Rows) -> Judgment:
         """Levels that were learned once keep at least half of what learning again gains in the end."""
         gained, aged = (over_learned(rows, -1, key) for key in ("uniform", "once"))
         return all_hold(
@@ -449,7 +449,7 @@ def _in_time(rows: Rows) -> Sooner:
     return sooner(Course.of(row, "qsdp"), Course.of(row, "baseline"), row["rounds"])
 
 
-def _is_near_ideal(rows: Rows) -> Judgement:
+def _is_near_ideal(rows: Rows) -> Judgment:
     row = rows["near_ideal"]
     # The file of an earlier run has the median round only.
     return faster(row.get("ratios", ()), _NEAR)
@@ -474,7 +474,7 @@ _DIFFERS = (
     "5.3 has the baseline's step time over each link",
     "FSDP2 prefetches the next block with all methods; on a CPU this speeds up thinwire's collectives, but not "
     "PyTorch's own",
-    "perplexity is that of the quantised weights, as they are gathered; the JSON files also have that of the "
+    "perplexity is that of the quantized weights, as they are gathered; the JSON files also have that of the "
     "optimizer's weights",
     "levels are learned of all layers that are compressed, since none has 100000 parameters, at the thesis's shares of "
     "a training; values take the nearest of them, where uniform ones are rounded as thinwire does, weights of up "
@@ -541,7 +541,7 @@ qsdp = command(
     PAPER,
     """Repeat chapter 5 (QSDP) of Markov's thesis on this machine, claim by claim.
 
-    Small GPTs train under FSDP2 with weights and gradients that are sent quantised, to 8 bits and fewer, also with
+    Small GPTs train under FSDP2 with weights and gradients that are sent quantized, to 8 bits and fewer, also with
     levels that are learned, and their steps are timed over slow links. Figures and tables become SVGs, and each of the
     thesis's claims a row: what it says, what was found here, and whether it holds, also where it does not. Takes about
     20 minutes on two cores.""",

@@ -1,4 +1,4 @@
-"""Figure C.5: linear regression whose weights are quantised in every step, with random shift and without."""
+"""Figure C.5: linear regression whose weights are quantized in every step, with random shift and without."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GRADIENTS = f"qsgd(bits={_BITS}, bucket={_BUCKET})"
 TITLES = {"diabetes": "diabetes", "made": f"made, {_FEATURES} features"}
 """Of the problems."""
 METHODS: dict[str, tuple[str, str]] = {
-    "exact": ("not quantised", "#555555"),
+    "exact": ("not quantized", "#555555"),
     "qsgd": ("QSGD", "#c0392b"),
     "shift": ("QSGD, weights with random shift", "#0a7d4f"),
     "grid": ("QSGD, weights on the same grid, rounded one by one", "#1f6fb2"),
@@ -129,7 +129,7 @@ def num_steps(scale: QSDPScale) -> int:
 
 
 def figure_c_5(study: QSDPStudy) -> list[Row]:
-    """Descents with batches, as in the thesis, and with whole gradients, of which only quantisation is left."""
+    """Descents with batches, as in the thesis, and with whole gradients, of which only quantization is left."""
     problems = [make() for make in _problems(study.scale)]
     descents = {(p.name, batches): _descents(study, p, batches) for p in problems for batches in (True, False)}
     _draw(study, problems, descents)
@@ -180,7 +180,7 @@ def _draw(
     titles = [f"{problem.title}, {'batches' if batches else 'whole gradients'}" for problem, batches in panels]
     figure, axes_of = plots.canvas(len(panels), titles=titles, x="step", y="loss above the optimum")
     for axes, (problem, batches) in zip(axes_of, panels, strict=True):
-        for method, (title, colour) in METHODS.items():
-            axes.plot(mean_curve(descents[problem.name, batches][method]), color=colour, linewidth=1, label=title)
+        for method, (title, color) in METHODS.items():
+            axes.plot(mean_curve(descents[problem.name, batches][method]), color=color, linewidth=1, label=title)
         axes.set_yscale("log")
     plots.save(figure, study.picture("C.5"))

@@ -1,4 +1,4 @@
-"""A GPT under FSDP2 as all parts train it: how it is sharded, micro-batches, exchanges cut short or quantised flat."""
+"""A GPT under FSDP2 as all parts train it: how it is sharded, micro-batches, exchanges cut short or quantized flat."""
 
 # No `from __future__ import annotations` here: PyTorch looks at what its custom collectives take.
 
@@ -63,11 +63,11 @@ def cut_short(model: nn.Module, weights_ratio: float, gradients_ratio: float) ->
     _set_collectives(model, _ShortGather(weights_ratio), _ShortReduce(gradients_ratio))
 
 
-def quantise_flat(model: nn.Module, compressor: Compressor, seed: int) -> None:
+def quantize_flat(model: nn.Module, compressor: Compressor, seed: int) -> None:
     """Have stock collectives carry each rank's flat buffers as ``compressor`` decodes them: all weights of a block, its
     norms' included, as one tensor."""
-    gather = _QuantisedGather(compressor, derive_key(seed, 0))
-    _set_collectives(model, gather, _QuantisedReduce(compressor, derive_key(seed, 1)))
+    gather = _QuantizedGather(compressor, derive_key(seed, 0))
+    _set_collectives(model, gather, _QuantizedReduce(compressor, derive_key(seed, 1)))
 
 
 def _set_collectives(model: nn.Module, gather: Any, reduce: Any) -> None:
@@ -84,7 +84,7 @@ class _Flat:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _Quantised(_Flat):
+class _Quantized(_Flat):
     def __init__(self, compressor: Compressor, seed: int) -> None:
         self._compressor, self._seed, self._calls = compressor, seed, count()
 
@@ -93,14 +93,14 @@ class _Quantised(_Flat):
         return self._compressor.roundtrip(part, derive_key(self._seed, next(self._calls), rank))
 
 
-class _QuantisedGather(_Quantised):
+class _QuantizedGather(_Quantized):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         dist.all_gather_into_tensor(output_tensor, self.decoded(input_tensor, group.rank()), group=group)
 
 
-class _QuantisedReduce(_Quantised):
+class _QuantizedReduce(_Quantized):
     """Every owner is sent a part with a scale of its own."""
 
     def __call__(

@@ -80,7 +80,7 @@ class Tree:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """By rank, the ranks whose contributions are in what it sends towards the owner, itself included."""
+        """By rank, the ranks whose contributions are in what it sends toward the owner, itself included."""
         sizes = [1] * len(self.parents)
         for rank in sorted(range(len(self.parents)), key=lambda r: -self.depth[r]):
             parent = self.parents[rank]
@@ -166,7 +166,7 @@ class _Star(Algorithm):
 class ScatterReduceAllGather(_Star):
     """Every rank sends each owner its chunk; owners send the means to all ranks (thesis, section 3.5.1). The default.
 
-    It takes two hops, and every value is quantised twice, whatever the number of ranks. Each rank sends ``2(n−1)/n``
+    It takes two hops, and every value is quantized twice, whatever the number of ranks. Each rank sends ``2(n−1)/n``
     times the bytes of the encoded bucket.
 
     Args:
@@ -218,11 +218,11 @@ class ParameterServer(_Star):
 
 @dataclass(frozen=True)
 class Ring(Algorithm):
-    """Each rank adds its values to the partial sum of the previous rank, quantises it again and sends it to the next.
+    """Each rank adds its values to the partial sum of the previous rank, quantizes it again and sends it to the next.
 
-    The mean is sent back the other way. That takes ``2(n−1)`` hops and n quantisations of every value, of sums that
+    The mean is sent back the other way. That takes ``2(n−1)`` hops and n quantizations of every value, of sums that
     grow from hop to hop: of two ranks it is the same as `ScatterReduceAllGather`, of more it has about (n−1)/2 times
-    the variance. Every rank communicates with its neighbours only.
+    the variance. Every rank communicates with its neighbors only.
     """
 
     spec_name: ClassVar[str] = "ring"
@@ -233,7 +233,7 @@ class Ring(Algorithm):
 
 @dataclass(frozen=True)
 class Binomial(Algorithm):
-    """A binomial tree for each owner: ``2·log2(n)`` hops and at most ``1 + log2(n)`` quantisations of every value.
+    """A binomial tree for each owner: ``2·log2(n)`` hops and at most ``1 + log2(n)`` quantizations of every value.
 
     By default every rank is the root of a tree for its own chunks, and ranks send ``2(n−1)/n`` times the bytes of the
     encoded bucket on average.
@@ -264,7 +264,7 @@ class Binomial(Algorithm):
 
 @dataclass(frozen=True)
 class AllGather(Algorithm):
-    """Every rank sends everything to all others: one hop and one quantisation, but ``n−1`` times the bytes."""
+    """Every rank sends everything to all others: one hop and one quantization, but ``n−1`` times the bytes."""
 
     spec_name: ClassVar[str] = "allgather"
 
@@ -283,7 +283,7 @@ class AllGather(Algorithm):
 class Hierarchical(Algorithm):
     """Sum inside each node first, so that a value crosses between nodes once for each node and not for each rank.
 
-    Every value is quantised twice, or three times if it is quantised inside nodes, too. Means are sent compressed
+    Every value is quantized twice, or three times if it is quantized inside nodes, too. Means are sent compressed
     everywhere.
 
     Args:
@@ -301,12 +301,12 @@ class Hierarchical(Algorithm):
     across: Literal["slices", "leaders"] = "slices"
 
     def __post_init__(self) -> None:
-        check_type("inside", self.inside, str, "dense, same, or the spec of a quantiser")
+        check_type("inside", self.inside, str, "dense, same, or the spec of a quantizer")
         check_choice("across", self.across, ("slices", "leaders"))
         if self.inside not in ("dense", "same"):
             inner = parse(self.inside)
             if not isinstance(inner, Coded) or inner.gathered or needs_state(inner) or not inner.traits.plain_sum:
-                raise ValueError(f"inside={self.inside}: give dense, same, or a quantiser without a state of its own")
+                raise ValueError(f"inside={self.inside}: give dense, same, or a quantizer without a state of its own")
 
     @property
     def needs_nodes(self) -> bool:

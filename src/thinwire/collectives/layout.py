@@ -107,7 +107,7 @@ class Schedule(NamedTuple):
         for k, chunk in enumerate(layout.chunks):
             tree = layout.trees[chunk.owner]
             number = slices[chunk.owner] = slices.get(chunk.owner, -1) + 1
-            # Of several owners each rank starts with its neighbour, so that no owner is the first target of all ranks.
+            # Of several owners each rank starts with its neighbor, so that no owner is the first target of all ranks.
             up.append((tree.height[rank], number, (chunk.owner - rank) % layout.world_size, k))
             down.append((tree.depth[rank], number, (rank - chunk.owner) % layout.world_size, k))
         parents = [layout.trees[chunk.owner].parents[rank] for chunk in layout.chunks]
@@ -253,7 +253,7 @@ class Layout:
         return Layout.build([layer], self.world, torch.float32, algorithm)
 
     def reduction_traffic(self, *, up: bool = True, down: bool = True) -> Traffic:
-        """The messages of K chunks. Phase k: contributions to chunk k, towards its owner (``up``). Phase K + k: the
+        """The messages of K chunks. Phase k: contributions to chunk k, toward its owner (``up``). Phase K + k: the
         mean of chunk k, from its owner (``down``)."""
         traffic: list[list[Outgoing]] = [[] for _ in range(self.world.size)]
         for k, chunk in enumerate(self.chunks):

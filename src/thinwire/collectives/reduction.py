@@ -2,7 +2,7 @@
 
 An all-reduce has three stages:
 
-1. Encode and send. Every rank encodes its values of each chunk and sends them towards the chunk's owner.
+1. Encode and send. Every rank encodes its values of each chunk and sends them toward the chunk's owner.
 2. Reduce. A rank that receives contributions adds its own values to them. If it owns the chunk, it encodes the mean and
    sends it; otherwise it encodes the partial sum and sends that on to the owner. Where values are so large that partial
    sums of a mean might overflow, ranks divide before they add, and say so in the header of the message.

@@ -60,7 +60,7 @@ class _NobodyError(SharedMemoryError):
     """No two ranks share a node, or no rank has shared memory."""
 
 
-class _Neighbour:
+class _Neighbor:
     """Another rank of this node."""
 
     def __init__(self, rank: int, process: Process, memory: Tensor) -> None:
@@ -91,14 +91,14 @@ class _MessagePlace(NamedTuple):
     payload: int
 
 
-def places_of(messages: Sequence[Outgoing], neighbours: frozenset[int]) -> tuple[dict[int, _MessagePlace], int]:
-    """Return the places of a rank's messages to its ``neighbours`` by phase, and the bytes of all of them.
+def places_of(messages: Sequence[Outgoing], neighbors: frozenset[int]) -> tuple[dict[int, _MessagePlace], int]:
+    """Return the places of a rank's messages to its ``neighbors`` by phase, and the bytes of all of them.
 
     Every rank computes this for every rank of its node, so nothing about it is sent.
     """
     places, at = {}, 0
     for message in messages:
-        receivers = [rank for rank in message.receivers if rank in neighbours]
+        receivers = [rank for rank in message.receivers if rank in neighbors]
         if receivers:
             consumed = {rank: at + LINE_BYTES * (i + 1) for i, rank in enumerate(receivers)}
             payload = at + LINE_BYTES * (len(receivers) + 1)
@@ -166,7 +166,7 @@ class SharedMemoryTransport(Transport):
         others = self._others(self.rank)
         mine, mapped = share(inner, LINE_BYTES if others else 0, dict.fromkeys(others, LINE_BYTES))
         self._given_up = Word(mine, 0) if others else None
-        self._neighbours = {rank: _Neighbour(rank, its.process, its.memory) for rank, its in mapped.items()}
+        self._neighbors = {rank: _Neighbor(rank, its.process, its.memory) for rank, its in mapped.items()}
 
     def _find_node(self, identity: Tensor, strict: bool) -> frozenset[int]:
         """Return the ranks with which this one shares memory, itself included; empty if it cannot."""
@@ -191,7 +191,7 @@ class SharedMemoryTransport(Transport):
     def give_up(self) -> None:
         super().give_up()
         if self._given_up is not None:
-            # So that neighbours do not wait for this rank until their timeout.
+            # So that neighbors do not wait for this rank until their timeout.
             self._given_up.post(1)
 
     def open(self, traffic: Traffic) -> SharedBuffers:
@@ -240,7 +240,7 @@ class SharedMemoryTransport(Transport):
         return buffers
 
     def begin(self, buffers: Buffers) -> None:
-        """As `Transport.begin`. Waits until neighbours have read the messages of the last exchange in the same
+        """As `Transport.begin`. Waits until neighbors have read the messages of the last exchange in the same
         memory."""
         super().begin(buffers)
         assert isinstance(buffers, SharedBuffers)
@@ -271,13 +271,13 @@ class SharedMemoryTransport(Transport):
         return _Publication(self, word, buffers.uses, peer)
 
     def _await(self, word: Word, value: int, peer: int, doing: str) -> None:
-        check, waiting = self._neighbours[peer].check, f"{doing} rank {peer} failed"
+        check, waiting = self._neighbors[peer].check, f"{doing} rank {peer} failed"
         try:
             await_word(word, value, check, peer=peer, timeout_s=self._timeout_s, spin_s=self._spin_s, waiting=waiting)
         except TransportError as error:
             if self.detector is None:
                 raise
-            # A neighbour that has only given up has no rank in its error.
+            # A neighbor that has only given up has no rank in its error.
             raise self.detector.explain(error, peer if error.rank is not None else None) from error
 
     def _send(self, message: Tensor, peer: int, tag: int) -> Pending:

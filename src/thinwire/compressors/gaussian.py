@@ -1,4 +1,4 @@
-"""Quantisation to the optimal levels for a normal distribution."""
+"""Quantization to the optimal levels for a normal distribution."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _magnitudes(bits: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Gaussian(OnePass):
-    """Lloyd–Max quantiser for the normal distribution (Max 1960): ``sign(x) · s · m`` with the nearest magnitude m.
+    """Lloyd–Max quantizer for the normal distribution (Max 1960): ``sign(x) · s · m`` with the nearest magnitude m.
 
     ``s`` is the root mean square of ``bucket`` consecutive elements. At 2 bits ``|x| > .9816 s`` is received as 1.510 s
     and the rest as .4528 s. Biased; costs ``bits + 32/bucket`` bits an element. A bucket with NaN or Inf becomes NaN.

@@ -1,4 +1,4 @@
-"""QSDP's quantiser: a lattice that is shifted at random as a whole."""
+"""QSDP's quantizer: a lattice that is shifted at random as a whole."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from thinwire.kernels import Format
 
 @dataclass(frozen=True)
 class Lattice(Bucketed):
-    """Random-shift quantiser of weights (thesis, Definition 1): ``δ · round((x − r)/δ) + r``, ``r = δρ``.
+    """Random-shift quantizer of weights (thesis, Definition 1): ``δ · round((x − r)/δ) + r``, ``r = δρ``.
 
     ``ρ`` is uniform in [−½, ½), one draw for a whole tensor and step, the same on all ranks; ``δ`` is that of `MinMax`
     and ``r`` counts from the bucket's minimum. Unbiased over ρ with an error of variance δ²/12: less than stochastic

@@ -1,4 +1,4 @@
-"""Symmetric quantisation in steps of the largest magnitude."""
+"""Symmetric quantization in steps of the largest magnitude."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thinwire.kernels import Format
 
 @dataclass(frozen=True)
 class MaxAbs(Bucketed):
-    """Max-abs quantiser (AQ-SGD, Wang et al. 2022, section 4.1): ``a = max|x|``, levels −L..L with
+    """Max-abs quantizer (AQ-SGD, Wang et al. 2022, section 4.1): ``a = max|x|``, levels −L..L with
     ``L = 2^(bits−1) − 1``, ``code = floor(L·x/a + u)``, decoded to ``a·code/L``. Zero is a level.
 
     The scale ``a`` is shared by a ``bucket`` of consecutive elements, a ``row`` (the last axis), a ``channel`` (one

@@ -1,4 +1,4 @@
-"""Uniform quantisation between the minimum and the maximum of each bucket."""
+"""Uniform quantization between the minimum and the maximum of each bucket."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.kernels import Format
 
 @dataclass(frozen=True)
 class MinMax(Bucketed):
-    """Bucketed min-max quantiser (thesis, section 5.6.1; the default of CGX at 4 bits and buckets of 128, 3.5.3).
+    """Bucketed min-max quantizer (thesis, section 5.6.1; the default of CGX at 4 bits and buckets of 128, 3.5.3).
 
     Per bucket of ``bucket`` consecutive elements: ``unit = (max − min)/(2^bits − 1)``,
     ``code = floor((x − min)/unit + u)`` with ``u`` uniform in [0, 1) (stochastic, unbiased) or ½ (nearest),

@@ -1,4 +1,4 @@
-"""Quantisation in steps of each bucket's norm."""
+"""Quantization in steps of each bucket's norm."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def check_device(devices: Mapping[torch.device, str], backends: str, instead: st
     device, name = next((device, name) for device, name in devices.items() if device.type != "cpu")
     if device.type == "meta":
         raise RuntimeError(
-            f"parameters are on meta ({name}): call model.to_empty(device=...) and initialise them, then "
+            f"parameters are on meta ({name}): call model.to_empty(device=...) and initialize them, then "
             "thinwire.compress(model)"
         )
     if len(devices) > 1 or device.type != "cuda":

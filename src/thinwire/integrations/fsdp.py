@@ -218,7 +218,7 @@ class _Comm:
         return make(*size, dtype=dtype, device=device)
 
 
-class QuantisedAllGather(_Comm):
+class QuantizedAllGather(_Comm):
     """For ``FSDPModule.set_custom_all_gather``."""
 
     def __call__(
@@ -248,7 +248,7 @@ class QuantisedAllGather(_Comm):
         return Work([future], output_tensor)
 
 
-class QuantisedReduceScatter(_Comm):
+class QuantizedReduceScatter(_Comm):
     """For ``FSDPModule.set_custom_reduce_scatter``."""
 
     def __call__(
@@ -485,8 +485,8 @@ def _put_into(module: FSDPModule, attached: Attached, options: ShardedOptions) -
         # are dropped when the pass ends.
         module.set_reduce_scatter_unused_params(True, recurse=False)
         wire.at_detach(partial(_without_zeros, weakref.ref(module)))
-    module.set_custom_all_gather(QuantisedAllGather(attached))  # pyright: ignore[reportArgumentType] - called, not checked
-    module.set_custom_reduce_scatter(QuantisedReduceScatter(attached))  # pyright: ignore[reportArgumentType]
+    module.set_custom_all_gather(QuantizedAllGather(attached))  # pyright: ignore[reportArgumentType] - called, not checked
+    module.set_custom_reduce_scatter(QuantizedReduceScatter(attached))  # pyright: ignore[reportArgumentType]
     if options.replicas is not None:
         module.set_all_reduce_hook(_Across(attached))
 
@@ -555,7 +555,7 @@ def _checked(path: str, module: FSDPModule, options: ShardedOptions) -> list[FSD
     for group in groups:
         if group.process_group is None or (group.replicated and group.process_group.size() == 1):
             _check_replicas(where, group)
-        if group.other_comm and group.other_comm not in (QuantisedAllGather.__name__, QuantisedReduceScatter.__name__):
+        if group.other_comm and group.other_comm not in (QuantizedAllGather.__name__, QuantizedReduceScatter.__name__):
             raise RuntimeError(
                 f"the bytes of {where} are moved by {group.other_comm}: thinwire's cannot be beside it. Leave out "
                 "set_symm_mem_for_comm(), set_allocate_memory_from_process_group_for_comm() and other custom comms"

@@ -108,7 +108,7 @@ class ProcessGroupOptions:
                 asked = Raw() if isinstance(self.compressor, Summed) else self.compressor
             chosen = stateless(name, asked)
             if not isinstance(chosen, Coded):
-                raise ValueError(f"{name}={chosen} is meant to be summed by an all-reduce: give a quantiser, or raw")
+                raise ValueError(f"{name}={chosen} is meant to be summed by an all-reduce: give a quantizer, or raw")
             self._set(name, chosen)
 
     def _set(self, name: str, value: object) -> None:

@@ -63,7 +63,7 @@ class _Part(NamedTuple):
 class Momentum:
     """Turns a bucket of gradients into momenta before it is sent, and back when it has arrived.
 
-    The gradient ``h = (m' − β1·m) / (1 − β1)`` that makes the received momentum m' has the quantisation error of m',
+    The gradient ``h = (m' − β1·m) / (1 − β1)`` that makes the received momentum m' has the quantization error of m',
     ``1 / (1 − β1)`` times enlarged, in it, so that its norm is far from that of the true mean. The training loop gets
     ``γ·h``, which is as long as the mean (`norm_sketches`), and the optimizer ``c·h`` for the ``c·γ·h`` that clipping
     made of it. Error feedback then counts ``c`` of what it sent as arrived, and keeps the rest.

@@ -54,7 +54,7 @@ class Preconditioned:
         """Leave gradients (all, or those of ``names``) to the optimizer from now on.
 
         All ranks call it. They go on with the mean moments over ``groups``, one after the other, since replicas that
-        normalise the same gradient by different moments would part.
+        normalize the same gradient by different moments would part.
         """
         self._optimizer.forget_sent()
         for name, parameter in self._parameters.items():

@@ -5,7 +5,7 @@ from thinwire.kernels.adam import (
     AdamStep as AdamStep,
     Moving as Moving,
     adam_apply as adam_apply,
-    adam_normalise as adam_normalise,
+    adam_normalize as adam_normalize,
 )
 from thinwire.kernels.factors import (
     MOST_NARROW_COLUMNS as MOST_NARROW_COLUMNS,

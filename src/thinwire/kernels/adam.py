@@ -1,4 +1,4 @@
-"""Adam's moments in one pass: gradients normalised by the root of their second moment, and a step of the weights.
+"""Adam's moments in one pass: gradients normalized by the root of their second moment, and a step of the weights.
 
 Both kernels have one rounding per operation, in the order of the formulas, so that the native core and PyTorch's
 operations agree bit for bit and replicas on different machines do not part. They take many layers at once: between two
@@ -26,7 +26,7 @@ class Moving(NamedTuple):
 
 
 class AdamGradient(NamedTuple):
-    """A layer's gradient, which :func:`adam_normalise` replaces. All tensors have one shape, dtype and device."""
+    """A layer's gradient, which :func:`adam_normalize` replaces. All tensors have one shape, dtype and device."""
 
     gradient: Tensor
     square: Moving
@@ -48,7 +48,7 @@ class AdamStep(NamedTuple):
     size: float
 
 
-def adam_normalise(layers: Sequence[AdamGradient]) -> None:
+def adam_normalize(layers: Sequence[AdamGradient]) -> None:
     """Replace gradients g by ``factor · g / (√v + eps)``, where v is ``square.after``, the moving average of g².
 
     With ``momentum``, the moving average of g is taken in the place of g.
@@ -60,9 +60,9 @@ def adam_normalise(layers: Sequence[AdamGradient]) -> None:
             moments = *_arguments(square, gradient), *_arguments(momentum, gradient)
             arguments += (_address("gradient", gradient, gradient), gradient.numel(), *moments, eps, factor)
         else:
-            _normalise(layer)
+            _normalize(layer)
     if arguments:
-        native.core().adam_normalise(*arguments)
+        native.core().adam_normalize(*arguments)
 
 
 def adam_apply(layers: Sequence[AdamStep]) -> None:
@@ -84,7 +84,7 @@ def adam_apply(layers: Sequence[AdamStep]) -> None:
         increment_version(changed)
 
 
-def _normalise(layer: AdamGradient) -> None:
+def _normalize(layer: AdamGradient) -> None:
     gradient, square, momentum, eps, factor = layer
     added = torch.mul(gradient, 1 - square.beta).mul_(gradient)
     torch.mul(square.before, square.beta, out=square.after).add_(added)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from thinwire.kernels.gpu_tiles import bucket_of, codes_of, dequantise, row_of, unpack_parts, write
+from thinwire.kernels.gpu_tiles import bucket_of, codes_of, dequantize, row_of, unpack_parts, write
 
 STORE, ADD, MEAN = 0, 1, 2
 """What decoding writes: v · scale; base · weight + v · scale; (base · weight + v · scale) · after."""
@@ -57,7 +57,7 @@ def decode_tile(
         else:
             unit = tl.load(scales + k, mask=k < buckets, other=0.0)
             low = -(unit * (0.5 * OFFSET2))
-        value = dequantise(parts[p], low, unit)
+        value = dequantize(parts[p], low, unit)
         at = start + first + within
         if EVEN:
             write(base, y, at, value, scale, None, MODE, weight, after)

@@ -24,7 +24,7 @@ from thinwire.kernels.gpu_tiles import (
     load_value,
     pack_parts,
     put_residual,
-    quantise_parts,
+    quantize_parts,
     row_draws,
     row_of,
 )
@@ -85,7 +85,7 @@ def encode_tile(
         units += (unit,)
         inverses += (inverse,)
     counter = (index0 + first) // 2
-    codes = quantise_parts(parts, lows, units, inverses, counter, left, k0, k1, SCHEME, ROUNDING, OFFSET2, EVEN)
+    codes = quantize_parts(parts, lows, units, inverses, counter, left, k0, k1, SCHEME, ROUNDING, OFFSET2, EVEN)
     pack_parts(codes_of(message, payload, numel, BUCKET, first, BITS, SCALES), codes, left, BITS, GROUPS, EVEN)
     if RESIDUAL:
         put_residual(next + start + first, loss_scale, parts, codes, sents, units, left, EVEN)
@@ -212,7 +212,7 @@ def encode_codes(
         else:
             inverses_ += (unit,)
     counter = (index0 + first) // 2
-    codes = quantise_parts(parts, lows, units, inverses_, counter, left, k0, k1, SCHEME, ROUNDING, OFFSET2, False)
+    codes = quantize_parts(parts, lows, units, inverses_, counter, left, k0, k1, SCHEME, ROUNDING, OFFSET2, False)
     packed = codes_of(message, payload, numel, bucket, first, BITS, 2 if OFFSET2 < 0 else 1)
     pack_parts(packed, codes, left, BITS, GROUPS, False)
     if RESIDUAL:

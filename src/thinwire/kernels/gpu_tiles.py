@@ -89,7 +89,7 @@ def draws_of(counter, p: tl.constexpr, k0, k1, GROUPS: tl.constexpr, WIDTH: tl.c
 
 
 @triton.jit
-def quantise_parts(
+def quantize_parts(
     parts, lows, units, inverses, counter, left, k0, k1,
     SCHEME: tl.constexpr, ROUNDING: tl.constexpr, OFFSET2: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -108,9 +108,9 @@ def quantise_parts(
         else:
             first = tl.zeros((GROUPS, WIDTH), tl.int32) + (k0 & 0xFFFF).to(tl.int32)
             second = first
-        below += (quantise(parts[p], lows[p], units[p], inverses[p], first, left, p, SCHEME, OFFSET2, EVEN),)
+        below += (quantize(parts[p], lows[p], units[p], inverses[p], first, left, p, SCHEME, OFFSET2, EVEN),)
         above += (
-            quantise(
+            quantize(
                 parts[p + HALF], lows[p + HALF], units[p + HALF], inverses[p + HALF], second, left, p + HALF,
                 SCHEME, OFFSET2, EVEN,
             ),
@@ -119,10 +119,10 @@ def quantise_parts(
 
 
 @triton.jit
-def quantise(
+def quantize(
     x, low, unit, inverse, draws, left, p: tl.constexpr, SCHEME: tl.constexpr, OFFSET2: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
-    """thinwire.kernels.reference.quantise. Minmax needs no clip, and gets code 0 in buckets that decode to NaN."""
+    """thinwire.kernels.reference.quantize. Minmax needs no clip, and gets code 0 in buckets that decode to NaN."""
     if SCHEME == 0:
         distance = tl.where(inverse == 0.0, 0.0, x - low)
         code = ((distance * inverse).to(tl.int32) + draws) >> 16
@@ -150,7 +150,7 @@ def put_residual(next, loss_scale, parts, codes, lows, units, left, EVEN: tl.con
     GROUPS: tl.constexpr = parts[0].shape[0]
     at = tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, WIDTH)[None, :]
     for p in tl.static_range(PARTS):
-        lost = parts[p] - dequantise(codes[p], lows[p], units[p])
+        lost = parts[p] - dequantize(codes[p], lows[p], units[p])
         kept = tl.div_rn(lost, tl.zeros((GROUPS, WIDTH), tl.float32) + loss_scale)
         if EVEN:
             tl.store(next + at + p * WIDTH, kept)
@@ -231,7 +231,7 @@ def unpack_plane(
 
 
 @triton.jit
-def dequantise(code, low, unit):
+def dequantize(code, low, unit):
     """lo + code · unit, rounded twice."""
     return low + code.to(tl.float32) * unit
 

@@ -22,7 +22,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def bucketed_encode(
     x: Tensor, table: Table, message: Tensor, form: Format, *, key: int, residual: Residual | None = None
 ) -> None:
-    """Quantise the table's segments of ``x`` into their payloads in ``message``, as :class:`Format` says.
+    """Quantize the table's segments of ``x`` into their payloads in ``message``, as :class:`Format` says.
 
     Codes are rounded with draws that depend only on ``key``, the row's site and the element's index in its layer. A
     bucket that holds NaN or Inf, or whose values on arrival could overflow fp32, decodes to NaN throughout; one

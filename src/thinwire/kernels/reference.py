@@ -160,7 +160,7 @@ def per_element(value: Tensor, numel: int, bucket: int) -> Tensor:
     return value.repeat_interleave(min(bucket, numel))[:numel]
 
 
-def quantise(x: Tensor, scales: Scales, form: Format, noise: Tensor | int) -> Tensor:
+def quantize(x: Tensor, scales: Scales, form: Format, noise: Tensor | int) -> Tensor:
     """Codes (uint8) of the flat fp32 tensor ``x``: position in 16.16 fixed point plus ``noise`` (16 bits), cut off.
 
     Buckets that decode to NaN have codes 0.
@@ -230,7 +230,7 @@ def unpack(packed: Tensor, numel: int, bits: int) -> Tensor:
 def encode_row(x: Tensor, row: Row, form: Format, *, key: int) -> Tensor:
     """The payload (uint8) of one segment; ``x`` holds its elements in fp32."""
     row_scales = scales(x, form)
-    codes = quantise(x, row_scales, form, noise16(form, row, x.numel(), key, x.device))
+    codes = quantize(x, row_scales, form, noise16(form, row, x.numel(), key, x.device))
     payload = torch.zeros(bucketed_bytes(x.numel(), form), dtype=torch.uint8, device=x.device)
     sent = (sent_low(row_scales, form, row_key(key, row.site)[0]), row_scales.unit)[-form.num_scales :]
     meta = torch.cat(sent).view(torch.uint8)

@@ -21,7 +21,7 @@ SHIFTS = (17, 11, 15, 14)
 
 
 def splitmix64(value: int) -> int:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit integers."""
+    """The finalizer of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit integers."""
     value &= MASK64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK64

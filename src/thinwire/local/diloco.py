@@ -76,7 +76,7 @@ class DiLoCo:
         every: inner steps from one exchange of a parameter to its next (H).
         outer: the outer optimizer; by default ``Nesterov(lr=0.7, momentum=0.5)``, or plain averages,
             ``Nesterov(lr=1, momentum=0)``, where ``total_steps`` leaves fewer than 20 exchanges.
-        compressor: compressor or spec of the pseudo-gradients. A quantiser with feedback takes biases, norms and small
+        compressor: compressor or spec of the pseudo-gradients. A quantizer with feedback takes biases, norms and small
             layers, too, where that makes them smaller; others leave them raw.
         feedback: whether what compression leaves out is added to the next exchange.
         fragments: parts of the model that are exchanged in turn, ``every / fragments`` steps apart; must divide

@@ -169,7 +169,7 @@ def exchange_plan(
 ) -> Plan:
     """The compressor of each parameter's pseudo-gradient.
 
-    Gradients leave biases, norms and small layers raw. Here a quantiser with error feedback takes those that it makes
+    Gradients leave biases, norms and small layers raw. Here a quantizer with error feedback takes those that it makes
     smaller, too: in a model of a hundred thousand weights they would be a fifth of what 2 bits send.
     """
     chosen = parse(compressor)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.arguments import check_choice, check_number
-from thinwire.kernels import AdamGradient, AdamStep, Moving, adam_apply, adam_normalise
+from thinwire.kernels import AdamGradient, AdamStep, Moving, adam_apply, adam_normalize
 from thinwire.optim.shards import as_whole, is_sharded, local, over_shards, sharded_like
 
 
@@ -38,7 +38,7 @@ class CompressedAdamW(torch.optim.Optimizer):
     """AdamW for gradients that are sent in one or two bits, as low-rank factors or as a few values.
 
     Error feedback delivers what one step could not send in a later one. In front of Adam, late gradients are divided by
-    a second moment that does not fit them. Here every rank normalises its own gradient first, by a second moment of its
+    a second moment that does not fit them. Here every rank normalizes its own gradient first, by a second moment of its
     own, and error feedback adds up what is missing *of the update*, the learning rate included:
 
         model = DistributedDataParallel(model)
@@ -58,7 +58,7 @@ class CompressedAdamW(torch.optim.Optimizer):
         m = β1·m + (1 − β1)·g,   x = lr·m̂ / (√v̂ + eps),   w = (1 − lr·weight_decay)·w − d
 
     Without `thinwire.compress`, or on one rank, the same steps are taken with the gradient at hand: Adam with the
-    momentum behind the normalisation (LaProp, Ziyin et al. 2020), or AdamW.
+    momentum behind the normalization (LaProp, Ziyin et al. 2020), or AdamW.
 
     After a compressed backward pass, ``grad`` holds the mean update d (times a `GradScaler`'s scale). Its norm is not
     that of the gradient, so `torch.nn.utils.clip_grad_norm_` does not apply: give ``clip``. To accumulate gradients,
@@ -67,7 +67,7 @@ class CompressedAdamW(torch.optim.Optimizer):
     Second moments (and with ``order="update"`` momenta) differ between ranks. They are part of the wire's state:
     ``wire.gather_state_dict()`` saves those of all ranks, and a world of another size starts with their mean.
 
-    Under FSDP2 each rank normalises its own gradients of whole layers, as under DDP, so that these moments take as much
+    Under FSDP2 each rank normalizes its own gradients of whole layers, as under DDP, so that these moments take as much
     memory on every rank as the unsharded model; the momentum of ``order="pre"``, which all ranks share, is sharded.
 
     Args:
@@ -214,7 +214,7 @@ class CompressedAdamW(torch.optim.Optimizer):
     def _make_updates(self, due: Sequence[Due]) -> None:
         """Replace this rank's gradients by what it contributes to the mean. The moments that they leave count once the
         step is taken."""
-        adam_normalise([self._unlimited(*one) for one in due])
+        adam_normalize([self._unlimited(*one) for one in due])
         for parameter, update, group in due:
             if group["clip"] is None:
                 continue

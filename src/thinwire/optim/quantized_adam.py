@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.arguments import check_int, check_number
-from thinwire.kernels import AdamGradient, AdamStep, Moving, adam_apply, adam_normalise, square_sums
+from thinwire.kernels import AdamGradient, AdamStep, Moving, adam_apply, adam_normalize, square_sums
 from thinwire.optim.compressed_adamw import check_adam
 from thinwire.optim.shards import local, over_shards
 
@@ -56,7 +56,7 @@ class QuantizedAdam(torch.optim.Optimizer):
             once its norm has kept 96 % over 1/(1 − β2) steps; None never does, and this is AdamW.
         floor: when the variance is frozen, the least that √v may be, as a share of the layer's root mean variance.
             Elements with hardly any gradient in the warm-up, such as a rare token's row of an embedding, would
-            otherwise be divided by almost zero from then on, and so would their quantisation errors. 0 leaves v as it
+            otherwise be divided by almost zero from then on, and so would their quantization errors. 0 leaves v as it
             is.
 
     Raises:
@@ -203,14 +203,14 @@ class QuantizedAdam(torch.optim.Optimizer):
         kept = 1.0 if state["frozen_at"] else beta2
         # x / (√(v / c²) + eps) = c·x / (√v + c·eps): an operation less for each element.
         correction = math.sqrt(1 - beta2 ** (state["frozen_at"] or state["step"]))
-        normalised = AdamGradient(
+        normalized = AdamGradient(
             update,
             Moving(variance, variance, kept),
             Moving(momentum, momentum, beta1),
             correction * group["eps"],
             correction / (1 - beta1 ** state["step"]),
         )
-        return normalised, AdamStep(weights, update, None, 1 - lr * group["weight_decay"], lr)
+        return normalized, AdamStep(weights, update, None, 1 - lr * group["weight_decay"], lr)
 
     def _is_stable(self, steps: int) -> bool:
         """Whether the variance is to be frozen in this step. The same on all ranks, whose variances are equal."""
@@ -237,6 +237,6 @@ class QuantizedAdam(torch.optim.Optimizer):
 
 def _take(due: list[tuple[AdamGradient, AdamStep]]) -> None:
     """Take these steps, and forget them."""
-    adam_normalise([gradient for gradient, _ in due])
+    adam_normalize([gradient for gradient, _ in due])
     adam_apply([step for _, step in due])
     due.clear()

@@ -77,7 +77,7 @@ class Arrivals:
     def stop(self) -> None:
         """Decode nothing from now on: the step is given up. What is being decoded is finished before this returns.
 
-        The thread may still wait for a message. The neighbour, which gives up as well, sends a failed one in place of
+        The thread may still wait for a message. The neighbor, which gives up as well, sends a failed one in place of
         the next, so that this wait ends.
         """
         self._end()

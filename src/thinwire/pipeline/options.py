@@ -45,7 +45,7 @@ class PipelineOptions:
         object.__setattr__(self, "_forward", forward)
         object.__setattr__(self, "_backward", backward)
         object.__setattr__(self, "evaluation_coder", coded("evaluation", parse(self.evaluation)))
-        check_type("store", self.store, Place, "a thinwire.store.Memory(...), Disk(path, ...) or Centres(...)")
+        check_type("store", self.store, Place, "a thinwire.store.Memory(...), Disk(path, ...) or Centers(...)")
         if self.adapt is not None:
             _check_choices(self.adapt, forward)
         check_precision(self.precision)

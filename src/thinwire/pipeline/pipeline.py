@@ -34,7 +34,7 @@ _MOST_BYTES = 1 << 28
 """Largest size of an announcement."""
 _MISSING = -(2**63)
 _FAILURE_TIMEOUT = timedelta(seconds=2)
-"""How long a stage that fails waits until its neighbours have received that: its own error must not come late."""
+"""How long a stage that fails waits until its neighbors have received that: its own error must not come late."""
 
 _forming: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[Pipeline]] = weakref.WeakKeyDictionary()
 """The pipeline that was made last, by process group: other stages of this rank may join it in its first step."""
@@ -249,7 +249,7 @@ class Pipeline:
         self.beside.wait()
 
     def give_up(self) -> None:
-        """Send the neighbours' stages a failed message in place of the next one: they raise, and do the same."""
+        """Send the neighbors' stages a failed message in place of the next one: they raise, and do the same."""
         self.rest()
         sends: list[dist.Work] = []
         for side in self._sides:
@@ -264,7 +264,7 @@ class Pipeline:
                 tag = self._tag_of(side, side.outward, left[0])
                 sends.append(self.transport.group.send([message], self._peer(side), tag))
         for work in sends:
-            # Otherwise the process might end before the messages have left. A neighbour that is alive has posted the
+            # Otherwise the process might end before the messages have left. A neighbor that is alive has posted the
             # receive; one that is gone does not need it.
             with suppress(RuntimeError):
                 work.wait(_FAILURE_TIMEOUT)

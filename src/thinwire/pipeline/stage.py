@@ -1,4 +1,4 @@
-"""Pipelines: stages whose messages to their neighbours are compressed, under PyTorch's own schedules."""
+"""Pipelines: stages whose messages to their neighbors are compressed, under PyTorch's own schedules."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Replaced:
 
 
 class CompressedStage(PipelineStage):
-    """A stage of a pipeline whose messages to its neighbours are compressed: made by `thinwire.compress_stage`.
+    """A stage of a pipeline whose messages to its neighbors are compressed: made by `thinwire.compress_stage`.
 
     Schedules ask a stage for its sends and receives and then for its work on what came. They get none: one message of
     all tensors is compressed and sent by a thread beside the training's, and receives of such messages are posted when
@@ -193,13 +193,13 @@ class CompressedStage(PipelineStage):
 
     @contextmanager
     def _or_give_up(self) -> Iterator[None]:
-        """An error ends the step on the neighbours, too, which would wait for messages until their time is over."""
+        """An error ends the step on the neighbors, too, which would wait for messages until their time is over."""
         pipeline = self._pipeline
         try:
             pipeline.check()
             yield
         except Exception as error:
-            # Neighbours answer a failed message with failed ones: what this rank fails for itself comes first.
+            # Neighbors answer a failed message with failed ones: what this rank fails for itself comes first.
             first = pipeline.failure() or error
             if not isinstance(first, PeerFailedError):
                 pipeline.report(first)
@@ -249,7 +249,7 @@ def compress_stage(
     max_length: int | None = None,
     adapt: ByLink | None = None,
 ) -> CompressedStage:
-    """Compress the activations and gradients that a stage of a pipeline sends to its neighbours (AQ-SGD).
+    """Compress the activations and gradients that a stage of a pipeline sends to its neighbors (AQ-SGD).
 
         stage = PipelineStage(module, stage_index, num_stages, device)   # of torch.distributed.pipelining
         stage = thinwire.compress_stage(stage, forward="delta(maxabs(bits=4))", backward="maxabs(bits=8)")
@@ -260,7 +260,7 @@ def compress_stage(
 
     Call it for every stage of the pipeline on every rank, with the same options, before a schedule is made of them.
     PyTorch's schedules run the stage that it returns unmodified: GPipe, 1F1B, interleaved, zero-bubble. Activations are
-    batch first; a second dimension, if there is a third, is the length. Stages that are neighbours on one rank hand
+    batch first; a second dimension, if there is a third, is the length. Stages that are neighbors on one rank hand
     tensors over, and nothing is kept between them.
 
     Args:
@@ -273,7 +273,7 @@ def compress_stage(
             A list as above.
         store: where the messages of ``delta(...)`` are kept: ``thinwire.store.Memory()``,
             ``thinwire.store.Disk(path, ...)``, ``thinwire.store.Crops(...)`` for images that are cropped at random;
-            ``thinwire.store.Centres()`` keeps cluster centres in their place.
+            ``thinwire.store.Centers()`` keeps cluster centers in their place.
         precision: bits of a kept value: 32, 16, or 2 to 8. The next stage computes on what arrived, a first visit
             whole, and later m(ξ) with its change, before that is rounded to be kept.
         seed: of the draws of stochastic rounding, which differ between replicas of a pipeline.

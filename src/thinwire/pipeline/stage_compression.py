@@ -111,7 +111,7 @@ class StageCompression:
         return batch
 
     def set_up(self, step: ScheduleStep, beside: Worker, seed: int) -> None:
-        """Prepare the sides for a step. Neighbours on the same rank pass tensors directly and have no boundary.
+        """Prepare the sides for a step. Neighbors on the same rank pass tensors directly and have no boundary.
 
         Args:
             step: The step.

@@ -35,7 +35,7 @@ def check_contraction(coder: Coded) -> None:
     """Warn of a Q that loses more of Gaussian changes than Theorem 3.1 admits, ``E‖x − Q(x)‖ < √½ ‖x‖``.
 
     The theorem asks this of every x, and a single large value among zeros is worse than Gaussian ones for every
-    quantiser of few bits; a Q that fails here is none that training could do with.
+    quantizer of few bits; a Q that fails here is none that training could do with.
     """
     lost = gaussian_lost_share(coder)
     if lost >= LARGEST:

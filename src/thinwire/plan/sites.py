@@ -48,7 +48,7 @@ def for_site(site: Site, layer: str, compressor: Compressor) -> Coded | Delta:
     if not isinstance(coder, Coded) or coder.traits.bounded or not coder.traits.plain_sum:
         raise ValueError(
             f"{about} does not become messages of a fixed size that an owner of shards can add up: "
-            "use a quantiser such as minmax, maxabs, qsgd, lattice or levels"
+            "use a quantizer such as minmax, maxabs, qsgd, lattice or levels"
         )
     # What a change leaves out is part of the next one.
     whole = site == "weights" and changes is None
@@ -62,7 +62,7 @@ def for_site(site: Site, layer: str, compressor: Compressor) -> Coded | Delta:
         any(slot.shape is not None and not (slot.learned or slot.optional) for slot in coder.slots)
         or cold_start(coder) is not None
     ):
-        raise ValueError(f"{about} needs whole layers, and ranks have shards: use a quantiser")
+        raise ValueError(f"{about} needs whole layers, and ranks have shards: use a quantizer")
     if changes is not None:
         lost = gaussian_lost_share(coder)
         if lost >= 1.0:

@@ -17,7 +17,7 @@ class Infeasible(ValueError):
     """No choice stays within the budget."""
 
 
-def dynamic_programme(errors: Sequence[Array], costs: Sequence[Array], budget: float, steps: int = STEPS) -> list[int]:
+def dynamic_program(errors: Sequence[Array], costs: Sequence[Array], budget: float, steps: int = STEPS) -> list[int]:
     """The choice for each layer by the thesis's Algorithm 4.1: ``O(steps · Σ choices)``, a vector at a time.
 
     Errors are counted in ``steps``-ths of the budget, rounded up, so that the bound holds; what that leaves of the

@@ -192,7 +192,7 @@ class Auto(Policy):
             errors = [layer.errors[ks] for layer, ks in zip(table, kept, strict=True)]
             costs = [layer.costs[ks] for layer, ks in zip(table, kept, strict=True)]
             budget = self.error**2 * sum(layer.norm**2 for layer in table)
-            picked = allocate.dynamic_programme(errors, costs, budget) if table else []
+            picked = allocate.dynamic_program(errors, costs, budget) if table else []
             plans.append(
                 {layer.name: layer.candidates[ks[k]] for layer, ks, k in zip(table, kept, picked, strict=True)}
             )

@@ -30,7 +30,7 @@ class LayerCandidates:
     """Squared L2 error of each candidate; infinite where what is decoded is not finite."""
     costs: Array
     reference: int
-    """Index of the reference, whose error counts towards the budget."""
+    """Index of the reference, whose error counts toward the budget."""
     offers_reference: bool = True
     """Whether the reference is itself a candidate. If not, it only sets the budget."""
 

@@ -65,7 +65,7 @@ Objective = Literal["bytes", "error", "time", "link"]
 
 @dataclass(frozen=True, kw_only=True)
 class LGreco(BudgetedPolicy):
-    """Minimises what is sent, subject to the error of the reference (thesis, Algorithm 4.1).
+    """Minimizes what is sent, subject to the error of the reference (thesis, Algorithm 4.1).
 
         wire = thinwire.compress(model, "topk(density=0.01)", adapt=thinwire.policies.LGreco(every=500))
 
@@ -78,7 +78,7 @@ class LGreco(BudgetedPolicy):
     """Specs whose families are the candidates; if empty, the family of each layer's reference. Of several, each layer
     gets the best one (the thesis's future work), with error feedback around all if one wants it."""
     steps: int = allocate.STEPS
-    """D of the dynamic programme."""
+    """D of the dynamic program."""
     objective: Objective = "bytes"
     """``bytes``; ``error`` minimizes the error instead, subject to ``alpha`` times the bytes of the reference;
     ``time`` weighs the bytes of each bucket by the time that they were measured to take, after up to four plans for
@@ -183,7 +183,7 @@ class LGreco(BudgetedPolicy):
         if per_byte is None:
             if not _tries(evidence):
                 return {}
-            # Plans that are all alike show nothing: try one that favours other buckets, within the budget.
+            # Plans that are all alike show nothing: try one that favors other buckets, within the budget.
             draw = random.Random(evidence.step)
             per_byte = [4.0 ** draw.uniform(-1, 1) for _ in range(_num_buckets(evidence))]
         least = 1e-3 * max(per_byte)
@@ -210,7 +210,7 @@ class LGreco(BudgetedPolicy):
         self, layers: Sequence[LayerCandidates], errors: Sequence[Array], costs: Sequence[Array], budget: float
     ) -> list[int]:
         """The cheapest plan of all candidates and of each kind alone, which rounded errors could make cheaper."""
-        plans = [allocate.dynamic_programme(errors, costs, budget, self.steps)]
+        plans = [allocate.dynamic_program(errors, costs, budget, self.steps)]
         kinds = dict.fromkeys(_kind(c) for layer in layers for c in layer.candidates if not is_raw(c))
         for kind in kinds if len(kinds) > 1 else ():
             kept = [
@@ -218,7 +218,7 @@ class LGreco(BudgetedPolicy):
                 for layer in layers
             ]
             try:
-                picked = allocate.dynamic_programme(_select(errors, kept), _select(costs, kept), budget, self.steps)
+                picked = allocate.dynamic_program(_select(errors, kept), _select(costs, kept), budget, self.steps)
             except allocate.Infeasible:
                 continue
             plans.append([ks[k] for ks, k in zip(kept, picked, strict=True)])

@@ -58,7 +58,7 @@ class FlatSlot:
 class PackedSlot(FlatSlot):
     """The same in 8 bits an element and a scale for 128 of them, in place of twice 32 bits.
 
-    Values are rounded at random, so that those that are much smaller than their neighbours are kept on average. Draws
+    Values are rounded at random, so that those that are much smaller than their neighbors are kept on average. Draws
     and scales are those of a piece, wherever it is in the tensor. Elements of no piece are zero. ``now`` and ``next``
     are in memory from `open` to `close` only.
     """

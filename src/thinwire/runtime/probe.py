@@ -148,12 +148,12 @@ class Pair:
 def measure_pairs(transport: Transport) -> list[Pair]:
     """Measure the link of every two ranks, one after the other while the others wait.
 
-    Of more than 8 ranks only neighbours in a ring are measured: all pairs would take minutes. The result is the same on
+    Of more than 8 ranks only neighbors in a ring are measured: all pairs would take minutes. The result is the same on
     every rank.
     """
     n = transport.world_size
-    neighbours = sorted({tuple(sorted((rank, (rank + 1) % n))) for rank in range(n) if n > 1})
-    chosen = neighbours if n > _ALL_PAIRS else [(a, b) for b in range(n) for a in range(b)]
+    neighbors = sorted({tuple(sorted((rank, (rank + 1) % n))) for rank in range(n) if n > 1})
+    chosen = neighbors if n > _ALL_PAIRS else [(a, b) for b in range(n) for a in range(b)]
     pairs = []
     for a, b in chosen:
         bandwidth, latency = _speed(transport, [(a, b), (b, a)])

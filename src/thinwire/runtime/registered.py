@@ -1,4 +1,4 @@
-"""Which registered layers a flat buffer holds: registered beforehand, or recognised by sizes alone.
+"""Which registered layers a flat buffer holds: registered beforehand, or recognized by sizes alone.
 
 Every answer is a pure function of what was registered and of the sizes asked for before, so that ranks that make the
 same calls get the same answers without a word between them.

@@ -225,7 +225,7 @@ class ShardedEngine(Engine):
         compressed = draw >= self.start and not whole
         contents = self._contents_of(unit, members, self._plans[unit.index], compressed=compressed)
         since = draw - self.start
-        quantised = compressed and not self.master
+        quantized = compressed and not self.master
         self.gathers += 1
         self.stats.gathers += 1
         gather = WeightGather(
@@ -234,12 +234,12 @@ class ShardedEngine(Engine):
             contents=contents,
             scale=1.0,
             draw=draw,
-            kept=unit.kept if quantised else None,
+            kept=unit.kept if quantized else None,
             flat=flat,
             members=members,
             rank=rank,
             since=since if compressed else None,
-            keep=keep if quantised else None,
+            keep=keep if quantized else None,
             replica=replica,
             whole=whole,
         )

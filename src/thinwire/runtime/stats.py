@@ -120,7 +120,7 @@ class Stats(TrafficStats):
     overlapped: int = 0
     """FSDP2: reductions that went on while backward did."""
     learn_s: float = 0.0
-    """FSDP2: seconds that learning quantisation levels took."""
+    """FSDP2: seconds that learning quantization levels took."""
 
     @property
     def clipped(self) -> float:

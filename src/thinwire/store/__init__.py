@@ -1,13 +1,13 @@
-"""Stores for the messages m(ξ) of AQ-SGD: one record for each sample, in memory or on disk, or cluster centres; the
+"""Stores for the messages m(ξ) of AQ-SGD: one record for each sample, in memory or on disk, or cluster centers; the
 same on both sides."""
 
 from thinwire.store.background import Background as Background
-from thinwire.store.centres import CentreStore as CentreStore, CentreTable as CentreTable, centre_bytes as centre_bytes
+from thinwire.store.centers import CenterStore as CenterStore, CenterTable as CenterTable, center_bytes as center_bytes
 from thinwire.store.crops import Corner as Corner, CroppedStore as CroppedStore
 from thinwire.store.disk import DiskStore as DiskStore
 from thinwire.store.errors import StoreError as StoreError
 from thinwire.store.memory import MemoryStore as MemoryStore
-from thinwire.store.options import Centres as Centres, Crops as Crops, Disk as Disk, Memory as Memory, Place as Place
+from thinwire.store.options import Centers as Centers, Crops as Crops, Disk as Disk, Memory as Memory, Place as Place
 from thinwire.store.record_store import Entry as Entry, Evict as Evict, RecordStore as RecordStore
 from thinwire.store.records import (
     Half as Half,

@@ -33,7 +33,7 @@ class DiskStore(RecordStore):
     ``folder`` holds ``manifest.json`` (format, shape, precision, dtype, number of records, run, site), ``records.bin``
     and ``index.bin``, which has a row for every slot of ``records.bin``: the sample, its entry, the checksum of the
     record, and a checksum of the row. The row is written after the record, and a record whose checksum differs from its
-    row counts as corrupt. So after a crash every record is old, new, or recognised as torn.
+    row counts as corrupt. So after a crash every record is old, new, or recognized as torn.
 
     A record that a state (`state_dict`) names is not overwritten: its sample's next record goes to another slot, until
     ``snapshots`` newer states were made. So a run that is killed at any time resumes from such a state bit by bit: the

@@ -1,4 +1,4 @@
-"""The user's choice of a message store: `Memory`, `Disk`, `Crops` or `Centres`, and how much it may hold."""
+"""The user's choice of a message store: `Memory`, `Disk`, `Crops` or `Centers`, and how much it may hold."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from thinwire.arguments import check_choice, check_int
 from thinwire.store.background import Background
-from thinwire.store.centres import MOST_CENTRES, CentreStore
+from thinwire.store.centers import MOST_CENTERS, CenterStore
 from thinwire.store.crops import CroppedStore, frame_format
 from thinwire.store.disk import DiskStore
 from thinwire.store.errors import StoreError
@@ -185,33 +185,33 @@ class Crops(Records):
 
 
 @dataclass(frozen=True)
-class Centres(Place):
-    """Keep cluster centres of activations in place of a message of each sample: `CentreStore`.
+class Centers(Place):
+    """Keep cluster centers of activations in place of a message of each sample: `CenterStore`.
 
-    Memory does not grow with the samples (`centre_bytes`), and a sample need not come back, so this is for streams and
-    for a single epoch. The centres are part of ``stage.state_dict()``.
+    Memory does not grow with the samples (`center_bytes`), and a sample need not come back, so this is for streams and
+    for a single epoch. The centers are part of ``stage.state_dict()``.
 
     Args:
-        num: Centres of one side of one stage boundary, 1 to 256. Until there are so many, samples are sent whole.
-        window: About how many of the last vectors that came to a centre it is the mean of.
+        num: Centers of one side of one stage boundary, 1 to 256. Until there are so many, samples are sent whole.
+        window: About how many of the last vectors that came to a center it is the mean of.
     """
 
-    num: int = MOST_CENTRES
+    num: int = MOST_CENTERS
     window: int = 1024
 
     def __post_init__(self) -> None:
-        check_int("num", self.num, 1, MOST_CENTRES)
+        check_int("num", self.num, 1, MOST_CENTERS)
         check_int("window", self.window, 1)
 
     def open(self, form: RecordFormat, name: str, *, run: int, background: Background) -> Store:
-        return CentreStore(form, self.num, self.window)
+        return CenterStore(form, self.num, self.window)
 
     def check(self, *, precision: int, warmup_epochs: int) -> None:
         if precision != 32:
-            raise ValueError(f"precision={precision} is of messages of samples: cluster centres are kept in 32 bits")
+            raise ValueError(f"precision={precision} is of messages of samples: cluster centers are kept in 32 bits")
         if warmup_epochs:
             raise ValueError(
-                f"warmup_epochs={warmup_epochs} counts visits of samples, which cluster centres do not know"
+                f"warmup_epochs={warmup_epochs} counts visits of samples, which cluster centers do not know"
             )
 
     def facts(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""``thinwire bench kernels``: how fast this machine's CPU quantises, beside a plain copy in the same run."""
+"""``thinwire bench kernels``: how fast this machine's CPU quantizes, beside a plain copy in the same run."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from thinwire_tools.compare.variants import ALONE
 from thinwire_tools.results import Results
 
 _FIRST_STEPS = 5
-_COLOURS = {Verdict.WITHIN: "green", Verdict.BEYOND: "red", Verdict.UNDECIDED: "yellow"}
+_COLORS = {Verdict.WITHIN: "green", Verdict.BEYOND: "red", Verdict.UNDECIDED: "yellow"}
 _VERDICT_WIDTH = 12
 
 
@@ -149,7 +149,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Judgment:
     """A variant's relative differences to the baseline, by seed, and what follows from them."""
 
     differences: list[float]
@@ -183,13 +183,13 @@ class Comparison:
     about: dict[str, Any]
     """The task, the ranks, the link."""
 
-    def judge(self, side: Side) -> Judgement:
+    def judge(self, side: Side) -> Judgment:
         """How ``side`` compares to the baseline. Raises ``ValueError`` if the baseline diverged."""
         differences = statistics.relative_differences(side.losses, self.baseline.losses)
         estimate = statistics.estimate(differences)
         verdict = statistics.judge(estimate, self.margin)
         needed = statistics.seeds_needed(estimate, self.margin) if verdict is Verdict.UNDECIDED else None
-        return Judgement(differences, estimate, verdict, needed)
+        return Judgment(differences, estimate, verdict, needed)
 
     @property
     def control_verdict(self) -> Verdict | None:
@@ -267,7 +267,7 @@ class Comparison:
         if side is self.baseline:
             return "–"
         judged = self.judge(side)
-        return f"[{_COLOURS[judged.verdict]}]{textwrap.fill(str(judged), _VERDICT_WIDTH)}[/]"
+        return f"[{_COLORS[judged.verdict]}]{textwrap.fill(str(judged), _VERDICT_WIDTH)}[/]"
 
     def _speedup(self, side: Side) -> str:
         return f"{side.runs[0].speedup(self.baseline.runs[0]).median:.1f}x" if self.timed(side) else "–"
@@ -288,7 +288,7 @@ class Comparison:
         return text if len(reached) == len(times) else f"{text}\n{len(reached)} of {len(times)} seeds"
 
     def picture(self, path: Path, title: str, x: str = "seconds of training", y: str = "held-out loss") -> None:
-        """Losses along the way, as SVG: a colour for each variant, a line for each seed. Raises ``ImportError`` without
+        """Losses along the way, as SVG: a color for each variant, a line for each seed. Raises ``ImportError`` without
         matplotlib."""
         figure, (axes,) = plots.canvas(1, titles=[title], x=x, y=y)
         for at, side in enumerate(side for side in self.sides() if self.timed(side)):
@@ -361,9 +361,9 @@ class Comparison:
                 curve = {"steps": [0, *run.probe_steps], "losses": _known(run.losses)}
                 add(f"probe_loss/seed{seed}", run.losses[-1], "", **curve)
             if side is not self.baseline:
-                self._record_judgement(side, add)
+                self._record_judgment(side, add)
 
-    def _record_judgement(self, side: Side, add: Adder) -> None:
+    def _record_judgment(self, side: Side, add: Adder) -> None:
         judged = self.judge(side)
         estimate = judged.estimate
         facts = {

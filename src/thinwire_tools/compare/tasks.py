@@ -62,7 +62,7 @@ class Task(Protocol):
         ...
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """What is minimised: a scalar, the mean over this rank's batch."""
+        """What is minimized: a scalar, the mean over this rank's batch."""
         ...
 
     def evaluate(self, model: nn.Module, rank: int, num_ranks: int, *, probe: bool) -> tuple[float, int]:
@@ -74,7 +74,7 @@ class Task(Protocol):
 
 
 class Tokens(Protocol):
-    """A corpus: integers of any dtype, those that are learnt and those that are held out."""
+    """A corpus: integers of any dtype, those that are learned and those that are held out."""
 
     @property
     def train(self) -> Tensor: ...
@@ -103,7 +103,7 @@ class GPTTask:
 
     @property
     def text(self) -> Tokens:
-        """What is learnt, and what is held out."""
+        """What is learned, and what is held out."""
         return library_text()
 
     def build(self, seed: int) -> GPT:

@@ -1,4 +1,4 @@
-"""The base of quantisers with a scale for each bucket: one payload format, one set of kernels."""
+"""The base of quantizers with a scale for each bucket: one payload format, one set of kernels."""
 
 from __future__ import annotations
 

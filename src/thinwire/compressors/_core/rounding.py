@@ -1,4 +1,4 @@
-"""The rounding of quantisers whose spec has no ``rounding=``: it depends on what is compressed."""
+"""The rounding of quantizers whose spec has no ``rounding=``: it depends on what is compressed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rounded_for(what: Literal["weights", "deltas", "feedback"], compressor: Code
     with error feedback.
 
     A spec with ``rounding=`` keeps it. Otherwise, gradients are rounded stochastically, which is unbiased, so that
-    errors average out over ranks and steps. In three cases they do not. Weights are quantised from full precision in
+    errors average out over ranks and steps. In three cases they do not. Weights are quantized from full precision in
     every step, so rounding to nearest builds up no bias; up to 6 bits it ends at a lower loss than stochastic rounding
     (thesis, Table 5.2; ``python -m experiments qsdp --parts rounding``). The error of a delta is part of the next
     delta, so only its size counts (AQ-SGD, Theorem 3.1): up to 4 bits are rounded to nearest. `MaxAbs` of 2 bits uses

@@ -157,7 +157,7 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
 
     def __or__(self, other: Compressor) -> Compressor:
         if not isinstance(other, Coded):
-            raise TypeError(f"{other} cannot follow |: chosen values are coded by a quantiser without state")
+            raise TypeError(f"{other} cannot follow |: chosen values are coded by a quantizer without state")
         return Chain(self, other)
 
 
@@ -175,7 +175,7 @@ class Chain(Sparsifier, StepEnd, Scheduled):
         if isinstance(self.first, Chain) or not isinstance(self.first, Sparsifier):
             raise TypeError(f"{self.first} chooses no values: what stands before | is a sparsifier such as topk")
         if not isinstance(values, Coded) or isinstance(values, Sparsifier) or needs_state(values):
-            raise TypeError(f"{values} cannot follow |: chosen values are coded by a quantiser without state")
+            raise TypeError(f"{values} cannot follow |: chosen values are coded by a quantizer without state")
 
     @property
     def coder(self) -> Coded:

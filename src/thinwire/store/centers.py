@@ -1,4 +1,4 @@
-"""Cluster centres of activations in place of each sample's message: for streams, where no sample comes back."""
+"""Cluster centers of activations in place of each sample's message: for streams, where no sample comes back."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from thinwire.store.errors import StoreError
 from thinwire.store.records import RecordFormat, Rows
 from thinwire.store.store import Store
 
-MOST_CENTRES = 256
-"""The number of centres that one byte can refer to."""
+MOST_CENTERS = 256
+"""The number of centers that one byte can refer to."""
 
 
-class CentreTable:
-    """Cluster centres of vectors of one width (AQ-SGD, appendix G: its relaxation for online learning).
+class CenterTable:
+    """Cluster centers of vectors of one width (AQ-SGD, appendix G: its relaxation for online learning).
 
-    The first ``num`` vectors become the centres; a centre is then the mean of all vectors assigned to it, or of about
+    The first ``num`` vectors become the centers; a center is then the mean of all vectors assigned to it, or of about
     the last ``window`` ones, as the network drifts.
 
     Args:
-        num: Number of centres, 1 to 256.
+        num: Number of centers, 1 to 256.
         width: Elements of a vector.
-        window: About how many of the last vectors a centre is the mean of.
+        window: About how many of the last vectors a center is the mean of.
 
     Raises:
         ValueError: An argument is out of range.
     """
 
     def __init__(self, num: int, width: int, window: int = 1024) -> None:
-        check_int("num", num, 1, MOST_CENTRES)
+        check_int("num", num, 1, MOST_CENTERS)
         check_int("width", width, 1)
         check_int("window", window, 1)
         self.num, self.width, self.window = num, width, window
@@ -44,41 +44,41 @@ class CentreTable:
 
     @property
     def missing(self) -> int:
-        """Number of vectors that must be sent raw before all centres exist."""
+        """Number of vectors that must be sent raw before all centers exist."""
         return self.num - self._ready
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the centres and their counts, however many samples there are."""
+        """Bytes of the centers and their counts, however many samples there are."""
         return self._values.nbytes + self._counts.nbytes
 
     def begin(self, vectors: Tensor) -> None:
-        """Make the first vectors centres: fp32 of shape (at most `missing`, width)."""
+        """Make the first vectors centers: fp32 of shape (at most `missing`, width)."""
         self._check(vectors)
         if len(vectors) > self.missing:
-            raise ValueError(f"{len(vectors)} vectors are more than the {self.missing} centres that are missing")
+            raise ValueError(f"{len(vectors)} vectors are more than the {self.missing} centers that are missing")
         self._values[self._ready : self._ready + len(vectors)] = vectors
         self._counts[self._ready : self._ready + len(vectors)] = 1
         self._ready += len(vectors)
 
     def nearest(self, vectors: Tensor) -> Tensor:
-        """Indices of the nearest centres: uint8 (vectors,). Only the sender calls it, because distances may round
+        """Indices of the nearest centers: uint8 (vectors,). Only the sender calls it, because distances may round
         differently on another machine."""
         self._check(vectors)
         return torch.cdist(vectors, self._values[: self._ready]).argmin(1).to(torch.uint8)
 
     def look_up(self, indices: Tensor) -> Tensor:
-        """The centres with these indices: fp32 (vectors, width).
+        """The centers with these indices: fp32 (vectors, width).
 
         Raises:
-            StoreError: There is no such centre.
+            StoreError: There is no such center.
         """
         if indices.numel() and int(indices.max()) >= self._ready:
-            raise StoreError(f"the message refers to centre {int(indices.max())} of {self._ready}")
+            raise StoreError(f"the message refers to center {int(indices.max())} of {self._ready}")
         return self._values[indices.long()]
 
     def update(self, indices: Tensor, arrived: Tensor) -> None:
-        """Move the centres with these indices towards the decoded vectors, fp32 (vectors, width)."""
+        """Move the centers with these indices toward the decoded vectors, fp32 (vectors, width)."""
         self._check(arrived)
         index = indices.long()
         more = torch.bincount(index, minlength=self.num)
@@ -86,24 +86,24 @@ class CentreTable:
         before = self._counts.clamp(max=self.window)
         after = (before + more).unsqueeze(1)
         moved = (self._values * before.unsqueeze(1) + sums) / after.clamp(min=1)
-        # A vector that is not finite would make its centre useless for ever.
+        # A vector that is not finite would make its center useless for ever.
         good = (more > 0) & torch.isfinite(moved).all(1)
         self._values = torch.where(good.unsqueeze(1), moved, self._values)
         self._counts += torch.where(good, more, 0)
 
-    def copy(self) -> CentreTable:
-        """The same centres, which do not move with these."""
-        made = CentreTable(self.num, self.width, self.window)
+    def copy(self) -> CenterTable:
+        """The same centers, which do not move with these."""
+        made = CenterTable(self.num, self.width, self.window)
         made.load_state_dict(self.state_dict())
         return made
 
     def checksum(self) -> int:
-        """64-bit checksum of the centres and their counts."""
+        """64-bit checksum of the centers and their counts."""
         state = self.state_dict().values()
         return kernels.derive_key(*(kernels.checksum(part.contiguous().view(-1).view(torch.uint8)) for part in state))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Tensors from which `load_state_dict` restores the centres."""
+        """Tensors from which `load_state_dict` restores the centers."""
         return {
             "values": self._values.clone(),
             "counts": self._counts.clone(),
@@ -111,22 +111,22 @@ class CentreTable:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the centres from a `state_dict`.
+        """Restore the centers from a `state_dict`.
 
         Raises:
-            StoreError: The state is not one of as many centres of that width.
+            StoreError: The state is not one of as many centers of that width.
         """
         values, counts, ready = (state.get(name) for name in ("values", "counts", "ready"))
         if not (isinstance(values, Tensor) and isinstance(counts, Tensor) and isinstance(ready, Tensor)):
-            raise StoreError("this is not the state of cluster centres")
+            raise StoreError("this is not the state of cluster centers")
         sizes = tuple(values.shape) == (self.num, self.width) and tuple(counts.shape) == (self.num,)
         if not sizes or values.dtype != torch.float32 or counts.dtype != torch.int64:
-            raise StoreError(f"the state has centres {tuple(values.shape)}, expected {(self.num, self.width)}")
+            raise StoreError(f"the state has centers {tuple(values.shape)}, expected {(self.num, self.width)}")
         if ready.numel() != 1 or ready.dtype != torch.int64:
-            raise StoreError("the state does not say how many centres it has")
+            raise StoreError("the state does not say how many centers it has")
         if not 0 <= int(ready) <= self.num or bool((counts < 0).any()) or not bool(torch.isfinite(values).all()):
             raise StoreError(
-                f"the state has {int(ready)} of {self.num} centres, a negative count or a value that is not finite"
+                f"the state has {int(ready)} of {self.num} centers, a negative count or a value that is not finite"
             )
         self._values, self._counts, self._ready = values.clone(), counts.clone(), int(ready)
 
@@ -135,28 +135,28 @@ class CentreTable:
             raise ValueError(f"vectors are fp32 of shape (vectors, {self.width}), not {tuple(vectors.shape)}")
 
 
-class CentreStore(Store):
-    """Keeps cluster centres of the vectors of activations, which stand for the messages of all samples (AQ-SGD,
+class CenterStore(Store):
+    """Keeps cluster centers of the vectors of activations, which stand for the messages of all samples (AQ-SGD,
     appendix G).
 
-    A vector is one position of a sample. It is sent as the index of its nearest centre c, one byte, and as its
-    difference from that, ``Q(a − c)``. Both sides then move c towards what arrived, so that they keep the same. Centres
-    move between steps only: within one, micro-batches may come in any order. Until all centres exist, samples are sent
-    whole, and vectors spread over each micro-batch become centres: neighbours in a text are alike.
+    A vector is one position of a sample. It is sent as the index of its nearest center c, one byte, and as its
+    difference from that, ``Q(a − c)``. Both sides then move c toward what arrived, so that they keep the same. Centers
+    move between steps only: within one, micro-batches may come in any order. Until all centers exist, samples are sent
+    whole, and vectors spread over each micro-batch become centers: neighbors in a text are alike.
 
     Args:
-        form: Format of a sample's activation; each of its parts has centres of its own.
-        num: Centres of each part, 1 to 256.
-        window: About how many of the last vectors a centre is the mean of.
+        form: Format of a sample's activation; each of its parts has centers of its own.
+        num: Centers of each part, 1 to 256.
+        window: About how many of the last vectors a center is the mean of.
     """
 
     chooses: ClassVar[bool] = True
 
     def __init__(self, form: RecordFormat, num: int, window: int = 1024) -> None:
         super().__init__(form)
-        self._tables = [CentreTable(num, part.width, window) for part in form.parts]
+        self._tables = [CenterTable(num, part.width, window) for part in form.parts]
         self._of_step = [table.copy() for table in self._tables]
-        """The centres as they were when the step began."""
+        """The centers as they were when the step began."""
         self._written = 0
         self._saved = 0
 
@@ -220,7 +220,7 @@ class CentreStore(Store):
             self.clear()
 
     def clear(self) -> None:
-        self._tables = [CentreTable(table.num, table.width, table.window) for table in self._tables]
+        self._tables = [CenterTable(table.num, table.width, table.window) for table in self._tables]
         self._written = self._saved = 0
 
     def _checksum(self) -> int:
@@ -242,7 +242,7 @@ class CentreStore(Store):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         written = state.get("written")
         if not isinstance(written, Tensor) or written.dtype != torch.int64 or tuple(written.shape) != (2,):
-            raise StoreError("this is not the state of cluster centres")
+            raise StoreError("this is not the state of cluster centers")
         if bool((written < 0).any()):
             raise StoreError(f"the state is of step {written.tolist()}, which cannot be")
         loaded = [table.copy() for table in self._tables]
@@ -259,8 +259,8 @@ class CentreStore(Store):
         return [own.reshape(-1, part.width) for own, part in zip(columns, self.form.parts, strict=True)]
 
 
-def centre_bytes(num: int, shape: Sequence[int]) -> int:
-    """Bytes of ``num`` cluster centres on one side of one stage boundary, as a step has them and as it moves them.
+def center_bytes(num: int, shape: Sequence[int]) -> int:
+    """Bytes of ``num`` cluster centers on one side of one stage boundary, as a step has them and as it moves them.
 
     ``shape`` is that of one sample's activation without the batch, such as (length, hidden): a vector has its last
     dimensions, all but the first.

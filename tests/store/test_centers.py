@@ -1,77 +1,77 @@
-"""Cluster centres: the same on both sides, near what has come, and no larger for more samples."""
+"""Cluster centers: the same on both sides, near what has come, and no larger for more samples."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from thinwire.store import CentreStore, CentreTable, Part, RecordFormat, Rows, StoreError, centre_bytes
+from thinwire.store import CenterStore, CenterTable, Part, RecordFormat, Rows, StoreError, center_bytes
 
 
 def vectors(count: int, width: int = 4, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
 
 
-def test_the_first_vectors_become_centres_and_are_their_own_nearest() -> None:
-    centres, first = CentreTable(8, 4), vectors(8)
-    centres.begin(first[:5])
-    assert centres.missing == 3
-    centres.begin(first[5:])
-    names = centres.nearest(first)
+def test_the_first_vectors_become_centers_and_are_their_own_nearest() -> None:
+    centers, first = CenterTable(8, 4), vectors(8)
+    centers.begin(first[:5])
+    assert centers.missing == 3
+    centers.begin(first[5:])
+    names = centers.nearest(first)
     assert names.tolist() == list(range(8))
-    assert torch.equal(centres.look_up(names), first)
-    with pytest.raises(ValueError, match="more than the 0 centres"):
-        centres.begin(first[:1])
+    assert torch.equal(centers.look_up(names), first)
+    with pytest.raises(ValueError, match="more than the 0 centers"):
+        centers.begin(first[:1])
 
 
-def test_a_centre_is_the_mean_of_what_came_to_it() -> None:
-    centres = CentreTable(2, 1)
-    centres.begin(torch.tensor([[0.0], [10.0]]))
-    centres.update(torch.tensor([0, 0, 1], dtype=torch.uint8), torch.tensor([[1.0], [2.0], [20.0]]))
-    torch.testing.assert_close(centres.look_up(torch.tensor([0, 1])), torch.tensor([[1.0], [15.0]]))
+def test_a_center_is_the_mean_of_what_came_to_it() -> None:
+    centers = CenterTable(2, 1)
+    centers.begin(torch.tensor([[0.0], [10.0]]))
+    centers.update(torch.tensor([0, 0, 1], dtype=torch.uint8), torch.tensor([[1.0], [2.0], [20.0]]))
+    torch.testing.assert_close(centers.look_up(torch.tensor([0, 1])), torch.tensor([[1.0], [15.0]]))
 
 
-def test_a_centre_follows_a_drift_within_its_window() -> None:
-    slow, quick = CentreTable(1, 1, window=10**6), CentreTable(1, 1, window=4)
+def test_a_center_follows_a_drift_within_its_window() -> None:
+    slow, quick = CenterTable(1, 1, window=10**6), CenterTable(1, 1, window=4)
     name = torch.zeros(1, dtype=torch.uint8)
-    for centres in (slow, quick):
-        centres.begin(torch.zeros(1, 1))
+    for centers in (slow, quick):
+        centers.begin(torch.zeros(1, 1))
         for value in [0.0] * 50 + [1.0] * 10:
-            centres.update(name, torch.full((1, 1), value))
+            centers.update(name, torch.full((1, 1), value))
     assert float(quick.look_up(name)) > 0.8 > 0.3 > float(slow.look_up(name))
 
 
-def test_what_is_not_finite_moves_no_centre() -> None:
-    centres = CentreTable(2, 2)
-    centres.begin(vectors(2, 2))
-    before = centres.look_up(torch.tensor([0, 1])).clone()
+def test_what_is_not_finite_moves_no_center() -> None:
+    centers = CenterTable(2, 2)
+    centers.begin(vectors(2, 2))
+    before = centers.look_up(torch.tensor([0, 1])).clone()
     arrived = torch.tensor([[torch.nan, 0.0], [torch.inf, 1.0]])
-    centres.update(torch.tensor([0, 1], dtype=torch.uint8), arrived)
-    assert torch.equal(centres.look_up(torch.tensor([0, 1])), before)
+    centers.update(torch.tensor([0, 1], dtype=torch.uint8), arrived)
+    assert torch.equal(centers.look_up(torch.tensor([0, 1])), before)
 
 
 def test_names_shapes_and_states_are_checked() -> None:
-    centres, again = CentreTable(4, 3), CentreTable(4, 3)
-    centres.begin(vectors(3, 3))
-    with pytest.raises(StoreError, match="centre 3 of 3"):
-        centres.look_up(torch.tensor([3], dtype=torch.uint8))
+    centers, again = CenterTable(4, 3), CenterTable(4, 3)
+    centers.begin(vectors(3, 3))
+    with pytest.raises(StoreError, match="center 3 of 3"):
+        centers.look_up(torch.tensor([3], dtype=torch.uint8))
     with pytest.raises(ValueError, match="vectors are fp32"):
-        centres.nearest(torch.zeros(2, 4))
-    state = centres.state_dict()
+        centers.nearest(torch.zeros(2, 4))
+    state = centers.state_dict()
     again.load_state_dict(state)
     assert again.missing == 1
-    assert torch.equal(again.nearest(vectors(9, 3, 1)), centres.nearest(vectors(9, 3, 1)))
+    assert torch.equal(again.nearest(vectors(9, 3, 1)), centers.nearest(vectors(9, 3, 1)))
     for wrong in ({}, {**state, "ready": torch.tensor(5)}, {**state, "counts": -state["counts"]}):
         with pytest.raises(StoreError):
             again.load_state_dict(wrong)
     with pytest.raises(StoreError, match="expected"):
-        CentreTable(4, 2).load_state_dict(state)
+        CenterTable(4, 2).load_state_dict(state)
 
 
 FORM = RecordFormat((Part(5, 4, True), Part(1, 3, False)))
 
 
-def visit(sender: CentreStore, receiver: CentreStore, rows: Rows, step: int) -> torch.Tensor:
+def visit(sender: CenterStore, receiver: CenterStore, rows: Rows, step: int) -> torch.Tensor:
     """One micro-batch whose changes arrive as they are: its values. Both stores get what the receiver has."""
     draws = torch.Generator().manual_seed(step)
     values = torch.randn(len(rows.samples), FORM.numel(rows.padded), generator=draws)
@@ -82,8 +82,8 @@ def visit(sender: CentreStore, receiver: CentreStore, rows: Rows, step: int) -> 
     return values.view(-1)
 
 
-def test_both_sides_have_the_same_centres_which_move_between_steps_only() -> None:
-    sender, receiver = CentreStore(FORM, 4), CentreStore(FORM, 4)
+def test_both_sides_have_the_same_centers_which_move_between_steps_only() -> None:
+    sender, receiver = CenterStore(FORM, 4), CenterStore(FORM, 4)
     for step in range(6):
         rows = Rows((step, 100 + step), (5, 2), 5)
         for store in (sender, receiver):
@@ -97,17 +97,17 @@ def test_both_sides_have_the_same_centres_which_move_between_steps_only() -> Non
             choices = sender.choose(values, rows)
             before = sender.load(rows, choices)
             visit(sender, receiver, rows, step + 50)
-            assert torch.equal(sender.load(rows, choices), before), "a step takes all changes from the same centres"
+            assert torch.equal(sender.load(rows, choices), before), "a step takes all changes from the same centers"
             assert torch.equal(receiver.load(rows, choices), before)
             assert not before.view(2, -1)[1, 8:20].any(), "there is nothing behind a sample's length"
     assert known
     assert sender.digest() == receiver.digest()
-    assert sender.num_bytes == centre_bytes(4, (5, 4)) + centre_bytes(4, (3,))
+    assert sender.num_bytes == center_bytes(4, (5, 4)) + center_bytes(4, (3,))
     assert len(sender) == 0
 
 
-def test_centres_are_forgotten_where_sides_differ_and_not_for_a_sample() -> None:
-    sender, receiver = CentreStore(FORM, 2), CentreStore(FORM, 2)
+def test_centers_are_forgotten_where_sides_differ_and_not_for_a_sample() -> None:
+    sender, receiver = CenterStore(FORM, 2), CenterStore(FORM, 2)
     rows = Rows.uniform((1, 2), 5)
     for step in range(3):
         sender.admit(rows.samples)
@@ -118,7 +118,7 @@ def test_centres_are_forgotten_where_sides_differ_and_not_for_a_sample() -> None
     sender.reset([])
     assert sender.digest() == receiver.digest()
     # One side has saved a micro-batch more: of a step that was given up.
-    visit(sender, CentreStore(FORM, 2), rows, 2)
+    visit(sender, CenterStore(FORM, 2), rows, 2)
     assert sender.view(1, compare=False) != receiver.view(1, compare=False)
     sender.reset([1])
     assert not sender.visits(1)
@@ -126,7 +126,7 @@ def test_centres_are_forgotten_where_sides_differ_and_not_for_a_sample() -> None
 
 
 def test_the_state_of_a_store_brings_it_back_and_is_checked() -> None:
-    sender, receiver, again = (CentreStore(FORM, 2) for _ in range(3))
+    sender, receiver, again = (CenterStore(FORM, 2) for _ in range(3))
     for step in range(3):
         sender.admit([0])
         receiver.admit([0])
@@ -138,6 +138,6 @@ def test_the_state_of_a_store_brings_it_back_and_is_checked() -> None:
     nan = {**state, "values0": torch.full_like(state["values0"], torch.nan)}
     for wrong in ({}, missing, nan, {**state, "written": torch.tensor([1, -1])}, {**state, "counts0": torch.zeros(2)}):
         with pytest.raises(StoreError):
-            CentreStore(FORM, 2).load_state_dict(wrong)
+            CenterStore(FORM, 2).load_state_dict(wrong)
     with pytest.raises(StoreError, match="expected"):
-        CentreStore(FORM, 3).load_state_dict(state)
+        CenterStore(FORM, 3).load_state_dict(state)

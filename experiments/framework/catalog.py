@@ -21,7 +21,7 @@ class Entry(NamedTuple):
         return f"python -m experiments {self.name}"
 
 
-CATALOGUE = (
+CATALOG = (
     Entry(
         "aqsgd",
         "AQ-SGD: Fine-tuning Language Models over Slow Networks (Wang et al., NeurIPS 2022), and its blog post",
