@@ -20,7 +20,7 @@ from harness import on_ranks, run_ranks
 from nets import assert_replicas_identical, batch, loss_of, make, train
 from thinwire.integrations import transports
 from thinwire.runtime.bucket import BucketLayers
-from thinwire.runtime.bucket_engine import Substitute
+from thinwire.runtime.substitute import Substitute
 from thinwire_tools.lab import free_port
 
 _VICTIM = 1

@@ -19,7 +19,7 @@ from thinwire.optim import QuantizedAdam
 from thinwire.plan import Plan
 from thinwire.runtime import Wire
 from thinwire.runtime.bucket import BucketLayers, in_order_of
-from thinwire.runtime.bucket_engine import Substitute
+from thinwire.runtime.substitute import Substitute
 
 _ROUNDING = 1e-4
 """Lengths that differ by less are the same: what a loss scale or a sum in fp16 changes of them."""

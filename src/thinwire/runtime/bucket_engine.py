@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -11,22 +10,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.collectives import (
-    Algorithm,
-    CollectiveCall,
-    DeviceTransport,
-    FailureDetector,
-    Layer,
-    Layout,
-    SumRounds,
-    Transport,
-    ring_bytes,
-    sum_buffers,
-)
-from thinwire.collectives.stages import WORKER
+from thinwire.collectives import Algorithm, DeviceTransport, FailureDetector, Layer, Layout, Transport, ring_bytes
 from thinwire.compressors import (
     RESIDUAL,
-    CodecCall,
     Coded,
     ColdStart,
     Compressor,
@@ -59,39 +45,14 @@ from thinwire.runtime.poison import PoisonMonitor
 from thinwire.runtime.probe import measure_speeds, settle
 from thinwire.runtime.route import Route
 from thinwire.runtime.settings import WireSettings
+from thinwire.runtime.simulation import simulate
 from thinwire.runtime.slots import Slots, UnsentResiduals, moved_residual, slot_bytes
 from thinwire.runtime.stats import Stats, StatsRecorder
 from thinwire.runtime.step_plan import StepPlan
+from thinwire.runtime.substitute import Substitute
 from thinwire.runtime.table import LayerRow, layer_rows, layer_table
 
 _T = TypeVar("_T")
-
-
-def simulate(
-    flat: Tensor, layout: Layout, *, seed: int, step: int, rank: int, num_ranks: int, state: State | None
-) -> None:
-    """Replace each layer of ``flat`` by what its receivers would decode, on any device.
-
-    ``layout`` is that of a world of one: every layer is whole. The second coding, that of the mean by its owner, is
-    left out, and error feedback works on the worker's side alone.
-    """
-    call = CollectiveCall(seed, step, scale=1.0, state=state)
-    key = call.key(WORKER, rank)
-    for chunk in (*layout.chunks, *layout.gathered):
-        message = torch.zeros(chunk.message_bytes, dtype=torch.uint8, device=flat.device)
-        for compressor, segments in chunk.groups:
-            compressor.encode(flat, message, CodecCall(segments, key, state=state))
-            compressor.decode(message, flat, CodecCall(segments))
-    buffers = sum_buffers(layout, flat.device)
-    running = SumRounds(flat, layout, buffers, call, rank=rank, num_ranks=num_ranks)
-    running.start()
-    for s, buffer in zip(layout.sums, buffers, strict=True):
-        if s.op == "sum" and not s.dtype.is_floating_point:
-            # As if all ranks had sent the same: integers are not divided by their number beforehand.
-            buffer.mul_(num_ranks)
-        running.go_on(s)
-
-
 _STALE_STEPS = 16
 
 
@@ -104,25 +65,6 @@ class _Known:
     contents: Contents
     last_step: int
     route: Route | None = None
-
-
-class Substitute(ABC):
-    """Turns the gradients of a bucket into what an optimizer of thinwire has sent in their place, and back."""
-
-    when_dense = False
-    """Whether it is sent in uncompressed steps, too."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether gradients themselves are sent for now, and uncompressed."""
-        return False
-
-    @abstractmethod
-    def make(self, flat: Tensor, layers: BucketLayers, loss_scale: float) -> None:
-        """Replace the gradients of ``layers``, end to end in ``flat`` and ``loss_scale`` times their size, in place."""
-
-    def undo(self, mean: Tensor, layers: BucketLayers, loss_scale: float) -> None:  # noqa: B027 - not all need it
-        """Replace the mean that has arrived by the gradients that it stands for, in place."""
 
 
 @dataclass(kw_only=True)
