@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard, overload
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -62,7 +61,7 @@ def compress(model: Any, compressor: Any = None, **options: Any) -> Wire | Compr
     with failing_before_meeting(_group_of(model)):
         function = _function_for(model)
         if compressor is not None:
-            options["compressor"] = compressor
+            options[next(name for name in list(inspect.signature(function).parameters)[1:])] = compressor
         for name in options:
             if name not in inspect.signature(function).parameters:
                 raise TypeError(explained(name, options[name], function, type(model).__name__))
@@ -160,10 +159,9 @@ def compress_ddp(
 
 def compress_fsdp(
     model: nn.Module,
+    gradients: Rules | Auto | None = None,
     *,
     weights: Rules | None = None,
-    gradients: Rules | None = None,
-    replicas: dist.ProcessGroup | None = None,
     across: Rules | None = None,
     master: bool = True,
     overlap: bool = True,
@@ -212,7 +210,6 @@ def compress_fsdp(
         options = ShardedOptions(
             weights=weights,
             gradients=gradients,
-            replicas=replicas,
             across=across,
             master=master,
             overlap=overlap,

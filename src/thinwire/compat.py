@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import os
 import re
 import sys
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -169,7 +171,7 @@ class FSDPGroup(NamedTuple):
     frees_by_default: bool
     """Whether nobody asked for that: then the root keeps its weights."""
     replicate_group: Any
-    """Of replicas of the shards, among which PyTorch reduces itself (HSDP); None if there are none."""
+    """Of replicas of the shards, or of whole modules; None if there are none."""
     fills_unused: bool
     """Whether parameters without a gradient take part in reductions with zeros."""
     other_comm: str
@@ -180,9 +182,14 @@ class FSDPGroup(NamedTuple):
     """Whether anything reads reduced gradients before backward has ended."""
 
     @property
-    def replicated(self) -> bool:
-        """Whether there are replicas among which PyTorch reduces itself."""
-        return self.replicate_group is not None
+    def whole(self) -> bool:
+        """Whether every rank has all of its parameters: among replicas, not shards."""
+        return self.replicate_group is not None and (self.process_group is None or self.process_group.size() == 1)
+
+    @property
+    def alone(self) -> bool:
+        """Whether one rank has all of its parameters, and no other does: nothing is sent."""
+        return all(group is None or group.size() == 1 for group in (self.process_group, self.replicate_group))
 
 
 def gathered_dtypes(group: FSDPGroup) -> set[torch.dtype]:
@@ -243,11 +250,36 @@ def _fsdp_parameter(parameter: Any) -> FSDPParameter:
     )
 
 
+def replace_replicas(group: FSDPGroup, replicas: Any) -> Callable[[], None]:
+    """Have FSDP2 take its means over the replicas of a group in another process group; what is returned ends that.
+
+    Raises ``RuntimeError`` where this PyTorch has no way to.
+    """
+    former = getattr(group.identity, "mesh_info", None)
+    if former is None or getattr(former, "replicate_process_group", None) is not group.replicate_group:
+        raise RuntimeError(f"this PyTorch ({torch.__version__}) does not let means over replicas be taken elsewhere")
+    # Other groups share the object.
+    group.identity.mesh_info = copy.copy(former)
+    group.identity.mesh_info.replicate_process_group = replicas
+    held = weakref.ref(group.identity)
+
+    def end() -> None:
+        identity = held()
+        if identity is not None:
+            identity.mesh_info = former
+
+    return end
+
+
 def _reads_at_once(group: Any) -> bool:
     try:
+        replicas = getattr(group.mesh_info, "replicate_process_group", None)
         return (
             group._all_reduce_hook is not None
-            or getattr(group.mesh_info, "replicate_process_group", None) is not None
+            or not getattr(replicas, "reads_late", replicas is None)
+            # Sums among shards that no mean over replicas has followed yet.
+            or not group.all_reduce_grads
+            or group._partial_reduce_output is not None
             or any(p.offload_to_cpu or p.sharded_param._post_accumulate_grad_hooks for p in group.fsdp_params)
             or any(module._backward_hooks for module in group.modules)
         )

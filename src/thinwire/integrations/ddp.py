@@ -342,8 +342,8 @@ class Options(CommonOptions):
 
 
 @dataclass(frozen=True)
-class _Prepared:
-    """The checked arguments of `attach_ddp` for one model."""
+class Prepared:
+    """The checked arguments for one model whose gradients ranks exchange whole."""
 
     plan: Plan
     shapes: dict[str, torch.Size]
@@ -375,11 +375,13 @@ def _attach(model: DistributedDataParallel, options: Options) -> Wire:
         # Before anything that depends on the arguments: ranks that differ in them would wait for each other.
         agree(record_of(options), host)
         with failing_together([host], "thinwire.compress()"):
-            prepared = _prepare(model, hook.group, parameters, options)
+            _check_reducer(model)
+            device = None if options.simulate else device_of(trained(model), hook.group, options.as_device)
+            prepared = prepare(model.module, parameters, device, options)
         engine = BucketEngine(
             prepared.plan,
             prepared.shapes,
-            _transport(host, hook.group, timeout, options, prepared.device),
+            transport_of(host, hook.group, timeout, options, prepared.device),
             options.settings(prepared.policy),
             simulated=options.simulate,
             measure=options.checks.measure_every,
@@ -407,20 +409,22 @@ def _attach(model: DistributedDataParallel, options: Options) -> Wire:
     return wire
 
 
-def _prepare(
-    model: DistributedDataParallel, group: dist.ProcessGroup, parameters: dict[str, torch.Tensor], options: Options
-) -> _Prepared:
-    """Raises whatever is wrong with the arguments."""
-    _check_reducer(model)
+def prepare(
+    module: torch.nn.Module, parameters: Mapping[str, torch.Tensor], device: torch.device | None, options: Options
+) -> Prepared:
+    """Check the arguments for ``module``, whose ``parameters`` are exchanged once they are trained.
+
+    Raises whatever is wrong with them.
+    """
     rules, policy = rules_of(options)
-    check_optimizer(options.optimizer, model)
-    if isinstance(policy, Auto) and any(p.device.type != "cpu" for p in model.parameters()):
+    check_optimizer(options.optimizer, module)
+    if isinstance(policy, Auto) and any(p.device.type != "cpu" for p in module.parameters()):
         raise NotImplementedError("auto times steps on the host, which knows no times of a GPU: give a compressor")
-    shapes = {name: p.shape for name, p in trained(model).items()}
-    device = None if options.simulate else device_of(model, group, options.as_device)
-    plan = Plan.build(shapes, rules, options.filter(model.module))
-    momentum, preconditioned, plan = of_optimizer(plan, parameters, options)
-    _check_dtypes(model, plan)
+    exchanged = {name: p for name, p in parameters.items() if p.requires_grad}
+    shapes = {name: p.shape for name, p in exchanged.items()}
+    plan = Plan.build(shapes, rules, options.filter(module))
+    momentum, preconditioned, plan = of_optimizer(plan, dict(parameters), options)
+    _check_dtypes(exchanged, plan)
     check_feedback(plan.layers.values())
     if options.optimizer is not None:
         from thinwire.integrations.optimizer_pairing import warn_of_pairing
@@ -436,7 +440,7 @@ def _prepare(
         if device is not None:
             raise ValueError("aggregator= adds integers that come from the host; between devices NCCL adds them")
     follows = Updates.check(plan, options.optimizer, parameters)
-    return _Prepared(plan, shapes, device, policy, momentum, preconditioned, follows)
+    return Prepared(plan, shapes, device, policy, momentum, preconditioned, follows)
 
 
 def of_optimizer(
@@ -467,18 +471,18 @@ def rules_of(options: Options) -> tuple[Rules, Policy | None]:
     check_arguments(options)
     check_bool("simulate", options.simulate)
     compressor = DEFAULT_RULES if options.compressor is None else options.compressor
-    automatic = _automatic(compressor)
-    if automatic is None:
+    chosen = automatic(compressor)
+    if chosen is None:
         check_compressor("compressor", compressor)
     policy = policy_of(options.adapt)
-    if automatic is not None or isinstance(policy, Auto):
-        _check_auto(automatic, options)
-        return DEFAULT_RULES, automatic
+    if chosen is not None or isinstance(policy, Auto):
+        _check_auto(chosen, options)
+        return DEFAULT_RULES, chosen
     assert not isinstance(compressor, Auto)
     return compressor, policy
 
 
-def _automatic(compressor: Rules | Auto) -> Auto | None:
+def automatic(compressor: Rules | Auto | None) -> Auto | None:
     """The policy in the place of a compressor, if there is one."""
     if isinstance(compressor, Auto):
         return compressor
@@ -529,8 +533,8 @@ def _check_reducer(model: DistributedDataParallel) -> None:
         )
 
 
-def _check_dtypes(model: DistributedDataParallel, plan: Plan) -> None:
-    for name, parameter in trained(model).items():
+def _check_dtypes(parameters: Mapping[str, torch.Tensor], plan: Plan) -> None:
+    for name, parameter in parameters.items():
         if not isinstance(plan[name], Raw) and parameter.dtype not in GRADIENT_DTYPES:
             raise TypeError(
                 f"{name} is {parameter.dtype}, and {plan[name]} takes float32, bfloat16 or float16: "
@@ -547,7 +551,7 @@ def _check_aggregator(plan: Plan, address: str | AggregatorAddress) -> None:
         )
 
 
-def _transport(
+def transport_of(
     host: ProcessGroupTransport,
     group: dist.ProcessGroup,
     timeout: timedelta,

@@ -29,9 +29,9 @@ def trained(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in replicated(model).items() if p.requires_grad}
 
 
-def device_of(model: DistributedDataParallel, group: dist.ProcessGroup, as_device: bool) -> torch.device | None:
+def device_of(trained: Mapping[str, torch.Tensor], group: dist.ProcessGroup, as_device: bool) -> torch.device | None:
     """The device from which gradients are sent without going over the host; None if they are on the CPU."""
-    devices = {p.device: name for name, p in trained(model).items()}
+    devices = {p.device: name for name, p in trained.items()}
     if all(device.type == "cpu" for device in devices):
         return torch.device("cpu") if as_device else None
     return check_device(devices, dist.get_backend_config(group), _SIMULATE)

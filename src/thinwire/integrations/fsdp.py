@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinwire.arguments import check_int, check_type
+from thinwire.arguments import check_int
 from thinwire.collectives import DeviceTransport, ProcessGroupTransport, Transport, with_shared_memory
 from thinwire.compat import (
     FSDPGroup,
@@ -26,9 +26,11 @@ from thinwire.compat import (
     inside_a_node,
     premul_factor,
     reduce_scatter_single,
+    replace_replicas,
     unwrapped,
 )
 from thinwire.compressors import GRADIENT_DTYPES, Delta
+from thinwire.integrations.ddp import automatic
 from thinwire.integrations.devices import check_device, on_device
 from thinwire.integrations.group_work import Work
 from thinwire.integrations.momentum import with_feedback
@@ -43,6 +45,7 @@ from thinwire.integrations.options import (
     record_of,
 )
 from thinwire.integrations.preconditioned import Preconditioned
+from thinwire.integrations.replicas import Future, ReplicaGroup, attach_whole, wait_late
 from thinwire.integrations.step_watch import StepWatch
 from thinwire.integrations.transports import add_streams, bare_transport, closed_on_failure
 from thinwire.integrations.unused import Uses
@@ -68,25 +71,20 @@ class ShardedOptions(CommonOptions):
     """The arguments of `thinwire.compress_fsdp`."""
 
     weights: Rules | None = None
-    gradients: Rules | None = None
-    replicas: dist.ProcessGroup | None = None
+    gradients: Rules | Auto | None = None
     across: Rules | None = None
     master: bool = True
     overlap: bool = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        hint = "thinwire.compress(model, replicas=mesh.get_group('replicate'))"
-        check_type("replicas", self.replicas, dist.ProcessGroup | None, "a process group", hint)
-
-    def rules(self) -> dict[Site, Rules]:
-        """What compresses the weights, the gradients, and their means over replicas."""
+    def rules(self, *, replicated: bool) -> dict[Site, Rules]:
+        """What compresses the weights, the gradients, and if ``replicated`` their means over replicas."""
+        assert not isinstance(self.gradients, Auto), "it was checked"
         rules: dict[Site, Rules] = {
             "weights": DEFAULT_SHARDED_RULES if self.weights is None else self.weights,
             "gradients": DEFAULT_SHARDED_RULES if self.gradients is None else self.gradients,
         }
-        if self.replicas is not None:
-            rules["across"] = "raw" if self.across is None else self.across
+        if replicated:
+            rules["across"] = rules["gradients"] if self.across is None else self.across
         return rules
 
 
@@ -100,15 +98,18 @@ class Attached:
         self,
         wire: Wire,
         unit: Unit,
+        module: FSDPModule,
         group: FSDPGroup,
         options: ShardedOptions,
         preconditioned: Preconditioned | None,
         uses: Uses,
     ) -> None:
         self.wire, self.unit, self.group, self.preconditioned = wire, unit, group, preconditioned
-        self.scaler, self.replicas, self.overlap = options.grad_scaler, options.replicas, options.overlap
+        self.scaler, self.overlap = options.grad_scaler, options.overlap
+        self.reduction: Future[Tensor] | None = None
+        """The reduction among shards that is under way, of which a mean over replicas follows."""
         self.names = tuple(layer.name for layer in unit.layers)
-        self.uses, self.use = uses, uses.add(self.names, group, fills=group.fills_unused)
+        self.uses, self.use = uses, uses.add(module, self.names, group, wire, self.follow_pass)
         self.padded = {
             layer.name: parameter.padded_numel for layer, parameter in zip(unit.layers, group.parameters, strict=True)
         }
@@ -179,9 +180,15 @@ class Attached:
     def release_moments(self) -> None:
         """Once the wire is detached: leave gradients to the optimizer, at the module's next reduction."""
         if self.preconditioned is not None:
-            groups = [self.group.process_group, *([self.replicas] if self.replicas is not None else [])]
-            self.preconditioned.release(groups, self.names)
+            groups = [self.group.process_group, self.group.replicate_group]
+            self.preconditioned.release([group for group in groups if group is not None], self.names)
             self.preconditioned = None
+
+    def mean_over_replicas(self, part: Tensor) -> Future[Tensor]:
+        """Start replacing this rank's part of the gradients, reduced among shards, by its mean over replicas."""
+        after, self.reduction = self.reduction, None
+        options: Any = {"loss_scale": self.loss_scale(), "after": after}
+        return self.wire.engine.reduce_across(self.unit, part, self.trained, **options)
 
     def keep(self, part: Tensor) -> None:
         """Overwrite this rank's shards with the values that other ranks decode (``master=False``)."""
@@ -277,15 +284,12 @@ class QuantizedReduceScatter(_Comm):
             loss_scale=loss_scale,
             weights=at.shards,
         )
-        # A sum that is divided later is read at once; so is one that is cast, or added to a gradient that is there.
-        late = at.overlap and op != dist.ReduceOp.SUM and not at.on_device and not at.group.reads_at_once()
-        for parameter in at.group.parameters if late else ():
-            now = parameter.now()
-            late &= now.grad is None and now.dtype == output_tensor.dtype
-        if late and at_end_of_backward(future.wait):
-            at.wire.engine.note(overlapped=1)
-        else:
+        # A sum that is divided later is read at once.
+        if not at.overlap or op == dist.ReduceOp.SUM or at.on_device:
             future.wait()
+        elif wait_late(future, at.group, output_tensor.dtype):
+            at.wire.engine.note(overlapped=1)
+            at.reduction = future
         return None
 
 
@@ -313,7 +317,13 @@ def _attach(model: nn.Module, options: ShardedOptions) -> Wire:
     if not sharded:
         why = _unfit(every[0][1]) if every else "none holds parameters that are sharded"
         raise TypeError(f"no module can be compressed: {why}")
+    if whole := [entry for entry in sharded if entry[1].whole]:
+        _check_whole(sharded, options)
+        wire = attach_whole(model, whole, options, options.gradients, overlap=options.overlap)
+        _attached[model] = wire
+        return wire
     groups = {_ranks(group): group.process_group for _, group, _ in sharded}
+    replicate_group = _replicate_group(sharded)
     # The Wire closes its transports. What fails before there is one closes them here.
     with ExitStack() as without_wire:
         hosts = {
@@ -321,17 +331,17 @@ def _attach(model: nn.Module, options: ShardedOptions) -> Wire:
             for ranks, group in groups.items()
         }
         across = None
-        if options.replicas is not None:
-            across = without_wire.enter_context(closed_on_failure(_host(options.replicas, options)))
+        if replicate_group is not None:
+            across = without_wire.enter_context(closed_on_failure(_host(replicate_group, options)))
         with failing_together(hosts.values(), "thinwire.compress()"):
             policy = _policy(options)
             device = _device(model, [group for _, group, _ in sharded], options)
         transports = {ranks: _transport(host, groups[ranks], options, device) for ranks, host in hosts.items()}
         replicas = None
-        if across is not None and options.replicas is not None:
-            replicas = _transport(across, options.replicas, options, device)
+        if across is not None and replicate_group is not None:
+            replicas = _transport(across, replicate_group, options, device)
         with failing_together(hosts.values(), "thinwire.compress()"):
-            _check_shards([len(ranks) for ranks in groups], options)
+            _check_shards([len(ranks) for ranks in groups], options, replicated=replicas is not None)
             left_out = [group for _, group, _ in every if _unfit(group)]
             prepared = _prepare(model, sharded, left_out, transports, options)
         engine = ShardedEngine(
@@ -348,7 +358,7 @@ def _attach(model: nn.Module, options: ShardedOptions) -> Wire:
         without_wire.pop_all()
     uses = Uses(engine.on_any_rank)
     for (module, group, _), unit in zip(sharded, prepared.units, strict=True):
-        _put_into(module, Attached(wire, unit, group, options, prepared.preconditioned, uses), options)
+        _put_into(module, Attached(wire, unit, module, group, options, prepared.preconditioned, uses))
     _attached[model] = wire
     StepWatch(wire, named_parameters(model))
     wire.moments = prepared.preconditioned
@@ -376,8 +386,9 @@ def _prepare(
         name, (_, why) = next(iter(unfit.items()))
         raise ValueError(f"{type(options.optimizer).__name__} needs what is sent of every layer, and of {name} {why}")
     keep = replace(options.filter(model), unfit={name: why for name, (_, why) in unfit.items()})
-    plan = sharded_plan(shapes | {name: shape for name, (shape, _) in unfit.items()}, options.rules(), keep)
-    sent = {at_site(site, name) for site in options.rules() for name in shapes}
+    rules = options.rules(replicated=_replicate_group(sharded) is not None)
+    plan = sharded_plan(shapes | {name: shape for name, (shape, _) in unfit.items()}, rules, keep)
+    sent = {at_site(site, name) for site in rules for name in shapes}
     plan = replace(plan, layers={name: compressor for name, compressor in plan.layers.items() if name in sent})
     # Of a schedule only the first stage would ever be used.
     if plan.at_step(0, None) is not plan:
@@ -416,7 +427,7 @@ def _unfit(group: FSDPGroup) -> str:
 def first_group(model: nn.Module) -> dist.ProcessGroup | None:
     """The process group that `attach_fsdp` meets first; None if no module has parameters of its own."""
     groups = (group for _, module in _modules(model) for group in fsdp_groups(module) if group.parameters)
-    return next((group.process_group for group in groups), None)
+    return next((group.replicate_group if group.whole else group.process_group for group in groups), None)
 
 
 def _ranks(group: FSDPGroup) -> tuple[int, ...]:
@@ -437,12 +448,8 @@ def _warn_of_memory(wire: Wire, preconditioned: Preconditioned | None) -> None:
 def _policy(options: ShardedOptions) -> Policy | None:
     """The policy, if there is one; raises whatever is wrong with the arguments that no plan depends on."""
     check_arguments(options)
-    for name in ("weights", "gradients", "across"):
-        check_compressor(name, getattr(options, name))
     for name in ("master", "overlap"):
         check_bool(name, getattr(options, name))
-    if options.across is not None and options.replicas is None:
-        raise ValueError("across= compresses sums over replicas: say with replicas= which process group takes them")
     if options.network.aggregator is not None:
         raise ValueError("Network(aggregator=...) is for DistributedDataParallel: leave it out for a sharded model")
     if options.adapt is not None and isinstance(options.optimizer, QuantizedAdam):
@@ -450,8 +457,10 @@ def _policy(options: ShardedOptions) -> Policy | None:
             "with QuantizedAdam gradients are raw in the warm-up and have error feedback then: leave out adapt="
         )
     policy = policy_of(options.adapt)
-    if isinstance(policy, Auto):
+    if isinstance(policy, Auto) or automatic(options.gradients):
         raise ValueError("auto is for DistributedDataParallel models: give weights= and gradients= instead")
+    for name in ("weights", "gradients", "across"):
+        check_compressor(name, getattr(options, name))
     return policy
 
 
@@ -478,54 +487,12 @@ def _check_changes(
             )
 
 
-def _put_into(module: FSDPModule, attached: Attached, options: ShardedOptions) -> None:
-    wire, use = attached.wire, attached.use
-    if (attached.size > 1 or options.replicas is not None) and not use.fills:
-        # If some had no gradients, the size of the buffer would not determine what it holds. Those that no rank has
-        # are dropped when the pass ends.
-        module.set_reduce_scatter_unused_params(True, recurse=False)
-        wire.at_detach(partial(_without_zeros, weakref.ref(module)))
+def _put_into(module: FSDPModule, attached: Attached) -> None:
     module.set_custom_all_gather(QuantizedAllGather(attached))  # pyright: ignore[reportArgumentType] - called, not checked
     module.set_custom_reduce_scatter(QuantizedReduceScatter(attached))  # pyright: ignore[reportArgumentType]
-    if options.replicas is not None:
-        module.set_all_reduce_hook(_Across(attached))
-
-    def begin(_module: nn.Module, _inputs: object) -> None:
-        # Behind FSDP2's own hook, which gathers; in backward, a reentrant checkpoint computes anew here. Compiled code
-        # leaves it out, and the next gather does it.
-        if not torch.compiler.is_compiling() and wire.attached:
-            attached.follow_pass()
-            use.watch()
-
-    use.watch()
-    assert isinstance(module, nn.Module)
-    wire.at_detach(module.register_forward_pre_hook(begin).remove)
-    hooks = use.hooks  # which do not hold the model, as what the wire is to call must not
-    wire.at_detach(lambda: [hook.remove() for hook in hooks])
-
-
-def _without_zeros(held: weakref.ref[FSDPModule]) -> None:
-    module = held()
-    if module is not None:
-        module.set_reduce_scatter_unused_params(False, recurse=False)
-
-
-class _Across:
-    """For ``FSDPModule.set_all_reduce_hook``: the mean over replicas of what was reduced among shards."""
-
-    def __init__(self, attached: Attached) -> None:
-        self.attached = attached
-
-    def __call__(self, reduced: Tensor) -> None:
-        at = self.attached
-        if at.wire.attached:
-            trained = at.trained
-            if at.size == 1:  # FSDP2 reduces nothing among shards of one rank
-                at.begin_reduction(trained)
-            at.wire.engine.reduce_across(at.unit, reduced, trained, loss_scale=at.loss_scale()).wait()
-        elif at.replicas is not None:
-            dist.all_reduce(reduced, group=at.replicas)
-            reduced.div_(at.replicas.size())
+    if attached.group.replicate_group is not None:
+        means = ReplicaGroup(attached.group, attached.mean_over_replicas, overlap=attached.overlap)
+        attached.wire.at_detach(replace_replicas(attached.group, means))
 
 
 def _modules(model: nn.Module) -> list[tuple[str, FSDPModule]]:
@@ -553,53 +520,58 @@ def _checked(path: str, module: FSDPModule, options: ShardedOptions) -> list[FSD
             "collectives only for one; call fully_shard() on the parts of each mesh by themselves"
         )
     for group in groups:
-        if group.process_group is None or (group.replicated and group.process_group.size() == 1):
-            _check_replicas(where, group)
         if group.other_comm and group.other_comm not in (QuantizedAllGather.__name__, QuantizedReduceScatter.__name__):
             raise RuntimeError(
                 f"the bytes of {where} are moved by {group.other_comm}: thinwire's cannot be beside it. Leave out "
                 "set_symm_mem_for_comm(), set_allocate_memory_from_process_group_for_comm() and other custom comms"
             )
-        if options.replicas is not None and not isinstance(group.all_reduce_hook, _Across | None):
-            raise RuntimeError(
-                f"{where} has an all-reduce hook already (set_all_reduce_hook), in whose place replicas= puts its own"
-            )
     return groups
 
 
-def _check_replicas(where: str, group: FSDPGroup) -> None:
-    """Raise if all that is sent of a module is the sum that PyTorch takes over replicas of the whole of it."""
-    if group.process_group is not None and group.replicate_group.size() == 1:
-        return  # nothing is sent
-    how = "replicate()" if group.process_group is None else "fully_shard() on a mesh whose shards have one rank"
-    raise NotImplementedError(
-        f"{where} is replicated by {how}: PyTorch itself sends its gradients there, in an all-reduce that thinwire "
-        "does not compress. Wrap the model in DistributedDataParallel instead, or shard it over one dimension of the "
-        "mesh alone and let thinwire take the means over the other one: fully_shard(module, mesh=mesh['shard']), then "
-        "thinwire.compress(model, replicas=mesh['replicate'].get_group(), across='minmax(bits=4, bucket=128)')"
-    )
+def _replicate_group(sharded: Sequence[tuple[FSDPModule, FSDPGroup, str]]) -> dist.ProcessGroup | None:
+    """The group over whose ranks shards are replicated; None if they are not.
+
+    Raises:
+        ValueError: modules have several of them.
+    """
+    first, *others = (group.replicate_group for _, group, _ in sharded)
+    for (_, _, path), other in zip(sharded[1:], others, strict=True):
+        if (first is None) != (other is None) or (
+            first is not None and dist.get_process_group_ranks(first) != dist.get_process_group_ranks(other)
+        ):
+            raise ValueError(
+                f"{path or 'the root module'} has other replicas than {sharded[0][2] or 'the root module'}: call "
+                "fully_shard() on all modules with one mesh"
+            )
+    return first if first is not None and first.size() > 1 else None
 
 
-def _check_shards(sizes: Collection[int], options: ShardedOptions) -> None:
-    """Raise, or warn, if every module is sharded over one rank, among which nothing is sent."""
-    if max(sizes) > 1 or dist.get_world_size() == 1:
-        return
-    if options.replicas is None:
-        warn_caller(
-            "every module is sharded over one rank, so nothing is sent, and there is nothing to compress: where these "
-            "are replicas of a model, say among which ranks, thinwire.compress(model, "
-            "replicas=mesh['replicate'].get_group(), across='minmax(bits=4, bucket=128)')"
-        )
-    elif options.across is None:
+def _check_whole(sharded: Sequence[tuple[FSDPModule, FSDPGroup, str]], options: ShardedOptions) -> None:
+    """Raise if modules that are whole on every rank are not alone, or for an argument that needs shards."""
+    for _, group, path in sharded:
+        if not group.whole:
+            raise ValueError(
+                f"{path or 'the root module'} is sharded and others are whole on every rank (replicate(), or a mesh "
+                "whose shards have one rank): call fully_shard() on all modules with one mesh"
+            )
+    _replicate_group(sharded)
+    for name, default in (("weights", None), ("across", None), ("master", True)):
+        if getattr(options, name) != default:
+            raise ValueError(
+                f"{name}= is for shards, and every rank has the whole of each module: all that is sent are means of "
+                "gradients, which gradients= compresses"
+            )
+
+
+def _check_shards(sizes: Collection[int], options: ShardedOptions, *, replicated: bool) -> None:
+    """Raise, or warn, if what is asked for is sent by no module."""
+    if options.across is not None and not replicated:
         raise ValueError(
-            "every module is sharded over one rank, so all that is sent are means over replicas, which across= "
-            "compresses: give across='minmax(bits=4, bucket=128)', or across='raw'"
+            "across= compresses means over replicas, and the model has none: call fully_shard() with a mesh of two "
+            "dimensions, (replicas, shards)"
         )
-    elif options.adapt is not None:
-        raise ValueError(
-            "adapt= chooses compressors of weights and gradients, and nothing of these is sent among shards of one "
-            "rank: leave it out"
-        )
+    if max(sizes) == 1 and dist.get_world_size() > 1:
+        warn_caller("every module is sharded over one rank, so nothing is sent, and there is nothing to compress")
 
 
 def _unit(path: str, group: FSDPGroup, transport: Transport, names: Mapping[int, str], first_rank: int) -> Unit:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.compat import FSDPGroup
+from thinwire.runtime import Wire
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 class UnitUse:
@@ -75,13 +81,32 @@ class Uses:
         """``any_rank`` tells for each of several conditions whether it holds on any rank: a collective call."""
         self._any_rank = any_rank
         self._units: list[UnitUse] = []
-        self._replicas: dict[dist.ProcessGroup, torch.device] = {}
 
-    def add(self, names: Sequence[str], group: FSDPGroup, *, fills: bool) -> UnitUse:
-        unit = UnitUse(names, group, fills=fills)
+    def add(
+        self, module: FSDPModule, names: Sequence[str], group: FSDPGroup, wire: Wire, begin: Callable[[], object]
+    ) -> UnitUse:
+        """Follow the parameters of ``module`` until ``wire`` is detached: FSDP2 sends zeros from now on where ranks
+        have no gradient. ``begin`` is called before each of its forward passes."""
+        unit = UnitUse(names, group, fills=group.fills_unused)
         self._units.append(unit)
-        if group.replicate_group is not None:
-            self._replicas[group.replicate_group] = group.device
+        if not unit.fills and not group.alone:
+            # If some had no gradients, the size of the buffer would not determine what it holds. Those that no rank
+            # has are dropped when the pass ends.
+            module.set_reduce_scatter_unused_params(True, recurse=False)
+            wire.at_detach(partial(_without_zeros, weakref.ref(module)))
+
+        def before_forward(_module: nn.Module, _inputs: object) -> None:
+            # Behind FSDP2's own hook, which gathers; in backward, a reentrant checkpoint computes anew here. Compiled
+            # code leaves it out, and the next gather does it.
+            if not torch.compiler.is_compiling() and wire.attached:
+                begin()
+                unit.watch()
+
+        unit.watch()
+        assert isinstance(module, nn.Module)
+        wire.at_detach(module.register_forward_pre_hook(before_forward).remove)
+        hooks = unit.hooks  # which do not hold the model, as what the wire is to call must not
+        wire.at_detach(lambda: [hook.remove() for hook in hooks])
         return unit
 
     def end_pass(self) -> set[str]:
@@ -89,13 +114,14 @@ class Uses:
         call, at the end of every backward pass."""
         mine = [keep for unit in self._units for keep in unit.kept()]
         kept = self._any_rank(torch.tensor(mine, dtype=torch.bool, device="cpu"))
-        for group, device in self._replicas.items():
-            # PyTorch's own HSDP, in whose replicas others may have used them.
-            there = kept.to(device, torch.uint8)
-            dist.all_reduce(there, op=dist.ReduceOp.MAX, group=group)
-            kept = there.to("cpu", torch.bool)
         parts = iter(kept.split([len(unit.names) for unit in self._units]))
         return {name for unit in self._units for name in unit.drop(next(parts).tolist())}
+
+
+def _without_zeros(held: weakref.ref[FSDPModule]) -> None:
+    module = held()
+    if module is not None:
+        module.set_reduce_scatter_unused_params(False, recurse=False)
 
 
 def _adding(names: set[str], name: str) -> Callable[[Tensor], None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from thinwire.compressors import Coded, Compressor, Delta, cold_start, needs_state, rounded_for
+from thinwire.compressors import RESIDUAL, Coded, Compressor, Delta, cold_start, rounded_for
 from thinwire.plan.contraction import gaussian_lost_share
 from thinwire.plan.filters import Filter
 from thinwire.plan.plan import Plan, Rules
@@ -56,8 +56,10 @@ def for_site(site: Site, layer: str, compressor: Compressor) -> Coded | Delta:
         raise ValueError(
             f"{about} leaves out too much of the weights, or sends it later: weights must arrive in every step"
         )
-    if site == "across" and needs_state(coder):
-        raise ValueError(f"{about} keeps state, which sums across replicas have no room for: use one without")
+    if site == "across" and any(slot != RESIDUAL for slot in coder.slots):
+        raise ValueError(
+            f"{about} learns, for which means over replicas have no room: give across='minmax(bits=4, bucket=128)'"
+        )
     if (
         any(slot.shape is not None and not (slot.learned or slot.optional) for slot in coder.slots)
         or cold_start(coder) is not None

@@ -40,6 +40,20 @@ class ShardedLayer:
     def numel_of(self, rank: int) -> int:
         return math.prod(self.shape_of(rank))
 
+    def cut(self, whole: Tensor, rank: int) -> Tensor:
+        """Return a copy of a rank's chunk of a tensor of the layer's shape, flat, with zeros as padding."""
+        chunk = whole.narrow(self.dim, sum(self.rows[:rank]), self.rows[rank]).reshape(-1)
+        padded = chunk.new_zeros(self.padded_numel)
+        padded[: chunk.numel()] = chunk
+        return padded
+
+    def spread(self, padded: Tensor, rank: int) -> Tensor:
+        """Return a tensor of the layer's shape that has what `cut` returns in a rank's chunk, and zeros elsewhere."""
+        whole = padded.new_zeros(self.shape)
+        chunk = padded[: self.numel_of(rank)].view(self.shape_of(rank))
+        whole.narrow(self.dim, sum(self.rows[:rank]), self.rows[rank]).copy_(chunk)
+        return whole
+
     def shard(self, rank: int, start: int, compressor: Coded) -> Shard:
         """Return a rank's shard, which starts at ``start`` in its part.
 

@@ -27,7 +27,7 @@ from thinwire.runtime.executor import AsyncReadback
 from thinwire.runtime.poison import PoisonMonitor
 from thinwire.runtime.probe import measure_speeds
 from thinwire.runtime.settings import WireSettings
-from thinwire.runtime.sharded_slots import reshard_residual, residual_bytes
+from thinwire.runtime.sharded_slots import reshard_mean, reshard_residual, residual_bytes
 from thinwire.runtime.stats import Stats
 from thinwire.runtime.table import layer_table
 from thinwire.runtime.units import Future, GradientReduction, LayerGroup, ReplicaMean, ShardChannel, Unit, WeightGather
@@ -77,10 +77,13 @@ class ShardedEngine(Engine):
         super().__init__(plan, shapes, channels, start=settings.start, rank=rank, world_size=world_size)
         self.weights: list[LayerGroup] = []
         self.gradients: list[LayerGroup] = []
+        self.means: list[LayerGroup] = []
+        """Of gradients over replicas; without layers where there are none."""
         for index, unit in enumerate(self.units):
             unit.index = index
             self.weights.append(LayerGroup("weights", unit.layers, unit.transport))
-            self.gradients.append(self._gradients_of(unit, unit.trained))
+            self.gradients.append(self._group_of("gradients", unit, unit.trained))
+            self.means.append(self._group_of("across", unit, unit.trained if self.across else ()))
         self._plans: list[Plan] = []
         self.take(plan)
         if settings.skip_if_slower:
@@ -156,6 +159,7 @@ class ShardedEngine(Engine):
     def members(self) -> Iterable[LayerGroup]:
         yield from self.weights
         yield from self.gradients
+        yield from self.means
 
     def members_of(self, name: str) -> LayerGroup | None:
         """Return the group that the layer ``name`` of the plan belongs to, or None."""
@@ -174,15 +178,30 @@ class ShardedEngine(Engine):
     def value(self, layer: str, slot: Slot, shape: Sequence[int]) -> Tensor:
         """A copy of a slot, flat."""
         members = self.members_of(layer)
-        return (slot.first(shape, layer) if members is None else members.slots.value(layer, slot)).reshape(-1)
+        if members is None:
+            return slot.first(shape, layer).reshape(-1)
+        value = members.slots.value(layer, slot)
+        if members.site == "across":
+            value = members.sharded[layer].spread(value, self._shard_of(layer))
+        return value.reshape(-1)
+
+    def _shard_of(self, layer: str) -> int:
+        """This rank's index among the shards of a layer."""
+        return next(
+            unit.transport.rank
+            for unit, members in zip(self.units, self.means, strict=True)
+            if layer in members.placement.by_name
+        )
 
     def sent_bytes(self, site: Site) -> int:
-        kind: Kind = "all_gather" if site == "weights" else "reduce_scatter"
+        kinds: dict[Site, Kind] = {"weights": "all_gather", "gradients": "reduce_scatter", "across": "all_reduce"}
+        groups = {"weights": self.weights, "gradients": self.gradients, "across": self.means}[site]
         total = 0
-        for unit, members in zip(self.units, self.weights if site == "weights" else self.gradients, strict=True):
-            if members.names:
+        for unit, members in zip(self.units, groups, strict=True):
+            channel = self.across if site == "across" else self._channels[id(unit.transport)]
+            if members.names and channel is not None:
                 contents = self._contents_of(unit, members, self.plan, compressed=True)
-                total += self._channels[id(unit.transport)].sent_bytes(kind, contents, torch.float32)
+                total += channel.sent_bytes(kinds[site], contents, torch.float32)
         return total
 
     def reset_stats(self) -> None:
@@ -206,7 +225,8 @@ class ShardedEngine(Engine):
     def keep_gradients_raw(self, until: Callable[[], bool]) -> None:
         """Send gradients in full precision up to the step before which ``until`` is true, on every rank at once."""
         later = self.plan
-        raw = {name: Raw() if name.startswith(at_site("gradients", "")) else c for name, c in later.layers.items()}
+        sites = at_site("gradients", ""), at_site("across", "")
+        raw = {name: Raw() if name.startswith(sites) else c for name, c in later.layers.items()}
         self._waiting = (until, later)
         self.take(replace(later, layers=raw))
 
@@ -276,6 +296,7 @@ class ShardedEngine(Engine):
             unit.kept.clear()
             members.follow(self.plan)
             self.weights[unit.index].follow(self.plan)
+            self.means[unit.index].follow(self.plan)
         contents = self._contents_of(unit, members, self.plan, compressed=compressed)
         keeps = compressed and members.slots.keeps_residuals
         # The second use of a module in a step takes up the residual of the first.
@@ -305,34 +326,38 @@ class ShardedEngine(Engine):
         return self._channels[id(unit.transport)].submit(reduction)
 
     def reduce_across(
-        self, unit: Unit, part: Tensor, trained: Sequence[str], *, loss_scale: float = 1.0
+        self,
+        unit: Unit,
+        part: Tensor,
+        trained: Sequence[str],
+        *,
+        loss_scale: float = 1.0,
+        after: Future[Tensor] | None = None,
     ) -> Future[Tensor]:
-        """Start replacing this rank's part of the gradients of the layers ``trained`` by its mean over all replicas."""
-        if self.begins_step:  # among shards of one rank nothing was reduced before
-            self._begin_step()
-        members = self._follow_trained(unit, trained)
+        """Start replacing this rank's part of the gradients of the layers ``trained`` by its mean over all replicas.
+
+        ``after``: the reduction among shards that fills it, if that may be under way.
+        """
         assert self.across is not None
-        # As the reduction that it completes; FSDP2 leaves out those among shards of one rank.
-        compressed = unit.compressed if unit.transport.world_size > 1 else self.step >= self.start
-        compressors = [self.plan[at_site("across", name)] if compressed else Raw() for name in members.names]
-        key = ("across", unit.index, members.names, tuple(compressors))
-        if key not in self._contents:
-            layers = []
-            for name, compressor in zip(members.names, compressors, strict=True):
-                at = at_site("gradients", name)
-                layer, start = members.placement.by_name[at], members.placement.starts[at]
-                assert isinstance(compressor, Coded)
-                shape = (layer.padded_numel,)
-                layers.append(Layer(at_site("across", name), start, shape, compressor))
-            self._contents[key] = Contents(key, tuple(layers))
+        self._follow_trained(unit, trained)
+        members, compressed = self.means[unit.index], unit.compressed
+        keeps = compressed and members.slots.keeps_residuals
+        again = any(members is other for other in self._touched)
+        if keeps and not again:
+            self._touched.append(members)
         flat = part.view(-1)
         mean = ReplicaMean(
             kind="all_reduce",
             dtype=flat.dtype,
-            contents=self._contents[key],
+            contents=self._contents_of(unit, members, self.plan, compressed=compressed),
             draw=derive_key(unit.across, unit.transport.rank),
             flat=flat,
+            members=members,
             loss_scale=loss_scale,
+            again=again,
+            since=self.passes - self.start if compressed else None,
+            note=self._note if keeps else None,
+            after=after,
         )
         unit.across += 1
         return self.across.submit(mean)
@@ -384,7 +409,7 @@ class ShardedEngine(Engine):
     def drop(self, layers: Iterable[str]) -> None:
         """Keep what residuals have sent in the last pass of layers whose gradients nobody applies."""
         layers = set(layers)
-        self._dropped.update(at_site("gradients", layer) for layer in layers)
+        self._dropped.update(at_site(site, layer) for site in SITES for layer in layers)
         for unit, members in zip(self.units, self.gradients, strict=True):
             if layers.issuperset(members.names):
                 # A process that has not used it yet, as after a resume, reduces nothing, and draws nothing for it.
@@ -393,13 +418,14 @@ class ShardedEngine(Engine):
     def _follow_trained(self, unit: Unit, trained: Sequence[str]) -> LayerGroup:
         """The members of a unit's next reduction, in which these layers are, in this order."""
         if tuple(trained) != self.gradients[unit.index].names:
-            self.gradients[unit.index] = self._gradients_of(unit, trained, self.gradients[unit.index])
+            self.gradients[unit.index] = self._group_of("gradients", unit, trained, self.gradients[unit.index])
+            if self.across is not None:
+                self.means[unit.index] = self._group_of("across", unit, trained, self.means[unit.index])
         return self.gradients[unit.index]
 
-    def _gradients_of(self, unit: Unit, trained: Sequence[str], before: LayerGroup | None = None) -> LayerGroup:
+    def _group_of(self, site: Site, unit: Unit, trained: Sequence[str], before: LayerGroup | None = None) -> LayerGroup:
         """The members of reductions of these layers; they take over the residuals of ``before``."""
-        layers = [layer for layer in unit.layers if layer.name in trained]
-        members = LayerGroup("gradients", layers, unit.transport)
+        members = LayerGroup(site, [layer for layer in unit.layers if layer.name in trained], unit.transport)
         members.follow(self.plan)
         if before is None:
             return members
@@ -413,9 +439,15 @@ class ShardedEngine(Engine):
         compressors: dict[str, Coded] = members.compressors(plan) if compressed else {}
         key = (members.site, unit.index, members.names, tuple(compressors.values()))
         if key not in self._contents:
-            raw = dict.fromkeys(members.placement.by_name, Raw())
-            shards = members.placement.shards(compressors or raw)
-            self._contents[key] = Contents(key, (), shards, members.placement.part_numel)
+            placement = members.placement
+            chosen = compressors or dict.fromkeys(placement.by_name, Raw())
+            if members.site == "across":
+                layers = (
+                    Layer(one.name, placement.starts[one.name], one.shape, chosen[one.name]) for one in placement.layers
+                )
+                self._contents[key] = Contents(key, tuple(layers))
+            else:
+                self._contents[key] = Contents(key, (), placement.shards(chosen), placement.part_numel)
         return self._contents[key]
 
     def _note(self, out: Tensor) -> None:
@@ -548,6 +580,11 @@ class ShardedEngine(Engine):
             members = self.members_of(name)
             if members is None:
                 return saved[0]
+            if members.site == "across" and self.across is not None:
+                replica = self.across.transport.rank, self.across.transport.world_size
+                layer, shard = members.sharded[name], self._shard_of(name)
+                old_shards = checkpoint.integers(state, "shares", None)[0]
+                return reshard_mean(saved, slot, compressor, name, layer, old_shards, shard, replica)
             return reshard_residual(saved, slot, name, members.slots.rank, members.placement)
 
         counts = checkpoint.integers(state, _EXCHANGES, 2)
@@ -571,6 +608,9 @@ class ShardedEngine(Engine):
             for (name, slot_name), value in loaded.slots.items():
                 members = self.members_of(name)
                 slot = next(slot for slot in self.plan[name].slots if slot.name == slot_name)
+                if members is not None and members.site == "across":
+                    layer = members.sharded[name]
+                    value = layer.cut(value.view(layer.shape), self._shard_of(name))
                 if members is not None:
                     members.slots.load(name, slot, value)
             if self.adapter is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ from thinwire.compressors import (
 )
 from thinwire.kernels import derive_key
 from thinwire.runtime.flat_slots import FlatSlot, LayerSpan, flat_slot, is_packed, opened, packed_bytes
-from thinwire.runtime.placement import Placement
+from thinwire.runtime.placement import Placement, ShardedLayer
+from thinwire.runtime.slots import reshard
 
 
 class ShardedSlots:
@@ -207,6 +209,32 @@ def reshard_residual(saved: Mapping[int, Tensor], slot: Slot, name: str, rank: i
     begin = sum(layer.rows[:rank])
     mine.narrow(layer.dim, begin, layer.rows[rank]).zero_()
     return mine.reshape(-1)
+
+
+def reshard_mean(
+    saved: Mapping[int, Tensor],
+    slot: Slot,
+    compressor: Compressor,
+    name: str,
+    layer: ShardedLayer,
+    old_shards: int,
+    shard: int,
+    replica: tuple[int, int],
+) -> Tensor:
+    """Return the residual of a mean over replicas for another mesh, spread over the whole layer.
+
+    ``saved`` has those of all ranks of a mesh of ``old_shards`` shards; ``shard`` is this rank's, and ``replica`` its
+    index among the replicas and their number. The mean residual of every element is preserved, as by `reshard`.
+    """
+    before = replace(layer, num_ranks=old_shards)
+    num_replicas = len(saved) // old_shards
+    residual = torch.zeros(layer.shape, dtype=saved[0].dtype)
+    for s in range(old_shards):
+        values = {i: before.cut(saved[i * old_shards + s].view(layer.shape), s) for i in range(num_replicas)}
+        residual += before.spread(reshard(values, slot, compressor, name, 0, [1] * num_replicas, [0]), s)
+    index, count = replica
+    mine = reshard({0: layer.cut(residual, shard)}, slot, compressor, name, index, [0], [1] * count)
+    return layer.spread(mine, shard).reshape(-1)
 
 
 def residual_bytes(placement: Placement, compressors: Mapping[str, Compressor]) -> int:

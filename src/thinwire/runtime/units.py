@@ -79,11 +79,15 @@ class LayerGroup:
     def __init__(self, site: Site, layers: Sequence[ShardedLayer], transport: Transport) -> None:
         self.site: Site = site
         self.names = tuple(layer.name for layer in layers)
+        self.sharded = {at_site(site, layer.name): layer for layer in layers}
+        """The layers as ranks share them out, by their names in the plan."""
+        if site == "across":  # replicas have a shard whole
+            layers = [replace(layer, shape=(layer.padded_numel,), num_ranks=1, dim=0) for layer in layers]
         num_ranks = layers[0].num_ranks if layers else 1
         self.placement = Placement([replace(layer, name=at_site(site, layer.name)) for layer in layers], num_ranks)
         self._rank = transport.rank
         self._device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
-        self.slots = ShardedSlots(self.placement, transport.rank, self._device, sends_all=site == "gradients")
+        self.slots = ShardedSlots(self.placement, transport.rank, self._device, sends_all=site != "weights")
         self.replica: Replica | None = None
         """Of the layers whose changes are sent; None if there are none."""
 
@@ -197,7 +201,25 @@ class ReplicaMean(Exchange):
     """An all-reduce, over the replicas of a shard, of its gradients."""
 
     flat: Tensor
+    members: LayerGroup
     loss_scale: float
+    again: bool
+    since: int | None
+    note: Callable[[Tensor], object] | None
+    """As of a `GradientReduction`."""
+    after: Future[Tensor] | None
+    """The reduction among shards that fills ``flat``, where that is not over yet."""
+
+    def begin(self) -> None:
+        if self.after is not None:
+            self.after.wait()
 
     def start(self, route: Route) -> tuple[Tensor, State | None]:
-        return self.flat, State({}, {}, self.loss_scale)
+        if self.since is None:
+            return self.flat, None
+        return self.flat, self.members.slots.state(self.flat, self.since, self.loss_scale, again=self.again)
+
+    def finish(self, x: Tensor, route: Route) -> None:
+        self.members.slots.close(self.draw or 0)
+        if self.note is not None:
+            self.note(x)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.collectives import Transport, World, with_shared_memory
 from thinwire.compat import group_timeout
 from thinwire.compressors import Compressor
-from thinwire.integrations.devices import device_of, on_device
+from thinwire.integrations.devices import device_of, on_device, trained
 from thinwire.integrations.options import Network
 from thinwire.integrations.transports import bare_transport
 from thinwire.plan.cost import codec_seconds
@@ -90,7 +90,7 @@ def measure(observer: Observer, compressors: Collection[Compressor], line_rate: 
     try:
         # Sharded models are looked at on the CPU.
         model = observer.model if isinstance(observer.model, DistributedDataParallel) else None
-        device = device_of(model, group, as_device=False) if model is not None else None
+        device = device_of(trained(model), group, as_device=False) if model is not None else None
     except (RuntimeError, NotImplementedError) as error:
         raise DoctorError(str(error)) from error
     host = bare_transport(group, timeout)

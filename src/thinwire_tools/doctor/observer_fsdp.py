@@ -56,7 +56,7 @@ class ShardedObserver:
                 f"the bytes of {where} are moved by {group.other_comm}, and doctor looks at training without it: take "
                 "thinwire.compress() and other custom collectives out of the script for now"
             )
-        if group.replicated or group.all_reduce_hook is not None or group.post_forward_size:
+        if group.replicate_group is not None or group.all_reduce_hook is not None or group.post_forward_size:
             raise DoctorError(
                 f"{where} is sharded and replicated, or gathers among fewer ranks in backward: doctor looks at models "
                 "whose shards are spread over all ranks once"

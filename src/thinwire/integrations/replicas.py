@@ -1,0 +1,172 @@
+"""Means over replicas under FSDP2: of shards on an (n, m) mesh, or of whole modules, on (n, 1) or by ``replicate()``.
+
+FSDP2 takes them by an all-reduce in the mesh's process group, which a `ReplicaGroup` replaces. Whole modules send
+nothing else: the gradients of each are a bucket, like one of DistributedDataParallel.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thinwire.compat import FSDPGroup, at_end_of_backward, group_timeout, inside_a_node, replace_replicas
+from thinwire.compressors import GRADIENT_DTYPES
+from thinwire.integrations.ddp import Options, prepare, transport_of
+from thinwire.integrations.devices import device_of
+from thinwire.integrations.options import CommonOptions, record_of
+from thinwire.integrations.step_watch import StepWatch
+from thinwire.integrations.transports import bare_transport, closed_on_failure
+from thinwire.integrations.unused import UnitUse, Uses
+from thinwire.integrations.updates import Updates
+from thinwire.optim import CompressedAdamW, QuantizedAdam
+from thinwire.plan import named_parameters
+from thinwire.runtime import BucketEngine, Follower, Wire, agree
+from thinwire.runtime.consistency import failing_together
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+Future = torch.futures.Future
+
+
+def wait_late(future: Future[Tensor], group: FSDPGroup, dtype: torch.dtype) -> bool:
+    """Wait for gradients of ``group`` in the buffer dtype ``dtype``: when backward ends, unless something reads them
+    before. Returns whether it is later."""
+    late = not group.reads_at_once()
+    for parameter in group.parameters if late else ():
+        now = parameter.now()
+        # A gradient that is there is added to, and one of another dtype is cast.
+        late &= now.grad is None and now.dtype == dtype
+    if late and at_end_of_backward(future.wait):
+        return True
+    future.wait()
+    return False
+
+
+class ReplicaGroup(dist.ProcessGroup):
+    """The replicas of a parameter group, over which ``mean`` replaces a tensor by its mean."""
+
+    def __init__(self, group: FSDPGroup, mean: Callable[[Tensor], Future[Tensor]], *, overlap: bool) -> None:
+        """``overlap``: whether results may be waited for when backward ends."""
+        replicas = group.replicate_group
+        super().__init__(replicas.rank(), replicas.size())  # pyright: ignore[reportCallIssue]
+        self._group, self._mean, self.reads_late = group, mean, overlap
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> None:
+        """Called by FSDP2 for the gradients of one backward pass, flat."""
+        (flat,) = tensors
+        future = self._mean(flat)
+        if opts.reduceOp == dist.ReduceOp.AVG and self.reads_late:
+            wait_late(future, self._group, flat.dtype)
+            return
+        future.wait()
+        if opts.reduceOp != dist.ReduceOp.AVG:
+            flat.mul_(self.size())
+
+
+class _Passes:
+    """The backward passes of a model whose modules are whole on every rank: the steps of its Wire."""
+
+    def __init__(self, wire: Wire, options: CommonOptions, updates: Updates | None) -> None:
+        self.wire, self.updates = wire, updates
+        self.scaler = options.grad_scaler
+        engine = wire.engine
+        self.uses = Uses(lambda each: engine.alone(lambda: engine.transport.all_gather(each)).any(0))
+        self._reduced: set[str] = set()
+        """The layers that the present step has reduced."""
+        self._loss_scale = 1.0
+
+    def mean(self, group: FSDPGroup, names: Sequence[str], use: UnitUse, where: str, flat: Tensor) -> Future[Tensor]:
+        """Start replacing the gradients of a module by their mean over all ranks."""
+        pairs = zip(names, group.parameters, strict=True)
+        layers = tuple((name, p.shape) for name, p in pairs if p.now().requires_grad)
+        trained = [name for name, _ in layers]
+        expected = sum(torch.Size(shape).numel() for _, shape in layers)
+        if flat.dtype not in GRADIENT_DTYPES or flat.numel() != expected:
+            raise RuntimeError(
+                f"FSDP reduces {flat.numel()} elements of {flat.dtype} for {where}, where its parameters "
+                f"({', '.join(trained)}) make {expected} of 16 or 32 bits: their places in the buffer are unknown. "
+                "Leave set_reduce_scatter_unused_params(True) as thinwire.compress() set it"
+            )
+        use.reduce(trained)
+        # What comes a second time in a pass, as under a reentrant checkpoint, has residuals of its own to add.
+        if not self._reduced or not self._reduced.isdisjoint(trained):
+            self._begin()
+        self._reduced.update(trained)
+        return self.wire.engine.reduce(flat, layers, loss_scale=self._loss_scale)
+
+    def _begin(self) -> None:
+        engine = self.wire.engine
+        self._reduced.clear()
+        engine.begin_step(self.updates.learning_rates() if self.updates else None)
+        needed = engine.adapter is not None or engine.plan.needs_loss_scale  # asking for it stops a GPU
+        self._loss_scale = self.scaler.get_scale() if self.scaler and needed else 1.0
+        # Behind what FSDP2 has queued: it reduces modules whose inputs need no gradient there.
+        if not at_end_of_backward(lambda: at_end_of_backward(self._end)):
+            self._reduced.clear()
+
+    def _end(self) -> None:
+        # A pass within another one, as of a reentrant checkpoint, is a part of that.
+        if inside_a_node() or not self._reduced or not self.wire.attached:
+            return
+        self._reduced.clear()
+        if dropped := self.uses.end_pass():
+            nothing = torch.zeros((), dtype=torch.float32, device="cpu")
+            self.wire.engine.on_partial_use(dict.fromkeys(dropped, nothing))
+
+
+def attach_whole(
+    model: nn.Module,
+    modules: Sequence[tuple[FSDPModule, FSDPGroup, str]],
+    common: CommonOptions,
+    compressor: Any,
+    *,
+    overlap: bool,
+) -> Wire:
+    """Compress the means over replicas of modules (each with its group of parameters and its path) that are whole on
+    every rank."""
+    options = Options(compressor=compressor, **{f.name: getattr(common, f.name) for f in fields(CommonOptions)})
+    group = modules[0][1].replicate_group
+    named = named_parameters(model)
+    names = {id(parameter): name for name, parameter in named.items()}
+    held = {names[id(p.now())]: p.now() for _, each, _ in modules for p in each.parameters}
+    timeout = options.network.timeout or group_timeout(group)
+    with closed_on_failure(bare_transport(group, timeout)) as host:
+        agree(record_of(options), host)
+        with failing_together([host], "thinwire.compress()"):
+            if isinstance(options.optimizer, CompressedAdamW | QuantizedAdam):
+                raise NotImplementedError(
+                    f"{type(options.optimizer).__name__} is for DistributedDataParallel and for shards: every rank has "
+                    "the whole of these modules. Wrap the model in DistributedDataParallel, or use another optimizer"
+                )
+            prepared = prepare(model, held, device_of(held, group, options.as_device), options)
+        engine = BucketEngine(
+            prepared.plan,
+            prepared.shapes,
+            transport_of(host, group, timeout, options, prepared.device),
+            options.settings(prepared.policy),
+            optimizer=options.optimizer,
+            dtypes={name: p.dtype for name, p in held.items()},
+        )
+        wire = Wire(engine)
+    follower, detector = Follower("thinwire dense"), engine.detector
+    engine.native = lambda flat, then: follower.mean(flat, group, detector, then)
+    updates = None
+    if prepared.follows_optimizer and options.optimizer is not None:
+        updates = Updates(wire, options.optimizer, held)
+    StepWatch(wire, named)
+    passes = _Passes(wire, options, updates)
+    for module, each, path in modules:
+        own = tuple(names[id(p.now())] for p in each.parameters)
+        use = passes.uses.add(module, own, each, wire, lambda: None)
+        mean = partial(passes.mean, each, own, use, path or "the root module")
+        wire.at_detach(replace_replicas(each, ReplicaGroup(each, mean, overlap=overlap)))
+    return wire
