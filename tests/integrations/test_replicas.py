@@ -38,7 +38,9 @@ def same_slots(*wires: thinwire.Wire) -> bool:
 
 
 @pytest.mark.parametrize("how", ["mesh", "replicate"])
-@pytest.mark.parametrize("spec", ["raw", "4bit", "ef(minmax(bits=2, bucket=64, rounding=stochastic))", "powersgd(rank=2)"])
+@pytest.mark.parametrize(
+    "spec", ["raw", "4bit", "ef(minmax(bits=2, bucket=64, rounding=stochastic))", "powersgd(rank=2)"]
+)
 @on_ranks(2)
 def test_whole_modules_train_as_under_ddp(rank: int, size: int, how: str, spec: str) -> None:
     """To the same bits; messages of several buckets in place of one are a few bytes longer."""

@@ -286,24 +286,36 @@ class PreconditionedShards(Sharded):
 
 
 @functools.cache
-def _mesh(size: int) -> Any:
+def _mesh(replicas: int, shards: int) -> Any:
     """The groups of a mesh stay until the process ends: one for all models."""
-    return init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
 class Replicas(Sharded):
-    """Replicas of a model of two shards, whose means are compressed, too."""
+    """Replicas of a model of two shards."""
 
     worlds = (4, 6, 2)
-    without = ("bytes_foreseen",)  # ``reduce_bytes`` is of shards alone
-    becomes_stock = False  # which would not average over replicas
 
     def build(self) -> Any:
-        return sharded.build(_mesh(self.size)["shard"], reshard_after_forward=False)
+        return sharded.build(_mesh(self.size // 2, 2), reshard_after_forward=False)
+
+    def foreseen_bytes(self) -> float:
+        return super().foreseen_bytes() + self.wire.sent_bytes("across")
+
+
+class Whole(Sharded):
+    """Replicas of a model whose modules are whole on every rank."""
+
+    without = ("memory_told",)  # the slots of a bucket have room for all its layers
+
+    def build(self) -> Any:
+        return sharded.build(_mesh(self.size, 1))
 
     def attach(self) -> None:
-        between = {"replicas": _mesh(self.size)["replicate"].get_group(), "across": "minmax(bits=4, bucket=64)"}
-        self.wire = sharded.compress(self.model, self.weights_spec, FEEDBACK, **between)
+        self.wire = thinwire.compress(self.model, FEEDBACK, skip_if_slower=False, min_numel=0)
+
+    def foreseen_bytes(self) -> float:
+        return self.wire.sent_bytes()
 
 
 class Local(Training):
@@ -418,7 +430,8 @@ ATTACHMENTS: dict[str, type[Training]] = {
     "FSDP2, changes of weights": Changes,
     "FSDP2, a policy": AdaptiveShards,
     "CompressedAdamW on FSDP2": PreconditionedShards,
-    "replicas of FSDP2": Replicas,
+    "FSDP2 on (n, 2)": Replicas,
+    "FSDP2 on (n, 1)": Whole,
     "DiLoCo": Local,
     "pipeline": Stage,
 }

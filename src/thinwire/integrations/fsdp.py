@@ -543,7 +543,7 @@ def _replicate_group(sharded: Sequence[tuple[FSDPModule, FSDPGroup, str]]) -> di
                 f"{path or 'the root module'} has other replicas than {sharded[0][2] or 'the root module'}: call "
                 "fully_shard() on all modules with one mesh"
             )
-    return first if first is not None and first.size() > 1 else None
+    return first
 
 
 def _check_whole(sharded: Sequence[tuple[FSDPModule, FSDPGroup, str]], options: ShardedOptions) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -41,17 +41,13 @@ class ShardedLayer:
         return math.prod(self.shape_of(rank))
 
     def cut(self, whole: Tensor, rank: int) -> Tensor:
-        """Return a copy of a rank's chunk of a tensor of the layer's shape, flat, with zeros as padding."""
-        chunk = whole.narrow(self.dim, sum(self.rows[:rank]), self.rows[rank]).reshape(-1)
-        padded = chunk.new_zeros(self.padded_numel)
-        padded[: chunk.numel()] = chunk
-        return padded
+        """Return a rank's chunk of a tensor of the layer's shape, flat."""
+        return whole.narrow(self.dim, sum(self.rows[:rank]), self.rows[rank]).reshape(-1)
 
-    def spread(self, padded: Tensor, rank: int) -> Tensor:
-        """Return a tensor of the layer's shape that has what `cut` returns in a rank's chunk, and zeros elsewhere."""
-        whole = padded.new_zeros(self.shape)
-        chunk = padded[: self.numel_of(rank)].view(self.shape_of(rank))
-        whole.narrow(self.dim, sum(self.rows[:rank]), self.rows[rank]).copy_(chunk)
+    def spread(self, chunk: Tensor, rank: int) -> Tensor:
+        """Return a tensor of the layer's shape with a flat chunk in a rank's place, and zeros elsewhere."""
+        whole = chunk.new_zeros(self.shape)
+        whole.narrow(self.dim, sum(self.rows[:rank]), self.rows[rank]).copy_(chunk.view(self.shape_of(rank)))
         return whole
 
     def shard(self, rank: int, start: int, compressor: Coded) -> Shard:
@@ -87,6 +83,13 @@ class Placement:
             self.starts[layer.name] = self.part_numel
             self.part_numel += layer.padded_numel
         self.by_name = {layer.name: layer for layer in layers}
+
+    def part_of(self, rank: int) -> Placement:
+        """Return the positions in a rank's part alone, each of whose chunks is a layer of its own."""
+        layers = [replace(layer, shape=(layer.numel_of(rank),), num_ranks=1, dim=0) for layer in self.layers]
+        part = Placement(layers, 1)
+        part.starts, part.part_numel = self.starts, self.part_numel
+        return part
 
     @property
     def numel(self) -> int:

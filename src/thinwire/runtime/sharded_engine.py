@@ -443,7 +443,9 @@ class ShardedEngine(Engine):
             chosen = compressors or dict.fromkeys(placement.by_name, Raw())
             if members.site == "across":
                 layers = (
-                    Layer(one.name, placement.starts[one.name], one.shape, chosen[one.name]) for one in placement.layers
+                    Layer(name, placement.starts[name], layer.shape, chosen[name])
+                    for name, layer in placement.by_name.items()
+                    if layer.numel_of(0)
                 )
                 self._contents[key] = Contents(key, tuple(layers))
             else:

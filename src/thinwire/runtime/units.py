@@ -81,10 +81,10 @@ class LayerGroup:
         self.names = tuple(layer.name for layer in layers)
         self.sharded = {at_site(site, layer.name): layer for layer in layers}
         """The layers as ranks share them out, by their names in the plan."""
-        if site == "across":  # replicas have a shard whole
-            layers = [replace(layer, shape=(layer.padded_numel,), num_ranks=1, dim=0) for layer in layers]
         num_ranks = layers[0].num_ranks if layers else 1
         self.placement = Placement([replace(layer, name=at_site(site, layer.name)) for layer in layers], num_ranks)
+        if site == "across":  # replicas have the same shard
+            self.placement = self.placement.part_of(transport.rank)
         self._rank = transport.rank
         self._device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
         self.slots = ShardedSlots(self.placement, transport.rank, self._device, sends_all=site != "weights")
