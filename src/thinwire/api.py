@@ -40,8 +40,8 @@ def compress(model: Any, compressor: Any = None, **options: Any) -> Wire | Compr
         wire = thinwire.compress(model)
         wire = thinwire.compress(model, {"embed.*": "minmax(bits=2)", "*": "minmax(bits=4)"}, exclude=["bn", "bias"])
 
-        fully_shard(model)  # FSDP2, its blocks first: weights and gradients (docs/fsdp.md)
-        wire = thinwire.compress(model, weights="minmax(bits=8, bucket=1024)", gradients="minmax(bits=4, bucket=1024)")
+        fully_shard(model)  # FSDP2, its blocks first: gradients, and weights by their default (docs/fsdp.md)
+        wire = thinwire.compress(model, "minmax(bits=4, bucket=1024)")
 
         stage = PipelineStage(...)  # of PyTorch: activations and their gradients (docs/pipelines.md)
         stage = thinwire.compress(stage, forward="delta(maxabs(bits=4))", backward="maxabs(bits=8)")
@@ -61,7 +61,10 @@ def compress(model: Any, compressor: Any = None, **options: Any) -> Wire | Compr
     with failing_before_meeting(_group_of(model)):
         function = _function_for(model)
         if compressor is not None:
-            options[next(name for name in list(inspect.signature(function).parameters)[1:])] = compressor
+            named = "gradients" if function is compress_fsdp else "compressor"
+            if named in options:
+                raise TypeError(f"{named} is given twice: {compressor!r} and {options[named]!r}")
+            options[named] = compressor
         for name in options:
             if name not in inspect.signature(function).parameters:
                 raise TypeError(explained(name, options[name], function, type(model).__name__))
@@ -179,16 +182,17 @@ def compress_fsdp(
 
     Args:
         model: a model on which ``torch.distributed.fsdp.fully_shard`` was called, on the CPU or on CUDA.
-        weights: a compressor, its spec, or a mapping from name patterns to them, for weights as they are gathered.
-            Every rank computes with what arrived, its own shard included, and with the same weights in the forward and
-            backward pass of a step. By default ``minmax(bits=8, bucket=1024)``; ``raw`` for none. ``delta(...)`` sends
+        gradients: a compressor, its spec, or a mapping from name patterns to them, for gradients as they are reduced.
+            ``ef(...)`` keeps a residual of the whole model on every rank (``wire.memory`` is its size). By default
+            ``minmax(bits=8, bucket=1024)``; ``raw`` for none.
+        weights: the same for weights as they are gathered. By default ``minmax(bits=8, bucket=1024)``. Every rank computes with what arrived, its own shard included, and with the same weights in the forward and
+            backward pass of a step. ``delta(...)`` sends
             how weights differ from what has arrived, a copy of which every rank keeps (``wire.memory``); it is for
             modules with ``reshard_after_forward=False``.
-        gradients: the same for gradients, as they are reduced. ``ef(...)`` keeps a residual of the whole model on every
-            rank (``wire.memory`` is its size).
-        replicas: for ``fully_shard`` on the shards' own mesh dimension alone: the process group of the other one. Means
-            over replicas are then taken here, compressed by ``across``.
-        across: see ``replicas``; ``raw`` by default.
+        across: the same for means of gradients over replicas, on a mesh (replicas, shards); by default as
+            ``gradients``. Where every rank has the whole of each module, on a mesh (replicas, 1) and under
+            ``replicate()``, these are all that is sent, and ``gradients`` compresses them as `compress_ddp` does: by
+            default ``minmax(bits=4, bucket=128)``, with ``auto`` and the collective algorithms that there are.
         master: False: of its own shard a rank keeps only what it has sent of it (equation 5.2 there).
         overlap: on the CPU. Reductions go on while backward computes, and gradients are complete when it ends. False
             waits for each, for code that reads gradients within backward by other means than
@@ -299,9 +303,6 @@ def _stage_function() -> Callable[..., Any]:
 
 def explained(name: str, value: object, function: Callable[..., Any], kind: str) -> str:
     """Explain that ``function``, for models of this ``kind``, takes no ``name``: which one does, and what it takes."""
-    if name == "compressor" and function is compress_fsdp:
-        call = f"thinwire.compress(model, gradients={value!r}, weights='minmax(bits=8, bucket=1024)')"
-        return f"weights and gradients of a model under fully_shard() have a compressor each: {call}"
     if name == "compressor" and function is _stage_function():
         call = f"thinwire.compress(stage, forward={value!r}, backward='maxabs(bits=8)')"
         return f"activations and their gradients between stages have a compressor each: {call}"

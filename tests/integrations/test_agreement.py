@@ -48,7 +48,6 @@ DDP: dict[str, Any] = {"compressor": "minmax(bits=2)", "simulate": True}
 FSDP: dict[str, Any] = {
     "weights": "raw",
     "gradients": "raw",
-    "replicas": "the world",
     "across": "minmax(bits=8)",
     "master": False,
     "overlap": False,
@@ -112,8 +111,6 @@ def test_every_argument_of_compress_ddp(rank: int) -> None:
 def test_every_argument_of_compress_fsdp(rank: int) -> None:
     model = sharded.build()
     for name, given in differing({**COMMON, **FSDP}, checks=False).items():
-        if name == "replicas":
-            given = {"replicas": dist.group.WORLD}
         assert_named(f"{name}: ", partial(thinwire.compress, model, **(given if rank else {})))
     thinwire.compress(model).detach()
 

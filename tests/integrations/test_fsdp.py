@@ -258,23 +258,6 @@ def test_a_secondary_shard_inside_the_node_keeps_backward_local(rank: int, size:
         assert counts == [(4 * (2 + 2 + 1), 0), (12, 12)]
 
 
-HSDP = {"native": (W8G8, W8G8), "inside": ("raw", "raw"), "both": (W8G8, W8G8)}
-
-
-@on_ranks(4)
-def test_hsdp(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    stock = train(build(mesh), 6)[-1]
-    for kind, specs in HSDP.items():
-        model = build(mesh if kind == "native" else mesh["shard"])
-        across = {"replicas": mesh["replicate"].get_group(), "across": "minmax(bits=8, bucket=128)"}
-        wire = compress(model, *specs, **({} if kind == "native" else across))
-        assert train(model, 6)[-1] == pytest.approx(stock, rel=0.05), kind
-        assert_alike(whole(model))
-        assert wire.stats.overlapped == 0
-        assert ("across/stem.weight" in wire.plan.layers) == (kind != "native")
-
-
 ALGORITHMS = ["sra", "hierarchical(inside=dense)", "hierarchical(inside=same)", "ring", "tree"]
 
 

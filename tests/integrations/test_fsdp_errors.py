@@ -33,18 +33,14 @@ def test_what_cannot_be_is_refused(rank: int, size: int) -> None:
     model, foreign = build(), torch.optim.AdamW(Net().parameters())
     for kind, says, of, *arguments, options in (
         (TypeError, "or one under fully_shard(), not Net", Net(), {}),
-        (TypeError, "gradients='minmax(bits=4)', weights=", model, "minmax(bits=4)", {}),
-        (TypeError, "gradients='4bit', weights=", model, {"compressor": "4bit"}),
+        (TypeError, "gradients is given twice", model, "4bit", {"gradients": "4bit"}),
         (TypeError, "simulate= is an argument of thinwire.compress_ddp()", model, {"simulate": True}),
     ):
         with refused(kind, says):
             thinwire.compress(of, *arguments, **options)
     pooled = build()
     pooled.set_allocate_memory_from_process_group_for_comm(True)
-    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
-    hooked = build(mesh["shard"])
-    hooked.set_all_reduce_hook(lambda gradient: None)
-    across = {"replicas": mesh["replicate"].get_group(), "across": "minmax"}
+    replicas = build(init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard")))
     compress(taken := build())
     for kind, says, of, *specs, options in (
         (ValueError, "weights must arrive in every step", model, "topk(density=0.1)", {}),
@@ -53,13 +49,14 @@ def test_what_cannot_be_is_refused(rank: int, size: int) -> None:
         (ValueError, "Names are those of model.named_parameters(); '*' stands", model, {"none.*": "minmax"}, {}),
         (ValueError, "schedules are for Distributed", model, "raw", "topk(density=((0, 0.5), (3, 0.1)))", {}),
         (ValueError, "residuals by the learning rate", model, "raw", "ef(minmax(bits=2), units=update)", {}),
-        (ValueError, "say with replicas= which process group takes them", model, {"across": "minmax"}),
+        (ValueError, "means over replicas, and the model has none", model, {"across": "minmax"}),
+        (ValueError, "auto is for DistributedDataParallel", model, "raw", "auto", {}),
+        (ValueError, "weights= is for shards, and every rank has the whole", replicas, {}),
         (ValueError, "asks for the time of DDP buckets", model, {"adapt": "lgreco(objective='time')"}),
         (ValueError, "pass the one that trains it, AdamW(model", model, {"optimizer": foreign}),
         (RuntimeError, "model.to_empty(device=...) and initialize", build(net=lambda: Net().to("meta")), {}),
         (RuntimeError, "compressed already: call detach()", taken, {}),
         (RuntimeError, "are moved by ProcessGroupAllocAllGather", pooled, {}),
-        (RuntimeError, "has an all-reduce hook already", hooked, across),
     ):
         with refused(kind, says):
             compress(of, *specs, **options)
@@ -136,31 +133,23 @@ class _Outer(nn.Module):
 @on_ranks(2)
 def test_what_is_wrapped_otherwise_is_told_what_to_do(rank: int, size: int) -> None:
     from torch.distributed._composable.replicate import replicate
-    from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         first = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
     ddp = DistributedDataParallel(nn.Linear(8, 8))
     inside = nn.Sequential(nn.Tanh(), DistributedDataParallel(nn.Linear(8, 8)))
-    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
-    replicas = {"replicas": mesh["replicate"].get_group()}
-    adapted = {**replicas, "across": "4bit", "adapt": "lgreco(every=5)"}
-    replicated = replicate_with_fsdp(nn.Linear(8, 8), mesh=mesh["replicate"])
     for kind, says, model, options in (
         (TypeError, "use fully_shard() (FSDP2)", first, {}),
         (TypeError, "use fully_shard()", _Outer(inner=first), {}),
         (TypeError, "thinwire.compress(model.inner)", _Outer(inner=ddp), {}),
         (TypeError, "thinwire.compress(model.get_submodule('parts.1'))", _Outer(parts=inside), {}),
         (TypeError, "thinwire.compress(DistributedDataParallel(model))", replicate(nn.Linear(8, 8)), {}),
-        (NotImplementedError, "is replicated by replicate(): ", replicated, {}),
-        (NotImplementedError, "replicated by fully_shard() on a mesh whose shards have one rank", build(mesh), {}),
-        (ValueError, "give across='minmax(bits=4, bucket=128)'", build(mesh["shard"]), replicas),
-        (ValueError, "adapt= chooses compressors of weights and gradients", build(mesh["shard"]), adapted),
     ):
         with refused(kind, says):
             thinwire.compress(model, **options)
-    with pytest.warns(UserWarning, match=r"nothing is sent.*replicas=mesh\['replicate'\]\.get_group\(\)"):
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
+    with pytest.warns(UserWarning, match=r"nothing is sent.*fully_shard\(\) with a mesh of two dimensions"):
         thinwire.compress(build(mesh["shard"]))
 
 

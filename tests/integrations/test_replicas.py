@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import sharded
 import thinwire
-from harness import on_ranks
-from ranks import of_ranks
+from harness import on_ranks, run_ranks
+from ranks import assert_alike
 
 STEPS = 4
 OPTIONS: dict[str, Any] = {"skip_if_slower": False, "min_numel": 64}
@@ -56,3 +62,122 @@ def test_whole_modules_train_as_under_ddp(rank: int, size: int, how: str, spec: 
     sent = [wire.stats.payload_sent_bytes for wire in wires]
     assert sent[0] <= sent[1] < 1.1 * sent[0]
     assert same_slots(*wires)
+
+
+def _clipped(model: Any, step: int) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def _divided(model: Any) -> None:
+    model.set_gradient_divide_factor(3.0)
+    for block in model.blocks:
+        block.set_gradient_divide_factor(3.0)
+
+
+def _checkpointed(model: Any) -> None:
+    for block in model.blocks:
+        forward = block.forward
+        block.forward = partial(checkpoint, forward, use_reentrant=False)
+
+
+def _hooked(model: Any) -> None:
+    model.blocks[0].set_all_reduce_hook(lambda gradient: gradient.mul_(2.0))
+
+
+def _by_columns(parameter: Any) -> Shard:
+    return Shard(parameter.ndim - 1 if parameter.shape[-1] % 2 == 0 else 0)
+
+
+LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+HALF = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+LOOPS: dict[str, dict[str, Any]] = {
+    "clipped": {"after": _clipped},
+    "divided": {"change": _divided},  # gloo has no reduce-scatter that multiplies, and no shards then
+    "accumulated": {"accumulate": 2},
+    "accumulated among shards": {"accumulate": 2, "partly": True},
+    "bf16": {"mp_policy": LOW},
+    "reduced in fp16": {"mp_policy": HALF},
+    "checkpointed": {"change": _checkpointed},
+    "compiled": {"change": lambda model: [block.compile(backend="aot_eager") for block in model.blocks]},
+    "hooked": {"change": _hooked},
+    "used twice": {"net": sharded.Shared},
+    "spare": {"net": lambda: sharded.Net(spare=True)},
+    "along the columns": {"net": partial(sharded.Net, 36), "shard_placement_fn": _by_columns},
+}
+
+
+def _grown(mesh: Any, raw: bool, *, change: Any = None, after: Any = None, accumulate: int = 1, **loop: Any) -> Any:
+    partly = loop.pop("partly", False)
+    model = sharded.build(mesh, **loop)
+    if change is not None:
+        change(model)
+    if raw:
+        thinwire.compress(model, "raw", **({"weights": "raw"} if mesh.size(1) > 1 else {}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(2):
+        for part in range(accumulate):
+            last = part == accumulate - 1
+            (model.set_requires_all_reduce if partly else model.set_requires_gradient_sync)(last)
+            x, y = sharded.batch(accumulate * step + part, dist.get_rank())
+            (model(x) - y).square().mean().backward()
+        if after is not None:
+            after(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return sharded.whole(model)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@on_ranks(timeout_s=110.0)
+def test_raw_means_are_those_of_pytorch(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    for name, loop in LOOPS.items():
+        if name == "divided" and size > 2:
+            continue
+        stock, ours = (_grown(mesh, raw, **dict(loop)) for raw in (False, True))
+        for key, value in ours.items():
+            near = 1e-3 if "mp_policy" in loop else 1e-6
+            torch.testing.assert_close(value, stock[key], rtol=10 * near, atol=near, msg=f"{name}: {key}")
+
+
+@on_ranks(4)
+def test_shards_and_their_means_are_compressed_by_one_argument(rank: int, size: int) -> None:
+    stock = sharded.train(hybrid(2, 2), 6)[-1]
+    model = hybrid(2, 2)
+    wire = thinwire.compress(model, "ef(minmax(bits=4, bucket=64))", **OPTIONS)
+    assert sharded.train(model, 6)[-1] == pytest.approx(stock, rel=0.05)
+    assert_alike(sharded.whole(model))
+    names = {name.partition("/")[0]: str(compressor) for name, compressor in wire.plan.layers.items()}
+    assert names["across"] == names["gradients"] != names["weights"]
+    assert wire.sent_bytes("across") < 0.2 * 4 * sum(p.numel() for p in model.parameters())
+    assert wire.stats.overlapped == 6 * 3, "reductions among shards are waited for before backward has ended"
+
+
+@on_ranks(2)
+def test_a_checkpoint_of_ddp_goes_on_without_it(rank: int, size: int) -> None:
+    spec = "ef(minmax(bits=2, bucket=64))"
+    ddp = DistributedDataParallel(sharded.initialized())
+    former = thinwire.compress(ddp, spec, **OPTIONS)
+    sharded.train(ddp, 2)
+    model = hybrid(size, 1)
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), ddp.parameters(), strict=True):
+            p.to_local().copy_(q)
+    wire = thinwire.compress(model, spec, **OPTIONS)
+    wire.load_state_dict(former.gather_state_dict())
+    assert sharded.train(model, 2, first=2) == sharded.train(ddp, 2, first=2)
+
+
+def _rank_is_gone(rank: int, size: int) -> bool:
+    model = hybrid(size, 1)
+    thinwire.compress(model, "4bit", **OPTIONS)
+    sharded.train(model, 2)
+    if rank == 1:
+        os._exit(3)
+    with pytest.raises(thinwire.TransportError, match="rank 1 has died"):
+        sharded.train(model, 5, first=2)
+    return True
+
+
+def test_a_rank_that_is_gone_is_named() -> None:
+    assert run_ranks(_rank_is_gone, 2, 2, may_die=True) == [True, None]

@@ -571,7 +571,10 @@ def _check_shards(sizes: Collection[int], options: ShardedOptions, *, replicated
             "dimensions, (replicas, shards)"
         )
     if max(sizes) == 1 and dist.get_world_size() > 1:
-        warn_caller("every module is sharded over one rank, so nothing is sent, and there is nothing to compress")
+        warn_caller(
+            "every module is sharded over one rank, so nothing is sent, and there is nothing to compress: "
+            "for replicas of a model call fully_shard() with a mesh of two dimensions, (replicas, 1)"
+        )
 
 
 def _unit(path: str, group: FSDPGroup, transport: Transport, names: Mapping[int, str], first_rank: int) -> Unit:

@@ -97,7 +97,8 @@ class _Passes:
                 "Leave set_reduce_scatter_unused_params(True) as thinwire.compress() set it"
             )
         use.reduce(trained)
-        # What comes a second time in a pass, as under a reentrant checkpoint, has residuals of its own to add.
+        # A module that backward reaches twice is reduced twice: each time is a step, and takes up the residual of the
+        # one before.
         if not self._reduced or not self._reduced.isdisjoint(trained):
             self._begin()
         self._reduced.update(trained)
@@ -158,7 +159,7 @@ def attach_whole(
         )
         wire = Wire(engine)
     follower, detector = Follower("thinwire dense"), engine.detector
-    engine.native = lambda flat, then: follower.mean(flat, group, detector, then)
+    engine.native = lambda flat: follower.mean(flat, group, detector)
     updates = None
     if prepared.follows_optimizer and options.optimizer is not None:
         updates = Updates(wire, options.optimizer, held)
