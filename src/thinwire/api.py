@@ -185,10 +185,10 @@ def compress_fsdp(
         gradients: a compressor, its spec, or a mapping from name patterns to them, for gradients as they are reduced.
             ``ef(...)`` keeps a residual of the whole model on every rank (``wire.memory`` is its size). By default
             ``minmax(bits=8, bucket=1024)``; ``raw`` for none.
-        weights: the same for weights as they are gathered. By default ``minmax(bits=8, bucket=1024)``. Every rank computes with what arrived, its own shard included, and with the same weights in the forward and
-            backward pass of a step. ``delta(...)`` sends
-            how weights differ from what has arrived, a copy of which every rank keeps (``wire.memory``); it is for
-            modules with ``reshard_after_forward=False``.
+        weights: the same for weights as they are gathered. By default ``minmax(bits=8, bucket=1024)``. Every rank
+            computes with what arrived, its own shard included, and with the same weights in the forward and backward
+            pass of a step. ``delta(...)`` sends how weights differ from what has arrived, a copy of which every rank
+            keeps (``wire.memory``); it is for modules with ``reshard_after_forward=False``.
         across: the same for means of gradients over replicas, on a mesh (replicas, shards); by default as
             ``gradients``. Where every rank has the whole of each module, on a mesh (replicas, 1) and under
             ``replicate()``, these are all that is sent, and ``gradients`` compresses them as `compress_ddp` does: by

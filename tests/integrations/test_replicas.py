@@ -147,8 +147,8 @@ def test_shards_and_their_means_are_compressed_by_one_argument(rank: int, size: 
     wire = thinwire.compress(model, "ef(minmax(bits=4, bucket=64))", **OPTIONS)
     assert sharded.train(model, 6)[-1] == pytest.approx(stock, rel=0.05)
     assert_alike(sharded.whole(model))
-    names = {name.partition("/")[0]: str(compressor) for name, compressor in wire.plan.layers.items()}
-    assert names["across"] == names["gradients"] != names["weights"]
+    specs = {site: str(wire.plan[f"{site}/stem.weight"]) for site in ("weights", "gradients", "across")}
+    assert specs["across"] == specs["gradients"] != specs["weights"]
     assert wire.sent_bytes("across") < 0.2 * 4 * sum(p.numel() for p in model.parameters())
     assert wire.stats.overlapped == 6 * 3, "reductions among shards are waited for before backward has ended"
 
