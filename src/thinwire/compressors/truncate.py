@@ -1,4 +1,4 @@
-"""An upper bound of what compression can gain (thesis, section 3.2, Figure 3.1)."""
+"""Truncated gradients: an upper bound of the gain of compression (thesis, section 3.2, Figure 3.1)."""
 
 from __future__ import annotations
 
