@@ -17,12 +17,12 @@ from thinwire.kernels import FORMAT_VERSION, checksum
 
 HEADER_BYTES = 64
 SIZE_BYTES = HEADER_BYTES + 64
-"""Size of a message that holds only the size of another one."""
+"""Size of a message that contains only the size of another one."""
 _MAGIC = b"thin"
 _FIELDS = struct.Struct("<4sHHIIIQQ")
 _OK, _FAILED, _DIVIDED = 0, 1, 2
 _DIVIDED_MASK = 0xFFFFFFFFFFFFFFFF
-"""Changes the checksum of divided values, so that no damage makes them of others."""
+"""Mask of the checksum of divided values, so that no damage makes them valid as others."""
 
 
 class MessageError(ValueError):
