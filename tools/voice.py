@@ -11,7 +11,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-DONE = ("src/thinwire/kernels/", "src/thinwire/compressors/", "src/thinwire/collectives/")
+DONE = tuple(f"src/thinwire/{name}/" for name in ("kernels", "compressors", "collectives", "policies", "plan"))
 """Folders and files whose docstrings and comments are checked. Spelling is checked everywhere."""
 
 FRAGMENT = re.compile(
