@@ -11,7 +11,10 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-DONE = tuple(f"src/thinwire/{name}/" for name in ("kernels", "compressors", "collectives", "policies", "plan"))
+DONE = tuple(
+    f"src/thinwire/{name}/"
+    for name in ("kernels", "compressors", "collectives", "policies", "plan", "optim", "store", "aggregator", "local")
+)
 """Folders and files whose docstrings and comments are checked. Spelling is checked everywhere."""
 
 FRAGMENT = re.compile(
