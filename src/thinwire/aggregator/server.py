@@ -155,8 +155,8 @@ class Aggregator:
         limits: Limits of work and waits.
         token: What workers must know to take part. Without one, all can who can connect: trusted networks only.
         tls: With it, connections are encrypted: ``ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)`` with a
-            certificate loaded. Without, whoever can listen on the network can read the sums, and who can change packets
-            can change them.
+            certificate loaded. Without, those on the network can read the sums, and change them where they can change
+            packets.
         log: Called with a line of text for each event.
 
     Raises:

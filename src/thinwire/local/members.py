@@ -1,7 +1,7 @@
 """Workers that join and leave: the quorums of a torchft manager, and a Wire among the present ones.
 
 torchft decides who takes part (its lighthouse), replaces the process group when that changes, and copies the shared
-state to whoever lacks it (its manager). Nothing of torchft is imported here: the user makes the manager and the group,
+state to any that lack it (its manager). Nothing of torchft is imported here: the user makes the manager and the group,
 and `Manager` and `Group` list what is used of them, all of it public.
 """
 
