@@ -1,4 +1,4 @@
-"""Finished runs by what determines them: task, method, seed, link, number of ranks and version of the code."""
+"""Cache of finished runs by what determines them: task, method, seed, link, number of ranks and version of the code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RunCache:
         self._known: dict[str, dict[str, Any]] = {}
 
     def get(self, key: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The result that was put under an equal ``key`` by the same version of the code, or None."""
+        """Return the result that was put under an equal ``key`` by the same version of the code, or None."""
         name = _name(key)
         if name not in self._known and self._folder is not None:
             try:
@@ -51,7 +51,7 @@ def _name(key: Mapping[str, Any]) -> str:
 
 @functools.cache
 def code_version() -> str:
-    """Hash of the library's sources and of those that train: a run of other code is another run."""
+    """Return a hash of the library's sources and of those that train: a run of other code is another run."""
     library = Path(thinwire.__file__).parent
     clone = Path(__file__).resolve().parents[2]
     state = hashlib.sha256()
