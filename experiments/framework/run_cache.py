@@ -17,7 +17,7 @@ _MORE_SOURCES = ("native", "experiments/framework", "experiments/tasks")
 
 class RunCache:
     """Runs in memory and, if a folder is given, as JSON files that outlive the process: an experiment that was stopped
-    goes on where it was. A file that cannot be read counts as a run that has not been made."""
+    continues where it was. A file that cannot be read counts as a run that has not been made."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder

@@ -40,7 +40,7 @@ def trainer_callback(compressor: Any = None, **options: Any) -> Any:
         ImportError: transformers is not installed.
         TypeError, ValueError: an argument is none of `thinwire.compress_ddp`, or is wrong; or, after the first step,
             the trainer did not wrap its model in ``DistributedDataParallel``.
-        FileNotFoundError: when training goes on: the checkpoint has no such file.
+        FileNotFoundError: when training continues: the checkpoint has no such file.
     """
     from transformers import TrainerCallback
 
@@ -149,7 +149,7 @@ def lightning_strategy(compressor: Any = None, *, ddp: Mapping[str, Any] | None 
             super().save_checkpoint(checkpoint, *args, **kwargs)
 
         def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-            # Called where training goes on, when the model is wrapped; not where a checkpoint is only tested.
+            # Called where training continues, when the model is wrapped; not where a checkpoint is only tested.
             super().load_optimizer_state_dict(checkpoint)
             if self.wire is not None and _KEY in checkpoint:
                 self.wire.load_state_dict(checkpoint[_KEY])

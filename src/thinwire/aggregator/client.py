@@ -183,7 +183,7 @@ class AggregatorClient:
         self.start_all_reduce(x, lane=lane, op=op).wait()
 
     def wire_bytes(self, numel: int, width: int, limit: int = 0) -> int:
-        """Bytes of ``numel`` integers, each way: headers, and integers of ``width`` bytes or packed up to ``limit``."""
+        """Return the bytes of ``numel`` integers, each way: headers, and ``width`` bytes each, or packed ones."""
         headers = -(-numel // self.slot_elements) * HEADER.size
         if not limit:
             return headers + numel * width

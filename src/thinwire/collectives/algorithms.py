@@ -136,7 +136,7 @@ class Algorithm(ABC):
         """Return the rank to which ``rank``, not the owner, sends its contribution, and which sends it the mean."""
 
     def tree(self, owner: int, world: World) -> Tree:
-        """The reduction tree of the chunks of ``owner``."""
+        """Return the reduction tree of the chunks of ``owner``."""
         parents = [None if rank == owner else self.parent(rank, owner, world) for rank in range(world.size)]
         return Tree(owner, parents)
 

@@ -1,7 +1,7 @@
 """The header of a message: the step and layout that it belongs to, what its sender did to it, and a checksum.
 
 A message is one contiguous uint8 tensor: a header of 64 bytes, then the payloads of its layers in order. Both sides
-know its size beforehand, so the header holds no sizes: it is compared with what the receiver expects, and nothing is
+know its size beforehand, so the header has no sizes: it is compared with what the receiver expects, and nothing is
 read according to it.
 """
 

@@ -104,7 +104,7 @@ def all_gather(
     *,
     kept: dict[int, Tensor] | None = None,
 ) -> Generator[None]:
-    """The second half of `all_reduce`: all ranks receive the chunks of every owner. The owner's own are decoded, too.
+    """Run the second half of `all_reduce`: all ranks receive the chunks of every owner, who decodes its own, too.
 
     Yields and raises as `all_reduce` does, whose arguments it has, except:
 

@@ -65,7 +65,7 @@ class Segment:
     it when no process has it mapped, however processes end. A forked child, such as a worker of a data loader, has it
     mapped as well, which is harmless, but the memory is freed only when the child ends.
 
-    Until `close`, the process that made it holds a file descriptor, through which others map it. Its ticket is invalid
+    Until `close`, the process that made it has a file descriptor, through which others map it. Its ticket is invalid
     afterwards.
     """
 

@@ -333,7 +333,7 @@ def room(message: Outgoing) -> Tensor:
 class PendingWork:
     """A collective of ``torch.distributed``, whose failure is a `TransportError`.
 
-    ``peer`` is the rank, within its group, that a message goes to or comes from.
+    ``peer`` is the rank, within its group, that sends or receives the message.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ _COUNTS = _GROWTHS + _FALLS + 1
 class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
     """IntSGD (Mishchenko et al. 2022, Algorithm 1): ``g̃ = 1/(nα) · Σ Int(α·g_i)``.
 
-    α comes from past steps, and all ranks work it out alike:
+    α comes from past steps, and all ranks compute it alike:
     ``r_k = β·r_{k−1} + (1−β)·‖g̃^{k−1}‖²`` and ``α_k = √d / √(2n·r_k + ε²)``: of the whole model (``block=global``,
     Proposition 2), or of each layer by itself, with its share ``d_l/d`` of ε² (``block=layer``, Proposition 4). The
     first step is exact: its sum is in fp32. ``rounding`` is random (unbiased) or determ (to the nearest integer).
@@ -102,8 +102,8 @@ class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
     def _follow(
         self, norms: Tensor, layers: Sequence[str], state: State, bounds: tuple[Tensor, Tensor] | None = None
     ) -> None:
-        """Set r of the next step; ``norms`` (layers,) fp64 are ``‖g̃‖²``, and ``bounds`` what r must be at least and
-        at most."""
+        """Set r of the next step; ``norms`` (layers,) fp64 are ``‖g̃‖²``, and ``bounds`` the least and the most that r
+        may be."""
         before = torch.cat([state.layers[name].now[_NORM] for name in layers])
         after = before * self.beta + norms * (1.0 - self.beta)
         if self.follows_optimizer:

@@ -18,7 +18,7 @@ from thinwire.compressors._core.plain import Plain
 
 @dataclass(frozen=True)
 class Raw(Coded):
-    """The gradient in its own dtype; the owner of a chunk sums in fp32.
+    """A compressor that sends gradients in their own dtype; the owner of a chunk sums in fp32.
 
     Biases, norms and small layers are sent like this, in the same messages as compressed layers. If the whole plan is
     raw, gradients are reduced by a native all-reduce instead, as without thinwire.

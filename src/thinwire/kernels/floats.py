@@ -75,7 +75,7 @@ def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int, scale:
     The byte is sign << 7 | (biased exponent − 18), for exponents 19 to 145 (2^-108 to 2^18). Values that round
     to less become 0, and those that round to more become ±2^18 and are counted as saturated. A segment with NaN or Inf
     decodes to NaN throughout. Values that are ``scale`` times too large have a range that is as much higher: by the
-    power of two below ``scale``, whose exponent the header holds.
+    power of two below ``scale``, whose exponent is in the header.
 
     Shapes: ``x`` (elements,) fp32, bf16 or fp16; ``message`` (bytes,) uint8; both contiguous and on one device.
     ``key`` is taken modulo 2^64. Raises ``TypeError`` for a wrong dtype, ``ValueError`` for a size or a device.
@@ -148,7 +148,7 @@ def rangefloat_encode(
 ) -> None:
     """Code each value as a float of ``bits`` bits between −max and max (spectral sparsification, section 3.2.1).
 
-    ``params`` (segments, 2) fp32 holds max and the number m of mantissa bits (0..22) of each segment; a pair that
+    ``params`` (segments, 2) fp32 has max and the number m of mantissa bits (0..22) of each segment; a pair that
     :func:`rangefloat_eps` refuses makes its segment decode to NaN. ``rounding`` is "truncate" (the paper's), "nearest"
     or "stochastic" (unbiased up to max). |x| beyond max becomes max and is counted as saturated; NaN and Inf are
     received as NaN. Codes: 0; 1..P positive; P+1..2P negative; 2P+1 not finite.

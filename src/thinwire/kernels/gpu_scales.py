@@ -13,7 +13,7 @@ from thinwire.kernels.gpu_tiles import load_value
 
 @triton.jit
 def ordered_key(x):
-    """An int32 that orders as the floats do, with NaNs beyond the infinities."""
+    """Return an int32 that orders as the floats do, with NaNs beyond the infinities."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -131,7 +131,7 @@ def summed_scales(
 
 @triton.jit
 def lanes_sum(lanes, COUNT: tl.constexpr):
-    """Lane j takes lane j + 8, then j + 4, j + 2, j + 1: sums of two, which have but one order."""
+    """Add lane j + 8 to lane j, then j + 4, j + 2, j + 1: sums of two, which have but one order."""
     lanes = tl.sum(tl.reshape(lanes, (COUNT, 2, 8)), axis=1)
     lanes = tl.sum(tl.reshape(lanes, (COUNT, 2, 4)), axis=1)
     lanes = tl.sum(tl.reshape(lanes, (COUNT, 2, 2)), axis=1)

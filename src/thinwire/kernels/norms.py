@@ -23,7 +23,7 @@ class SignedSum(NamedTuple):
 
     runs: Sequence[tuple[int, int]]
     """Sign of every run of as many elements as there are lanes, and the lane of its first element: the next ones are in
-    the next lanes, and after the last comes the first one."""
+    the next lanes, and after the last one follows the first."""
     order: Tensor
     """Order (int64) in which the lanes are halved until ``size`` are left: a power of two, as ``size`` is."""
     signs: Tensor

@@ -3,7 +3,7 @@
 Also the fallback where no native core is built and no Triton runs. Takes fp32, bf16 and fp16 tensors (fp64 in tests)
 on any device; the arithmetic is fp32 throughout, one rounding per operation, but for sums (:func:`lane_sums`).
 
-A payload of n elements holds the scales of its ceil(n / bucket) buckets: ``lo`` of all of them, then ``unit`` of all,
+A payload of n elements has the scales of its ceil(n / bucket) buckets: ``lo`` of all of them, then ``unit`` of all,
 or ``unit`` alone where the format has one scale (fp32, little-endian); zeros up to a multiple of 64 bytes; the codes in
 groups of 128 (:func:`pack`), and zeros up to a multiple of 64 bytes.
 """

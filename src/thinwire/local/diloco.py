@@ -57,7 +57,7 @@ class DiLoCo:
             local.step()          # exchanges every 25th time
         local.finish()            # all workers end with the same weights
 
-    All workers hold the same *shared* weights A (fp32). Every ``every`` steps a worker sends its pseudo-gradient
+    All workers have the same *shared* weights A (fp32). Every ``every`` steps a worker sends its pseudo-gradient
     ``A − w``, compressed as gradients are, with error feedback; the mean d over all workers moves the shared weights by
     ``outer``, and training goes on from them. The inner optimizer's state stays with its worker. With ``fragments`` the
     model is exchanged part by part, and with ``overlap`` an exchange takes place while the next steps are computed
@@ -72,7 +72,7 @@ class DiLoCo:
 
     Args:
         model: the module whose trainable parameters are exchanged. Workers start from rank 0's.
-        inner_optimizer: the optimizer that trains it on this worker; it must hold all of these parameters.
+        inner_optimizer: the optimizer that trains it on this worker; it must have all of these parameters.
         every: inner steps from one exchange of a parameter to its next (H).
         outer: the outer optimizer; by default ``Nesterov(lr=0.7, momentum=0.5)``, or plain averages,
             ``Nesterov(lr=1, momentum=0)``, where ``total_steps`` leaves fewer than 20 exchanges.
@@ -85,7 +85,7 @@ class DiLoCo:
         mix: how a received mean is combined with the worker's own progress since it sent: ``"keep"`` adds it to the new
             shared weights; a number α mixes, ``α·w + (1 − α)·A``. Without ``overlap``, ``"keep"`` takes A.
         weighted: weight workers by the tokens that they say with ``step(tokens=...)``, for unequal batches.
-        group: process group of the workers; all ranks by default. For workers that come and go there is
+        group: process group of the workers; all ranks by default. For workers that join and leave there is
             `ManagedDiLoCo`.
         network: collective algorithm, transport and timeout of the exchanges, as for `thinwire.compress`. Where no
             algorithm is given, two workers gather each other's messages (``allgather``): the bytes are those of other
@@ -245,7 +245,7 @@ class DiLoCo:
     def finish(self) -> None:
         """Exchange what every worker has learned since its last exchange; all workers end with the shared weights.
 
-        Call it once after the last `step`, on every worker. Training may go on afterwards.
+        Call it once after the last `step`, on every worker. Training may continue afterwards.
         """
         with on_the_host():
             self._finish()

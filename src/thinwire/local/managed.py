@@ -53,7 +53,7 @@ class ManagedDiLoCo:
 
     Args:
         model: the module whose trainable parameters are exchanged.
-        inner_optimizer: the optimizer that trains it on this worker; it must hold all of these parameters.
+        inner_optimizer: the optimizer that trains it on this worker; it must have all of these parameters.
         manager: the ``torchft.Manager`` of this worker, made with ``use_async_quorum=False``.
         group: the ``torchft.ProcessGroupGloo`` that the manager was made with.
         every, outer, compressor, feedback, seed, outer_device, total_steps: as for `DiLoCo`.

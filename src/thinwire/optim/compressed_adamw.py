@@ -51,7 +51,7 @@ class CompressedAdamW(torch.optim.Optimizer):
         v = β2·v + (1 − β2)·g²,   x = lr·g / (√(v / (1 − β2^t)) + eps)
         m = β1·m + (1 − β1)·d,   w = (1 − lr·weight_decay)·w − m / (1 − β1^t)
 
-    The momentum comes after the mean and smooths what compression adds. ``order="update"`` sends Adam's whole update,
+    The momentum follows the mean and smooths what compression adds. ``order="update"`` sends Adam's whole update,
     whose momentum is then each rank's own; sparse compressors need that, because a value that is sent once in a hundred
     steps would otherwise leave the momentum before the next one is received:
 

@@ -45,7 +45,7 @@ class Pipeline:
 
     Before the first micro-batch of a step, the first stage's rank announces the samples; then, if messages are kept,
     one all-reduce of a few words for each sample shows both sides of each boundary which samples they keep alike. If a
-    rank cannot go on, all raise.
+    rank cannot continue, all raise.
 
     Messages are compressed and sent by the worker's thread. The receives of a whole step are posted when it
     begins, and other threads wait for them.

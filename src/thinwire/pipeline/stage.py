@@ -60,7 +60,7 @@ class CompressedStage(PipelineStage):
     and receives: a thread of its own compresses all tensors into one message and sends it, and receives of such
     messages are posted when the step begins; other threads wait for them and decode them. Gloo moves nothing before its
     receive is posted, and schedules ask for each only when it is needed: the link would rest while a stage computes.
-    And they wait for a send before they go on with other work: the stage would rest while its link carries.
+    And they wait for a send before they continue with other work: the stage would rest while its link carries.
     """
 
     def __init__(self, stage: PipelineStage, options: PipelineOptions) -> None:

@@ -50,7 +50,7 @@ def check_pattern(pattern: str, layers: Iterable[str], names: Names, names_are: 
     ``names_are`` says in the message whose names they are.
 
     Raises:
-        ValueError: with the names that come closest.
+        ValueError: with the closest names.
     """
     layers = list(layers)
     if not pattern:

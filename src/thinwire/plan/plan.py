@@ -41,10 +41,10 @@ class Plan:
     ) -> Plan:
         """Give each layer of ``shapes`` (parameter name to shape) the compressor that the rules name for it.
 
-        A full name means that layer alone, in the rules as in what ``keep`` excludes; it comes before any pattern.
+        A full name means that layer alone, in the rules as in what ``keep`` excludes; it precedes any pattern.
         Layers that ``keep`` filters, and layers that no rule matches, are raw; a compressor that takes every layer
         gets those that are filtered for their size or dimensions, too. A rule that gives a parameter's full
-        name holds even for a layer that would be filtered for its size or dimensions. A compressor that drops or
+        name applies even to a layer that would be filtered for its size or dimensions. A compressor that drops or
         distorts much gets error feedback around it, unless it has ``feedback=False``; one that cannot take a layer of
         this shape leaves it raw (`unsuited`), as does any where ``keep`` says that none can.
 

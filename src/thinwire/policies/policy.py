@@ -116,7 +116,7 @@ class Proposal:
 class Policy(ABC):
     """The base of policies: they see gradients summed over some steps, and propose plans from time to time.
 
-    One rank decides while training goes on; ranks take its plan over between two steps, the same one on all. A policy
+    One rank decides while training continues; ranks take its plan over between two steps, the same one on all. A policy
     has parameters only: its memory is in `Proposal.memory`, which is checkpointed.
     """
 

@@ -1,4 +1,4 @@
-"""Cluster centers of activations in place of each sample's message: for streams, where no sample comes back."""
+"""Cluster centers of activations in place of each sample's message: for streams, in which no sample is seen again."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class CenterStore(Store):
 
     A vector is one position of a sample. It is sent as the index of its nearest center c, one byte, and as its
     difference from that, ``Q(a − c)``. Both sides then move c toward the decoded vector, in the same way. Centers
-    move between steps only: within one, micro-batches may come in any order. Until all centers exist, samples are sent
+    move between steps only: within one, micro-batches may be in any order. Until all centers exist, samples are sent
     whole, and vectors spread over each micro-batch become centers: neighbors in a text are alike.
 
     Args:

@@ -30,7 +30,7 @@ _MARK = b"thinwire message store\n"
 class DiskStore(RecordStore):
     """A record of each sample in a file, read through a memory map and written behind by a background thread.
 
-    ``folder`` holds ``manifest.json`` (format, shape, precision, dtype, number of records, run, site), ``records.bin``
+    ``folder`` has ``manifest.json`` (format, shape, precision, dtype, number of records, run, site), ``records.bin``
     and ``index.bin``, which has a row for every slot of ``records.bin``: the sample, its entry, the checksum of the
     record, and a checksum of the row. The row is written after the record, and a record whose checksum differs from its
     row counts as corrupt. So after a crash every record is old, new, or recognized as torn.

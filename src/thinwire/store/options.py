@@ -188,7 +188,7 @@ class Crops(Records):
 class Centers(Place):
     """Keep cluster centers of activations in place of a message of each sample: `CenterStore`.
 
-    Memory does not grow with the samples (`center_bytes`), and a sample need not come back, so this is for streams and
+    Memory does not grow with the samples (`center_bytes`), and a sample need not return, so this is for streams and
     for a single epoch. The centers are part of ``stage.state_dict()``.
 
     Args:

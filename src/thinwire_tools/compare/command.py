@@ -131,7 +131,7 @@ def compare(
 
     Args:
         variants: specs of compressors; "SPEC with POLICY" has a policy (lgreco, kmeans, accordion ...) choose for each
-            layer while training goes on; "alone" has ranks send nothing.
+            layer while training continues; with "alone" ranks send nothing.
         seeds: number of seeds, each one paired run of every variant; a verdict takes at least 2.
         within: how much higher a loss may be and still be the same: 1% or 0.01.
         control: a spec that must fail; None for none, which leaves open whether this training shows damage at all.

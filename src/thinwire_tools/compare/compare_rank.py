@@ -1,7 +1,7 @@
 """One rank of a comparison: reads commands as JSON lines on standard input, answers with JSON lines on standard output.
 
 Commands: ``setup`` (first), and for each run ``begin`` (build the model and evaluate it), ``train`` (until a step, and
-evaluate) and ``finish`` (evaluate on all held-out data). Before and after the steps of ``train`` it holds until the
+evaluate) and ``finish`` (evaluate on all held-out data). Before and after the steps of ``train`` it waits until the
 parent releases all ranks together, so that the parent can read the link's counters while nothing is sent; when standard
 input ends, so does the rank.
 """

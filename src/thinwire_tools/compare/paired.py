@@ -277,7 +277,7 @@ class Runs:
         self._stack.close()
 
     def expect(self, specs: Sequence[str | None], seeds: Sequence[int]) -> None:
-        """Tell the watcher how many runs are to come."""
+        """Tell the watcher how many runs follow."""
         self._watcher.plan(sum((spec, seed) not in self._known for spec in specs for seed in seeds))
 
     def run(self, spec: str | None, seed: int, *, shaped: bool) -> Run:

@@ -63,7 +63,7 @@ class Observer:
         """Begin with this model, before its first backward pass.
 
         Raises:
-            DoctorError: its communication is somebody else's already, or there is no other rank to talk to.
+            DoctorError: something else changes its communication already, or there is no other rank.
         """
         wrapped = isinstance(model, DistributedDataParallel)
         self._observer = DDPObserver(self, model) if wrapped else ShardedObserver(self, model)

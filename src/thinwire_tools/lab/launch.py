@@ -318,7 +318,7 @@ class Tally:
 
 
 class _Turns:
-    """Events of a schedule, each of which happens when its time has come."""
+    """Events of a schedule, each of which happens at its time."""
 
     def __init__(
         self, events: Sequence[Event], ranks: dict[int, subprocess.Popen[bytes]], starter: _Starter, notes: Console

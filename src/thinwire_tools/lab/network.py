@@ -1,4 +1,4 @@
-"""A network of slow links on one machine: one network namespace per node, all joined at a hub. A node holds one rank,
+"""A network of slow links on one machine: one network namespace per node, all joined at a hub. A node has one rank,
 or several, which then share its link and reach each other by its own loopback device, at any speed.
 
 Every node has an interface ``eth0`` with an address of its own; its other end is in the hub's namespace, on a bridge
@@ -6,7 +6,7 @@ Every node has an interface ``eth0`` with an address of its own; its other end i
 limits each direction: what a node sends, and what it receives. The machine's own network is never touched.
 
 The namespaces have no names. One small process keeps them (`thinwire_tools.lab.keeper`), and when it ends, because the
-network was closed or because this process died in whatever way, everything goes with it.
+network was closed or because this process died in any way, everything ends with it.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class Relay:
     """Forwards frames between ``interfaces``, each with the Ethernet address behind it, ``delay_s`` after arrival.
 
     A share ``loss`` of those to a single rank is dropped, each by a draw of its own. At most ``memory_bytes`` of frames
-    wait; what comes on top is dropped and counted. No connection can be opened to the interfaces in ``nat``.
+    wait; further ones are dropped and counted. No connection can be opened to the interfaces in ``nat``.
     """
 
     def __init__(

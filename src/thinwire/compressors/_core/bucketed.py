@@ -30,7 +30,7 @@ class Bucketed(OnePass):
 
     @abstractmethod
     def make_format(self) -> Format:
-        """Return the format of its payloads."""
+        """Return the format of the compressor's payloads."""
 
     @cached_property
     def form(self) -> Format:

@@ -36,7 +36,7 @@ class SummedMatrices(Summed):
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """The dtype in which ranks' parts are sent and added."""
+        """Dtype in which ranks' parts are sent and added."""
         return torch.float32
 
     @abstractmethod
@@ -140,7 +140,7 @@ class _Batch:
 
 @lru_cache(maxsize=4096)
 def _alike(*rounds: Parts) -> list[_Alike]:
-    """Layers that go together, as the layers of repeated blocks do: they are then one strided tensor, and nothing is
+    """Find layers that go together, as the layers of repeated blocks do: they are one strided tensor, and nothing is
     copied. They are found once, and not in every step."""
     by_shape: dict[tuple[int, int], list[tuple[Part, ...]]] = {}
     for layer in zip(*rounds, strict=True):

@@ -19,9 +19,9 @@ _MOST = 127
 
 @dataclass(frozen=True)
 class Packed(Bucketed):
-    """Sums of ``terms`` integers of magnitudes up to ``limit`` each, exact, in the fewest bits that hold them.
+    """Sums of ``terms`` integers of magnitudes up to ``limit`` each, exact, in the fewest bits that suffice.
 
-    Integers travel as codes of `Format`'s max-abs quantizer, with ``terms · limit`` levels on each side of zero. The
+    Integers are sent as codes of `Format`'s max-abs quantizer, with ``terms · limit`` levels on each side of zero. The
     last element of each bucket is the bound itself, so that its scale is 1 and every code its integer (`spread`). The
     bounds of ranks add up to that of the sum as their integers do. It has no spec.
     """

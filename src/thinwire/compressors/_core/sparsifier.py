@@ -47,7 +47,7 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
 
     @property
     def coder(self) -> Coded | None:
-        """The compressor of the values; None: they are sent in fp32."""
+        """Compressor of the values; None if they are sent in fp32."""
         return None
 
     @property
