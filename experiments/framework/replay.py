@@ -184,7 +184,7 @@ def _waited_s() -> float:
 @dataclass(frozen=True)
 class ReplayedTask:
     """A substitute for ``task``: models of the same parameters, which sleep by ``clock`` instead of computing. Their
-    batches are the gradients that they have of them."""
+    batch is the gradients that a model has for it."""
 
     task: Any
     compute: Compute

@@ -71,7 +71,7 @@ def register_gloo(group: Any, backend: Any) -> None:
 
 
 def gloo_backend(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return a ``torch.distributed.ProcessGroupGloo``, connected through ``store``."""
+    """A ``torch.distributed.ProcessGroupGloo``, connected through ``store``."""
     backend = torch.distributed.ProcessGroupGloo(store, rank, size, timeout)
     backend._set_sequence_number_for_group()
     return backend
@@ -116,7 +116,7 @@ def collective_options(name: str) -> Any:
 
 
 def premul_factor(op: Any) -> float | None:
-    """Return the factor of a ``ReduceOp.PREMUL_SUM``; None if it is a tensor of several values, or unknown."""
+    """The factor of a ``ReduceOp.PREMUL_SUM``; None if it is a tensor of several values, or unknown."""
     factor = getattr(op, "factor", None)
     if isinstance(factor, torch.Tensor):
         return float(factor) if factor.numel() == 1 else None
@@ -302,7 +302,7 @@ def reduce_scatter_single(out: torch.Tensor, x: torch.Tensor, group: Any, op: An
 
 
 def tells_stage_tensors(stage: Any) -> bool:
-    """Whether `stage_tensors` will know the tensors at the boundaries of a ``PipelineStage``, once it is set up."""
+    """Whether `stage_tensors` will know what crosses the boundaries of a ``PipelineStage``, once it is set up."""
     return hasattr(stage, "_stage_meta")
 
 

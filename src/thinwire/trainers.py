@@ -1,4 +1,4 @@
-"""Trainers that wrap the model themselves: an object for each that compresses the model that it wraps.
+"""Trainers that wrap the model themselves: what each has a place for, to compress the model that it wraps.
 
 For Hugging Face's ``Trainer`` that is a callback, for accelerate a handler of keyword arguments, for Lightning a
 strategy. Their libraries are imported when one of them is asked for, not with thinwire.
@@ -27,20 +27,20 @@ _FILE = "thinwire.pt"
 
 
 def trainer_callback(compressor: Any = None, **options: Any) -> Any:
-    """Return a ``transformers.TrainerCallback`` that compresses what the ``Trainer`` wraps in DDP.
+    """A ``transformers.TrainerCallback`` that compresses what the ``Trainer`` wraps in DDP.
 
         callback = thinwire.trainer_callback("4bit")
         trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
 
     ``compressor`` and ``options`` are those of `thinwire.compress_ddp`; ``callback.wire`` is what that returns, from
-    the first step on. The states of all ranks go into ``thinwire.pt`` next to the trainer's checkpoints; a run of any
-    number of ranks that continues from one of ``args.output_dir`` reads it.
+    the first step on. The states of all ranks go into ``thinwire.pt`` beside the trainer's checkpoints; a run of any
+    number of ranks that goes on from one of ``args.output_dir`` reads it.
 
     Raises:
         ImportError: transformers is not installed.
         TypeError, ValueError: an argument is none of `thinwire.compress_ddp`, or is wrong; or, after the first step,
             the trainer did not wrap its model in ``DistributedDataParallel``.
-        FileNotFoundError: when training continues: the checkpoint has no such file.
+        FileNotFoundError: when training goes on: the checkpoint has no such file.
     """
     from transformers import TrainerCallback
 
@@ -85,7 +85,7 @@ def trainer_callback(compressor: Any = None, **options: Any) -> Any:
 
 
 def accelerate_handler(compressor: Any = None, *, ddp: Mapping[str, Any] | None = None, **options: Any) -> Any:
-    """Return ``DistributedDataParallelKwargs`` with which accelerate's ``prepare`` compresses the models that it wraps.
+    """A ``DistributedDataParallelKwargs`` with which accelerate's ``prepare`` compresses the models that it wraps.
 
         handler = thinwire.accelerate_handler("4bit")
         accelerator = Accelerator(kwargs_handlers=[handler])
@@ -116,26 +116,26 @@ def accelerate_handler(compressor: Any = None, *, ddp: Mapping[str, Any] | None 
 
 
 def lightning_strategy(compressor: Any = None, *, ddp: Mapping[str, Any] | None = None, **options: Any) -> Any:
-    """Return a Lightning ``DDPStrategy`` that compresses the model that it wraps.
+    """A Lightning ``DDPStrategy`` that compresses the model that it wraps.
 
         trainer = Trainer(strategy=thinwire.lightning_strategy("4bit"))
         trainer.strategy.wire.stats
 
     ``compressor`` and ``options`` are those of `thinwire.compress_ddp`, ``ddp`` the arguments of ``DDPStrategy``;
     ``strategy.wire`` is what compressing returned, once training begins. The states of all ranks go into Lightning's
-    checkpoint, from which a run of any number of ranks continues.
+    checkpoint, from which a run of any number of ranks goes on.
 
     Raises:
         ImportError: ``pytorch_lightning`` is not installed, and ``lightning.pytorch`` was not imported before.
         TypeError, ValueError: an argument is none of `thinwire.compress_ddp`, or is wrong.
     """
-    # The classes exist in both packages, and a trainer takes only its own: those that the script has imported.
+    # The same classes are there twice, and a trainer takes its own: those that the script has imported.
     package = "lightning.pytorch" if "lightning.pytorch" in sys.modules else "pytorch_lightning"
     _check(compressor, options)
     DDPStrategy: Any = importlib.import_module(f"{package}.strategies").DDPStrategy
 
     class Compressed(DDPStrategy):
-        # DDPStrategy(ddp_comm_hook=...) would be registered on CUDA only.
+        # Not DDPStrategy(ddp_comm_hook=...), which Lightning registers on CUDA only.
         wire: Wire | None = None
 
         def configure_ddp(self) -> None:
@@ -149,7 +149,7 @@ def lightning_strategy(compressor: Any = None, *, ddp: Mapping[str, Any] | None 
             super().save_checkpoint(checkpoint, *args, **kwargs)
 
         def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-            # Called where training continues, when the model is wrapped; not where a checkpoint is only tested.
+            # Called where training goes on, when the model is wrapped; not where a checkpoint is only tested.
             super().load_optimizer_state_dict(checkpoint)
             if self.wire is not None and _KEY in checkpoint:
                 self.wire.load_state_dict(checkpoint[_KEY])

@@ -63,7 +63,7 @@ class DiLoCo:
     model is exchanged part by part, and with ``overlap`` an exchange takes place while the next steps are computed
     (Streaming DiLoCo, 2501.18512).
 
-    The model is a plain module, or one under ``fully_shard``: then ``group`` has the ranks that have the same shards,
+    The model is a plain module, or one under ``fully_shard``: then ``group`` holds the ranks that have the same shards,
     and the outer state is sharded as the parameters are. For several workers on a node that average gradients in every
     step, wrap the model in ``DistributedDataParallel`` over the node's ranks, and let ``group`` be all ranks.
 
