@@ -183,7 +183,7 @@ def _waited_s() -> float:
 
 @dataclass(frozen=True)
 class ReplayedTask:
-    """A substitute for ``task``: models of the same parameters, which sleep by ``clock`` instead of computing. Their
+    """A substitute for ``task``: models of the same parameters, which sleep by ``clock`` instead of computing. A
     batch is the gradients that a model has for it."""
 
     task: Any
