@@ -29,6 +29,7 @@ check: .venv/ready
 	$(BIN)/ruff format --check src experiments tests tools examples
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+	$(BIN)/python tools/voice.py
 
 format: .venv/ready
 	$(BIN)/ruff check --fix src experiments tests tools examples

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import slow_tests
+import voice
 
 import thinwire
 import thinwire_tools
@@ -177,6 +178,18 @@ def test_the_list_of_slow_tests_names_tests_and_leaves_some_of_every_folder() ->
     for folder in {path.parent for path in TESTS.rglob("test_*.py")}:
         paths = [path.relative_to(TESTS.parent).as_posix() for path in folder.glob("test_*.py")]
         assert not set(paths) <= set(listed), f"`make test` runs nothing of {folder.name}"
+
+
+def test_docstrings_that_are_fragments_and_british_spellings_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text('"""What is sent."""\nx = 1\n"""Of a step, quant' + 'ised."""\n# The sum is formed anew.\n')
+    lines = [finding.removeprefix(f"{path}:") for finding in voice.findings(str(path), reads_prose=True)]
+    assert [line.partition(":")[::2] for line in sorted(lines)] == [
+        ("1", " a docstring begins as a fragment: What is sent."),
+        ("3", " British spelling: quant" + "ised"),
+        ("3", " a docstring begins as a fragment: Of a step, quant" + "ised."),
+        ("4", " 'anew'"),
+    ]
 
 
 def test_faults_that_are_seeded_name_their_place_and_a_test() -> None:

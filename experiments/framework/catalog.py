@@ -9,12 +9,12 @@ class Entry(NamedTuple):
     """A paper, or a chapter of one, and the command that repeats it."""
 
     name: str
-    """Of the command: ``python -m experiments <name>``."""
+    """Name in the command ``python -m experiments <name>``."""
     title: str
     minutes: int
-    """Roughly, on two cores of a 2020s server."""
+    """Minutes, roughly, on two cores of a 2020s server."""
     protocol: str
-    """How the paper takes its times, where it says so, and how that is scaled here."""
+    """The paper's way of taking times, where it says so, and its scaled form here."""
 
     @property
     def command(self) -> str:
@@ -96,4 +96,4 @@ LEFT_OUT = (
         "says in what its experiments differ",
     ),
 )
-"""What no row stands for, and why."""
+"""Experiments that no row stands for, and reasons."""

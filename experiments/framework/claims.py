@@ -1,4 +1,4 @@
-"""Claims as data: what a paper says, which measurements speak to it, and the rule by which they are judged.
+"""Claims as data: a paper's statement, the measurements that speak to it, and the rule by which they are judged.
 
 A part of a paper measures rows; its claims judge them. A claim sees nothing but the rows of its figure, as the JSON
 file keeps them, so that a recorded run can be judged again.
@@ -18,7 +18,7 @@ from experiments.framework.verdicts import Judgment, exceeds, faster, matches
 from thinwire_tools.compare.statistics import Estimate, estimate
 
 Rows = Mapping[str, Mapping[str, Any]]
-"""The rows of one figure by name: ``value``, ``unit``, and whatever else was measured."""
+"""Rows of one figure by name: ``value``, ``unit``, and further measurements."""
 Rule = Callable[[Rows], Judgment]
 
 NO_LINK = "no slow link can be emulated here"
@@ -26,7 +26,7 @@ NO_LINK = "no slow link can be emulated here"
 
 @dataclass(frozen=True)
 class Row:
-    """One measured value of a figure (or table); ``data`` holds the curves behind it, for the JSON file."""
+    """One measured value of a figure (or table), with the ``data`` of the curves behind it, for the JSON file."""
 
     figure: str
     name: str
@@ -37,11 +37,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Claim:
-    """``statement``: what the paper says; ``rule``: how rows are judged, None for what is only shown beside the claims.
-    ``row``: the measured value that it is about; where that follows from other rows, ``value`` makes it of them, in
-    ``unit``. ``text``: what the rows say, for people, where the interval that the rule looked at does not say it.
-    ``over_link``: it rests on times over a slow link. ``unjudged``: why there is no rule for what the paper does claim,
-    such as that the set-up implies it."""
+    """A paper's ``statement``, and the ``rule`` by which rows are judged; None for rows that are only shown with
+    claims. ``row``: the measured value that it is about; where that follows from other rows, ``value`` makes it of
+    them, in ``unit``. ``text``: the rows in words, where the interval that the rule looked at does not say it.
+    ``over_link``: it rests on times over a slow link. ``unjudged``: why a statement has no rule, such as that the
+    set-up implies it."""
 
     figure: str
     row: str
@@ -55,8 +55,8 @@ class Claim:
 
 
 def judge(claims: Iterable[Claim], rows: Iterable[Row], *, emulated: bool) -> list[Finding]:
-    """Every row with the claim that is about it, if any, and those that claims make; ``emulated``: there was a slow
-    link.
+    """Return every row with the claim that is about it, if any, and those that claims make; ``emulated``: there was a
+    slow link.
 
     A claim about a row that was not measured is left out: parts that share a figure may be run one by one.
 
@@ -104,7 +104,7 @@ def _finding(row: Row, claim: Claim | None, rows: Rows, emulated: bool) -> Findi
 
 
 def recorded(record: Mapping[str, Any]) -> list[Row]:
-    """The rows of a JSON file that `thinwire_tools.results.Results` wrote."""
+    """Return the rows of a JSON file that `thinwire_tools.results.Results` wrote."""
     return [
         Row(
             row["figure"],
@@ -123,17 +123,17 @@ _OF_EVERY_ROW = ("name", "value", "unit", "figure", "claim", "found", "holds", "
 
 
 def within(row: str, key: str, margin: float, unit: str = "%") -> Rule:
-    """The mean over seeds of the differences under ``key`` is at most ``margin``."""
+    """Return the rule that the mean over seeds of the differences under ``key`` is at most ``margin``."""
     return lambda rows: matches(estimated(rows[row], key), margin, unit)
 
 
 def beyond(row: str, key: str, effect: float | None = None, unit: str = "%") -> Rule:
-    """It is above zero; it is ``effect`` in the paper."""
+    """Return the rule that the mean of the differences is above zero; it is ``effect`` in the paper."""
     return lambda rows: exceeds(estimated(rows[row], key), effect, unit)
 
 
 def faster_than_all(row: str, others: Sequence[str]) -> Rule:
-    """The seconds of ``row`` (one a seed) are below the least of all ``others``'."""
+    """Return the rule that the seconds of ``row`` (one a seed) are below the least of all ``others``'s."""
 
     def rule(rows: Rows) -> Judgment:
         seconds = zip(rows[row]["step_s"], *(rows[other]["step_s"] for other in others), strict=True)
@@ -143,20 +143,20 @@ def faster_than_all(row: str, others: Sequence[str]) -> Rule:
 
 
 def ratios(rows: Rows, fast: str, slow: str, key: str = "step_s") -> list[float]:
-    """How many times faster ``fast`` is than ``slow``, round by round, so that a machine that slows down slows both."""
+    """Return how many times faster ``fast`` is than ``slow``, round by round, as a machine may slow down."""
     return [theirs / mine for mine, theirs in zip(rows[fast][key], rows[slow][key], strict=True)]
 
 
 def times_faster(rows: Rows, fast: str, slow: str, key: str = "step_s") -> float:
-    """The same of the median round."""
+    """Return the speed of ``fast`` over that of ``slow`` in the median round."""
     return median(ratios(rows, fast, slow, key))
 
 
 def differences(row: Mapping[str, Any], key: str) -> list[float]:
-    """One difference a seed; infinity where a training diverged, which JSON keeps as null."""
+    """Return one difference a seed; infinity where a training diverged, which JSON keeps as null."""
     return [math.inf if value is None else value for value in row[key]]
 
 
 def estimated(row: Mapping[str, Any], key: str) -> Estimate:
-    """Mean and bounds of `differences`."""
+    """Return mean and bounds of `differences`."""
     return estimate(differences(row, key))

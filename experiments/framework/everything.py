@@ -1,4 +1,4 @@
-"""``python -m experiments all``: every repetition in turn, and one page of all claims."""
+"""The command ``python -m experiments all``: every repetition in turn, and one page of all claims."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from thinwire_tools.results import OutputFile, Results
 
 _SMOKE_MINUTES = 0.5
 _TIMES_LONGER = 6.0
-"""A repetition that takes so many times its predicted time, and ten minutes more, is ended."""
+"""Ratio of a repetition's time to the predicted one, plus ten minutes, at which it is ended."""
 
 
 def repro_all(
@@ -77,7 +77,7 @@ def repro_all(
 
 
 def _run_all(console: Console, chosen: list[Entry], out: Path, *, smoke: bool) -> dict[str, int]:
-    """The exit code of each, by name."""
+    """Return the exit code of each repetition, by name."""
     minutes = {entry.name: _SMOKE_MINUTES if smoke else float(entry.minutes) for entry in chosen}
     console.print(f"{len(chosen)} repetitions, about {sum(minutes.values()):.0f} minutes on two quiet cores.")
     codes = {}
@@ -93,7 +93,7 @@ def _run_all(console: Console, chosen: list[Entry], out: Path, *, smoke: bool) -
 
 
 def _run(entry: Entry, out: Path, *, smoke: bool, minutes: float) -> int:
-    # A process of its own: what ends one of them does not end the others.
+    # Each repetition is a process of its own: the end of one does not end the others.
     path = out / f"repro-{entry.name}.json"
     path.unlink(missing_ok=True)
     argv = [sys.executable, "-m", "experiments", entry.name]

@@ -1,4 +1,4 @@
-"""What a repetition of a paper found beside what the paper claims: rows of a table and of the JSON file."""
+"""Findings of a paper's repetition, with the paper's claims: rows of a table and of the JSON file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Finding:
 
 
 def table(findings: Sequence[Finding], title: str) -> Table:
-    """Every claim with what was found, for people."""
+    """Return a table of every claim with the finding, for people."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title)
     shown.add_column("figure", no_wrap=True)
     shown.add_column("the paper")
@@ -54,7 +54,7 @@ def table(findings: Sequence[Finding], title: str) -> Table:
 
 
 def record(findings: Sequence[Finding], command: str, about: dict[str, Any], prefix: str = "fig") -> Results:
-    """All findings as rows of ``command``'s, by ``prefix``, figure and name; what is not finite becomes null."""
+    """Return all findings as rows of ``command``'s, by ``prefix``, figure and name; infinities and NaN become null."""
     results = Results(command, about=about)
     for finding in findings:
         results.add(
@@ -73,7 +73,7 @@ def record(findings: Sequence[Finding], command: str, about: dict[str, Any], pre
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON keeps it: six digits, and null for what is not finite."""
+    """Return ``value`` as JSON keeps it: six digits, and null for infinities and NaN."""
     if isinstance(value, dict):
         return {str(key): plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

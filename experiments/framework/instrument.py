@@ -1,6 +1,6 @@
 """The instrument by which methods of sending gradients are timed: replayed steps, in several separate runs.
 
-In every run new rank processes take turns in an order drawn anew for each round. Each method has one time a run, that
+In every run new rank processes take turns in an order drawn for each round. Each method has one time a run, that
 of its median round, so that an interval over runs contains whatever differs between them.
 """
 
@@ -33,7 +33,7 @@ class SeparateRuns:
     num_ranks: int = NUM_RANKS
     runs: int = 5
     computes: dict[Model, Compute] | None = field(default_factory=dict)
-    """What was recorded of each model, once for all runs; None: steps are computed."""
+    """Recorded computation of each model, once for all runs; None if steps are computed."""
     num_cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
 
     def times(
@@ -46,7 +46,7 @@ class SeparateRuns:
         rates: Sequence[str | None],
         on_turn: OnTurn,
     ) -> list[Times]:
-        """`Times` over links of each of ``rates`` that have a run where `Timing.times` has a round: its median round.
+        """Return `Times` over links of each of ``rates`` with a run where `Timing.times` has a round: its median round.
 
         Raises:
             RankFailed: a rank did not make it.
@@ -56,7 +56,7 @@ class SeparateRuns:
         return [joined(at_rate) for at_rate in zip(*found, strict=True)]
 
     def each(self, measure: Callable[[Timing], FoundT]) -> list[FoundT]:
-        """What ``measure`` finds in each run."""
+        """Return the results of ``measure`` in each run."""
         found = []
         for run in range(self.runs):
             with PinnedTiming(self, run) as timing:
@@ -64,7 +64,7 @@ class SeparateRuns:
         return found
 
     def calibrate(self, model: Model, share: float, *, on_turn: OnTurn) -> str:
-        """`Timing.calibrate`, by one run."""
+        """Run `Timing.calibrate` once."""
         with PinnedTiming(self, self.runs) as timing:
             return timing.calibrate(model, share, on_turn=on_turn)
 
@@ -77,7 +77,7 @@ class PinnedTiming(Timing):
     """
 
     def __init__(self, runs: SeparateRuns, seed: int) -> None:
-        """``seed``: of the order of turns."""
+        """Prepare the run. ``seed``: seed of the order of turns."""
         super().__init__(runs.place, emulated=runs.emulated, num_ranks=runs.num_ranks)
         self._computes, self._random = runs.computes, random.Random(seed)
         self._cores = sorted(os.sched_getaffinity(0))[: runs.num_cores]
@@ -105,7 +105,7 @@ class PinnedTiming(Timing):
 
 
 def joined(runs: Sequence[Times]) -> Times:
-    """One `Times` of separate runs: what was by round is by run, the median of its rounds."""
+    """Return one `Times` of separate runs: times by run, each the median of its rounds."""
     first = runs[0]
 
     def by_run(rounds_of: Callable[[Times], Mapping[str, Sequence[float]]]) -> dict[str, tuple[float, ...]]:

@@ -21,14 +21,14 @@ from thinwire.local.alone import send_nothing
 from thinwire.policies import Policy, parse_policy
 
 CGX = "minmax(bits=4, bucket=128)"
-"""The thesis's default (section 3.5.3): "4 bits and 128 bucket size always recovers full accuracy"."""
+"""Default of the thesis (section 3.5.3): "4 bits and 128 bucket size always recovers full accuracy"."""
 NORM = "qsgd(bits=4, bucket=128)"
-"""QSGD as its paper scales it, by the bucket's L2 norm (section 3.3.3)."""
+"""Compressor QSGD as its paper scales it, by the bucket's L2 norm (section 3.3.3)."""
 GRACE = "qsgd(bits=8, bucket=layer, norm=linf)"
-"""What the thesis says GRACE's 4-bit quantization amounts to on the wire (section 3.7.2): one scale for a whole tensor,
-no buckets, codes sent as INT8, and an all-gather."""
+"""Messages of GRACE's 4-bit quantization by the thesis (section 3.7.2): one scale for a whole tensor, no buckets, codes
+sent as INT8, and an all-gather."""
 ALMOST_NOTHING_GAMMA = 10_000.0
-"""Of `truncate`: "sending only a small number of elements per layer" (section 3.7.2)."""
+"""Parameter of `truncate`: "sending only a small number of elements per layer" (section 3.7.2)."""
 
 _TORCH_POWERSGD_START = 2
 _SETTLED_STEPS = 3
@@ -36,7 +36,7 @@ _SETTLED_STEPS = 3
 
 @dataclass(frozen=True)
 class Method:
-    """How gradients are sent. ``spec``, ``algorithm``, ``transport`` and ``exclude`` are those of
+    """A method of sending gradients. ``spec``, ``algorithm``, ``transport`` and ``exclude`` are those of
     `thinwire.compress`."""
 
     name: str
@@ -48,13 +48,13 @@ class Method:
     algorithm: str = "sra"
     transport: Literal["auto", "group", "shared"] = "group"
     ranks_per_node: int = 0
-    """How many ranks count as one node, though each has a link of its own; 0 leaves that as it is."""
+    """Number of ranks that count as one node, though each has a link of its own; 0 leaves nodes as they are."""
     rank: int = 0
-    """Of PyTorch's PowerSGD."""
+    """Rank of PyTorch's PowerSGD."""
     adapt: str = ""
-    """A policy, as text, that chooses each layer's own compressor; its first plan comes before anything is timed."""
+    """Policy, as text, that chooses each layer's own compressor; its first plan begins before anything is timed."""
     by_priority: bool = False
-    """Whether that is an L-GreCo which weighs the bytes of later buckets more."""
+    """Whether the policy is an L-GreCo that weighs the bytes of later buckets more."""
     exclude: tuple[str, ...] = ()
 
     @property
@@ -63,7 +63,7 @@ class Method:
         return self.kind == "torch powersgd"
 
     def group(self) -> dist.ProcessGroup | None:
-        """The process group that DDP is to use, where that is not the default one: of kind ``blob`` it compresses."""
+        """Return the process group for DDP, where that is not the default one: of kind ``blob`` it compresses."""
         if self.kind != "blob":
             return None
         options = thinwire.ProcessGroupOptions(self.spec, algorithm=self.algorithm, where=lambda _: True)
@@ -78,12 +78,12 @@ class Method:
 
     @property
     def _follows_rate(self) -> bool:
-        """Whether the compressor does not know what to send without the learning rate."""
+        """Whether the compressor needs the learning rate."""
         return "diminishing" in self.spec
 
     @property
     def warm_up_steps(self) -> int:
-        """Steps before anything is timed: DDP arranges its buckets, messages are opened, a first plan comes."""
+        """Steps before anything is timed: DDP arranges its buckets, messages are opened, a first plan begins."""
         policy = self.policy
         if policy is None:
             return _SETTLED_STEPS
@@ -100,7 +100,7 @@ class Method:
     ) -> thinwire.Wire | None:
         """Send ``ddp``'s gradients by this method; returns the Wire where there is one.
 
-        ``optimizer`` is for policies, and for what follows the learning rate; ``seed`` and ``measure`` are those of
+        ``optimizer`` is for policies, and what follows the learning rate; ``seed`` and ``measure`` are those of
         `thinwire.compress`.
         """
         if self.kind == "nothing":
@@ -128,7 +128,7 @@ class Method:
 
 @contextmanager
 def _grouped_in_nodes(ranks_per_node: int) -> Iterator[None]:
-    """While the body runs, ranks take so many of them for a node."""
+    """Make ranks count ``ranks_per_node`` of them as a node while the body runs."""
     before = os.environ.get(NODE_VARIABLE)
     if ranks_per_node:
         os.environ[NODE_VARIABLE] = str(dist.get_rank() // ranks_per_node)
@@ -149,7 +149,7 @@ class TimedReduction:
         ddp.register_comm_hook(self, _reduce_timed)
 
     def reduce(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The mean of all ranks' buffers, in place."""
+        """Replace the buffer by the mean of all ranks' buffers."""
         started, num_ranks = time.perf_counter(), dist.get_world_size()
         if self._gather:
             gathered = [torch.empty_like(buffer) for _ in range(num_ranks)]
@@ -161,7 +161,7 @@ class TimedReduction:
         return buffer.copy_(torch.stack(gathered).sum(0).div_(num_ranks))
 
 
-# Without annotations: those that DDP accepts are private names.
+# No annotations: those that DDP accepts are private names.
 def _reduce_timed(state, bucket):
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(state.reduce(bucket.buffer()))
@@ -169,11 +169,11 @@ def _reduce_timed(state, bucket):
 
 
 def compressed(spec: str) -> Method:
-    """A training whose gradients are compressed by ``spec`` and sent as `thinwire.compress` does by itself."""
+    """Return a training whose gradients are compressed by ``spec`` and sent by the defaults of `thinwire.compress`."""
     return Method(spec, spec, "#0a7d4f", spec=spec, transport="auto")
 
 
 FP32 = Method("fp32", "DDP fp32", "#555555", kind="ddp")
 NOTHING = Method("nothing", "nothing sent", "#aaaaaa", kind="nothing")
-"""The ceiling: the same ranks on the same cores, without communication."""
+"""Method of the ceiling: the same ranks on the same cores, without communication."""
 THINWIRE = Method("thinwire", "thinwire", "#0a7d4f")

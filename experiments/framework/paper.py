@@ -29,8 +29,8 @@ ScaleT = TypeVar("ScaleT", bound=Scale)
 
 @dataclass(frozen=True)
 class Part:
-    """What is measured for one figure or table, by the paper's study and at its scale. ``steps``: how many training
-    steps that takes, of ``step_s`` seconds each on two cores of a 2020s server, after ``start_s``."""
+    """The measurements of one figure or table, by the paper's study and at its scale. They take ``steps`` training
+    steps, of ``step_s`` seconds each on two cores of a 2020s server, after ``start_s``."""
 
     title: str
     measure: Callable[[Any], list[Row]]
@@ -39,14 +39,14 @@ class Part:
     start_s: float = 3.0
 
     def seconds(self, scale: Scale) -> float:
-        """About how long it takes."""
+        """Return about how many seconds the part takes."""
         return self.start_s + self.steps(scale) * self.step_s
 
 
 @dataclass(frozen=True)
 class Paper(Generic[ScaleT]):
-    """``judged``: by which rules claims are judged, beside those of all papers; ``differs``: in what this is not the
-    experiment of the ``source``; both are for the paper's page. ``study``: what its parts measure with."""
+    """A paper. ``judged``: its rules for claims, in addition to those of all papers; ``differs``: differences from the
+    experiment of the ``source``; both are for the paper's page. ``study``: measures its parts."""
 
     name: str
     title: str
@@ -61,16 +61,16 @@ class Paper(Generic[ScaleT]):
 
     @property
     def rules(self) -> str:
-        """By which claims are judged."""
+        """Rules by which claims are judged."""
         return f"{JUDGED}. {self.judged}"
 
     def judge(self, record: Mapping[str, Any]) -> list[Finding]:
-        """The claims, judged again by the rows of a JSON file that this paper's command wrote."""
+        """Return the claims, judged again by the rows of a JSON file that this paper's command wrote."""
         return judge(self.claims, recorded(record), emulated=record["about"]["emulated"])
 
 
 def command(paper: Paper[Any], summary: str) -> Callable[..., int]:
-    """``python -m experiments <paper>``; ``summary`` is the first part of its help."""
+    """Return the command ``python -m experiments <paper>``; ``summary`` is the first part of its help."""
 
     def run(
         *,

@@ -1,4 +1,4 @@
-"""A paper's parts: which are made, what a failure of one costs, and what is shown and written in the end."""
+"""Parts of a paper: their choice, the cost of a failure, and the results at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from thinwire_tools.compare.rank_processes import RankFailed
 
 
 def chosen_parts(asked: Sequence[str], known: Mapping[str, object]) -> list[str]:
-    """The names in ``--parts``, which may hold several each, with commas or spaces.
+    """Return the names in ``--parts``, which may have several each, with commas or spaces.
 
     Raises:
         ValueError: one of them is not ``known``, or there is none.
@@ -29,7 +29,7 @@ def chosen_parts(asked: Sequence[str], known: Mapping[str, object]) -> list[str]
 
 
 def announce(console: Console, seconds: float) -> bool:
-    """Say what cannot be judged here, and about how long it takes; whether slow links can be made."""
+    """Print what cannot be judged here, and about how long it takes; return whether slow links can be made."""
     missing = lab.unavailable()
     if missing:
         console.print(f"No slow network can be made here, so times over links are not judged: {missing}", markup=False)
@@ -49,7 +49,7 @@ def finish(
     out: Path,
     path: Path,
 ) -> int:
-    """Show what was found, write it to ``path``, and say where the pictures are; the command's exit code."""
+    """Show the findings, write them to ``path``, and print where the pictures are; return the command's exit code."""
     console.print(table(findings, title))
     record(findings, command, about | ({"failures": dict(failures)} if failures else {}), prefix="").write(path)
     console.print(f"Pictures: {out}  Figures: {path}", soft_wrap=True, markup=False)
@@ -59,7 +59,7 @@ def finish(
 def write_again(
     console: Console, findings: Sequence[Finding], before: Mapping[str, Any], judged: str, path: Path, title: str
 ) -> None:
-    """Write what a recorded run is judged to show now; its machine, versions and measured rows stay.
+    """Write the present judgment of a recorded run; its machine, versions and measured rows stay.
 
     A row whose verdict is another one than when it was measured keeps the first one under ``judged_before``.
     """
@@ -67,7 +67,7 @@ def write_again(
     rows = record(findings, "", {}, prefix="").results
     old = {row["name"]: row for row in before["results"]}
     for row in rows:
-        # A claim that is new makes its value of rows that were measured.
+        # A new claim makes its value of rows that were measured.
         then = old.get(row["name"], {})
         first = then.get("judged_before") or {key: then.get(key) for key in ("claim", "holds")}
         if first["claim"] and (not row["claim"] or row["holds"] is not first["holds"]):
@@ -80,7 +80,7 @@ def write_again(
 def make_parts(
     console: Console, study: Study[Any], parts: Mapping[str, Callable[[Study[Any]], list[Finding]]]
 ) -> tuple[list[Finding], dict[str, str]]:
-    """What was found, and which parts failed and why. A failure costs its part, not the others."""
+    """Return the findings, and reasons of failed parts. A failure costs its part, not the others."""
     findings: list[Finding] = []
     failures: dict[str, str] = {}
     with study.screen as screen, study:
@@ -89,7 +89,7 @@ def make_parts(
                 with study.part(part):
                     rows = make(study)
             except (RankFailed, ParityError) as failure:
-                # After a rank's failure the others are of no more use: what is left starts with new ones.
+                # After a rank's failure the others are useless: later parts start new ones.
                 study.close()
                 failures[part] = str(failure)
                 screen.fail(part, str(failure))

@@ -1,4 +1,4 @@
-"""What several papers' pictures have in common, beside `thinwire_tools.plots`."""
+"""Pictures of several papers, in addition to `thinwire_tools.plots`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def bars(axes: Any, shown: Sequence[tuple[str, str, float]]) -> None:
-    """Horizontal bars, ``(label, color, value)`` each, the first on top."""
+    """Draw horizontal bars, ``(label, color, value)`` each, the first on top."""
     labels, colors, values = zip(*shown, strict=True)
     axes.barh(range(len(shown)), values, color=colors)
     axes.set_yticks(range(len(shown)), labels)
@@ -18,7 +18,7 @@ def bars(axes: Any, shown: Sequence[tuple[str, str, float]]) -> None:
 
 
 def plain_log(axis: Any) -> None:
-    """A log ``axis`` (``axes.xaxis`` or ``axes.yaxis``) with ticks at 1, 2 and 5 of each decade, as plain numbers."""
+    """Give a log ``axis`` (``axes.xaxis`` or ``axes.yaxis``) ticks at 1, 2 and 5 of each decade, as plain numbers."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))

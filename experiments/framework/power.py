@@ -1,4 +1,4 @@
-"""How small a difference each task of the experiments shows, from recorded runs: ``python -m experiments power``."""
+"""The smallest difference that each task of the experiments shows: ``python -m experiments power``."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Task:
 
     Args:
         title: the task, for people.
-        metric: what is compared with the baseline's, seed by seed.
-        file: where the runs are recorded, in benchmarks/.
+        metric: the value that is compared with the baseline's, seed by seed.
+        file: the record of the runs, in benchmarks/.
         rows: pattern of the methods' rows.
-        control: the row of what must be worse; none was recorded where it is empty.
+        control: the row that must be worse; none was recorded where it is empty.
         baseline: the row of the baseline, where the methods' rows do not have its values.
     """
 
@@ -51,7 +51,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Power:
-    """What a task shows. Differences are shares of the baseline's value; of accuracies, points; positive is worse."""
+    """The power of a task. Differences are shares of the baseline's value; of accuracies, points; positive is worse."""
 
     task: Task
     num_methods: int
@@ -59,11 +59,11 @@ class Power:
     deviation: float
     """Median over methods of the standard deviation of a paired difference."""
     least: float
-    """The smallest difference of a method that is told from none; infinity if none is."""
+    """Smallest difference of a method that is told from none; infinity if none is."""
     control: Estimate | None
 
     def visible(self, num_seeds: int) -> float:
-        """The true difference that a one-sided paired t-test sees with a chance of `POWER`."""
+        """Return the true difference that a one-sided paired t-test sees with a chance of `POWER`."""
         quantile = need_scipy().t.ppf
         both = float(quantile(CONFIDENCE, num_seeds - 1) + quantile(POWER, num_seeds - 1))
         return both * self.deviation / math.sqrt(num_seeds)
@@ -136,7 +136,7 @@ def power(
 ) -> int:
     """Show how small a difference each task of the experiments shows, from runs that are recorded.
 
-    Of each task, with what its methods' paired differences scatter by: the difference that three and five seeds see
+    For each task, with the deviation of its methods' paired differences: the difference that three and five seeds see
     with a chance of 80 %, the smallest that was told from none, and whether the control, which must be worse, is.
 
     Examples:
@@ -163,7 +163,7 @@ def power(
 
 
 def powers(folder: Path) -> list[Power]:
-    """Of every task that is recorded in ``folder``."""
+    """Return the power of every task that is recorded in ``folder``."""
     measured_powers = []
     for task in TASKS:
         path = folder / f"{task.file}.json"
@@ -174,7 +174,7 @@ def powers(folder: Path) -> list[Power]:
 
 
 def by_name(results: Sequence[Mapping[str, Any]]) -> Rows:
-    """The rows by name. What a row has of several methods, ``{method: [value of each seed]}``, are rows as well:
+    """Return rows by name. Values of several methods in one, ``{method: [value of each seed]}``, are rows as well:
     ``ROW/KEY/METHOD``."""
     rows = {row["name"]: row for row in results}
     for row in results:
@@ -186,7 +186,7 @@ def by_name(results: Sequence[Mapping[str, Any]]) -> Rows:
 
 
 def measured(task: Task, rows: Rows) -> Power | None:
-    """What the recorded rows say of a task; None where fewer than two seeds of a method are there."""
+    """Return the power of a task by the recorded rows; None where a method has fewer than two seeds."""
     controls, methods = [], []
     for name, row in rows.items():
         if not fnmatchcase(name, task.rows):
@@ -209,7 +209,7 @@ def measured(task: Task, rows: Rows) -> Power | None:
 
 
 def differences(task: Task, row: Mapping[str, Any], rows: Rows) -> list[float]:
-    """What a method loses against the baseline, seed by seed; nothing where its row has no values of seeds."""
+    """Return the loss of a method against the baseline, seed by seed; empty where its row has no values of seeds."""
     for key in ("lost", "differences"):
         if isinstance(row.get(key), list):
             return claims.differences(row, key)
@@ -237,7 +237,7 @@ HEAD = ("task", "metric", "methods, seeds", "3 seeds see", "5 seeds see", "least
 
 
 def cells(one: Power) -> list[str]:
-    """A row of the table, for people."""
+    """Return a row of the table, for people."""
     if one.control is None:
         control = "none recorded"
     else:
@@ -248,7 +248,7 @@ def cells(one: Power) -> list[str]:
 
 
 def _percent(share: float) -> str:
-    """In two digits, or in whole percents."""
+    """Format in two digits, or in whole percents."""
     return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"
 
 

@@ -24,7 +24,7 @@ from rich.text import Text
 
 
 class _Bar(BarColumn):
-    """A bar that stays still until its phase begins; rich's own moves, as if something went on."""
+    """A bar that stays still until its phase begins; rich's own moves, as if the phase ran."""
 
     def render(self, task: Task) -> ProgressBar:
         return ProgressBar(total=task.total, completed=task.completed, width=self.bar_width)
@@ -80,7 +80,7 @@ class Screen:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """While the body runs, ``name``'s clock does."""
+        """Run the clock of ``name`` while the body runs."""
         self._progress.start_task(self._tasks[name])
         self._progress.update(self._tasks[name], note="starting")
         try:
@@ -91,7 +91,7 @@ class Screen:
             self._show_whole(0.0)
 
     def advance(self, name: str, step: int, now: float | str) -> None:
-        """``step`` steps of ``name`` are done; ``now`` is the last one's loss, or what is being done."""
+        """Add ``step`` done steps to ``name``; ``now`` is the last one's loss, or the present activity."""
         _, steps, seconds = self._phases[name]
         note = escape(now) if isinstance(now, str) else f"loss {now:.2f}"
         self._progress.update(self._tasks[name], completed=step, note=note)
@@ -102,7 +102,7 @@ class Screen:
         self._tell(name, text, "green")
 
     def fail(self, name: str, why: str) -> None:
-        """``name`` did not make it."""
+        """Show that ``name`` failed."""
         self._tell(name, f"failed: {why}", "bold red")
 
     def _show_whole(self, running_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The one rank program: every rank calls the functions that its parent names, each with what stays alive on the rank.
+"""The one rank program: every rank calls the functions that its parent names, each with the rank's lasting objects.
 
 A function that ranks call takes its `Rank` first and returns plain values, which go back as JSON. Whatever trains is an
 attachment: replicas under DDP (`replicas`), shards under FSDP2 (`qsdp.trainings`), stages of a pipeline
@@ -23,31 +23,31 @@ class Timed(ABC):
     """A model that takes turns with others, and the method that sends what it communicates."""
 
     stages: ClassVar[tuple[str, ...]] = ("encode_s", "wire_s", "reduce_s", "decode_s")
-    """Of what is counted, the seconds in each stage of communication."""
+    """Names of the counters that are seconds in each stage of communication."""
 
     @abstractmethod
     def train(self, steps: int) -> None:
-        """Train so many steps."""
+        """Train ``steps`` steps."""
 
     def counters(self) -> dict[str, Any]:
-        """What has been counted until now; nothing where nothing counts."""
+        """Return the counters so far; empty where nothing counts."""
         return {}
 
     def payload_bytes(self) -> float | None:
-        """That this rank hands to the network in a step, where that is known."""
+        """Return the bytes that this rank hands to the network in a step, where that is known."""
         return None
 
     def layers(self) -> list[dict[str, Any]]:
-        """What each layer has, which bucket it is in, and what it sends, where layers are compressed."""
+        """Return each layer's compressor, bucket and bytes, where layers are compressed."""
         return []
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of handles, files and groups."""
+        """Release handles, files and groups."""
 
 
 class Rank:
-    """What stays alive over all calls: the process group, and the models that take turns."""
+    """The rank's lasting objects over all calls: the process group, and the models that take turns."""
 
     def __init__(self, setup: dict[str, Any], channel: Channel) -> None:
         self.channel = channel
@@ -62,13 +62,13 @@ class Rank:
         return {}
 
     def entered(self, timed: Sequence[Timed]) -> dict[str, Any]:
-        """Have these take turns; what each sends in a step."""
+        """Let these models take turns; return the bytes that each sends in a step."""
         self.timed += timed
         return {"payload_bytes": [one.payload_bytes() for one in timed], "layers": [one.layers() for one in timed]}
 
     def turn(self, which: int, steps: int) -> dict[str, Any]:
-        """Train ``steps`` steps of a model; the mean seconds of one, those in each stage of communication, and the
-        processor's."""
+        """Train ``steps`` steps of a model; return the mean seconds of one, those in each stage of communication, and
+        the processor's."""
         timed, count = self.timed[which], steps * self.slowdown
         before = timed.counters()
         self.channel.hold("turn")
@@ -82,7 +82,7 @@ class Rank:
         return {"seconds": seconds, "stages": stages, "cpu_s": cpu_s}
 
     def leave(self) -> dict[str, Any]:
-        """Let go of all models."""
+        """Release all models."""
         for timed in self.timed:
             timed.close()
         self.timed.clear()
@@ -90,7 +90,7 @@ class Rank:
         return {}
 
     def share(self, run: Callable[..., dict[str, Any]], jobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Results of this rank's share of ``jobs``, by number; ``run`` takes a job and a function that tells steps."""
+        """Return this rank's share of the results of ``jobs``, by number; ``run`` takes a job and reports steps."""
 
         def teller(number: int) -> Callable[[int, float], None]:
             return lambda step, loss: self.channel.send("step", job=number, step=step, loss=loss)
@@ -103,7 +103,7 @@ Call = Callable[..., dict[str, Any]]
 
 
 def command(function: Call, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What tells a rank to call ``function``, which is at the top of a module, with its `Rank` and ``arguments``."""
+    """Return the command to a rank to call ``function``, of a module's top, with its `Rank` and ``arguments``."""
     pickled = base64.b64encode(pickle.dumps((function, arguments))).decode()
     return {"do": f"{function.__module__}:{function.__qualname__}", "call": pickled}
 
@@ -112,7 +112,7 @@ def _serve(channel: Channel) -> None:
     rank = Rank(channel.receive(), channel)
     channel.send("done")
     while True:
-        # What a parent sends to the ranks that it started is as trusted as the parent.
+        # A message of the parent is as trusted as the parent.
         function, arguments = pickle.loads(base64.b64decode(channel.receive()["call"]))
         channel.send("done", **function(rank, **arguments))
 

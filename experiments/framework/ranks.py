@@ -1,4 +1,4 @@
-"""Rank processes as experiments see them: on a link or on loopback, called together, their findings kept."""
+"""Rank processes of experiments: on a link or on loopback, called together, their findings kept."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from thinwire_tools.compare.rank_processes import launch_ranks
 _TIMEOUT_S = 180.0
 
 OnStep = Callable[[int, float], None]
-"""Called with every step's number and loss."""
+"""A function that is called with every step's number and loss."""
 AnyNetwork = AbstractContextManager[lab.Network | None]
 
 
 class Ranks:
-    """``num_ranks`` processes on what ``network`` makes, or on loopback; a context manager. ``cache``: where what they
-    found is kept, in memory by default."""
+    """A context manager of ``num_ranks`` processes on ``network``, or on loopback. ``cache``: keeps their findings, in
+    memory by default."""
 
     def __init__(
         self, num_ranks: int, network: AnyNetwork | None = None, cache: RunCache | None = None, name: str = "rank"
@@ -57,10 +57,10 @@ class Ranks:
         teller: int | None = 0,
         **arguments: Any,
     ) -> list[dict[str, Any]]:
-        """What each rank answers to a call of ``function``; ``hear`` takes the steps of rank ``teller``, or of all.
+        """Return each rank's answer to a call of ``function``; ``hear`` takes the steps of rank ``teller``, or of all.
 
         Raises:
-            RankFailed: a rank did not make it.
+            RankFailed: a rank failed.
         """
 
         def on_event(rank: int, event: dict[str, Any]) -> None:
@@ -70,7 +70,7 @@ class Ranks:
         return self._ranks.run(command(function, arguments), on_event, _nothing)
 
     def kept(self, key: dict[str, Any], make: Callable[[], Any]) -> Any:
-        """What ``make`` returns, or what it returned before under the same key by as many ranks."""
+        """Return the result of ``make``, or the earlier one under the same key by as many ranks."""
         key = {"num_ranks": self.num_ranks, **key}
         known = self._cache.get(key)
         if known is None:
@@ -79,7 +79,7 @@ class Ranks:
         return known["answers"]
 
     def shape(self, rate: str | None) -> None:
-        """Give all links this rate, or none."""
+        """Set the rate of all links, or none."""
         if self.network is None:
             return
         if rate is None:
@@ -90,12 +90,12 @@ class Ranks:
 
 
 def described(task: Any) -> dict[str, Any]:
-    """A task, or a method, as a part of a key."""
+    """Return a task, or a method, as a part of a key."""
     return {"kind": type(task).__qualname__, **dataclasses.asdict(task)}
 
 
 def telling(on_step: OnStep) -> Callable[[dict[str, Any]], None]:
-    """Tells steps of training."""
+    """Return a function that tells steps of training."""
     return lambda event: on_step(event["step"], event["loss"])
 
 

@@ -1,6 +1,6 @@
 """Steps whose computation is replayed, so that ranks do not fight over the cores that they share.
 
-One rank, while all others wait, trains some steps and notes when each gradient comes (`record`). From then on the same
+One rank, while all others wait, trains some steps and notes when gradients are ready (`record`). From then on the same
 model sleeps for as long instead of computing, and hands out recorded gradients (`ReplayedTask`); whatever communicates
 does so for real. A rank is taken for one with a single core: while its communication uses the processor, its
 computation stands still.
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 Gradients = Mapping[str, Tensor]
-"""Of one rank and batch, by parameter."""
+"""Gradients of one rank and batch, by parameter."""
 
 _RECORDED_STEPS = 16
 _WARM_UP_STEPS = 4
@@ -40,9 +40,9 @@ class Compute:
 
     forward_s: float
     gradients_s: Mapping[str, float]
-    """Of the backward pass until each parameter's gradient comes, from the one before, in that order."""
+    """Seconds of the backward pass until each parameter's gradient is ready, from the one before, in that order."""
     optimizer_s: float
-    """From the last gradient to the end of the optimizer's step."""
+    """Seconds from the last gradient to the end of the optimizer's step."""
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Self:
@@ -54,7 +54,7 @@ class Compute:
 
 
 def record(task: Any) -> Compute:
-    """Train some steps of ``task`` (a `thinwire_tools.compare.tasks.Task`) on this thread; the medians of their parts.
+    """Train ``task`` (a `thinwire_tools.compare.tasks.Task`) on this thread; return the medians of the steps' parts.
 
     They are seconds of the processor, which do not count what else the machine does.
     """
@@ -86,7 +86,7 @@ def record(task: Any) -> Compute:
 
 
 def gradients_along(task: Any, batches: Iterable[Any]) -> list[Gradients]:
-    """This rank's own gradients along an uncompressed training by all ranks, a step for each of ``batches``."""
+    """Return this rank's own gradients along an uncompressed training by all ranks, a step for each of ``batches``."""
     model, recorded = task.build(0), []
     optimizer = task.optimizer(model)
     for batch in batches:
@@ -117,7 +117,7 @@ def pin(core: int) -> None:
 class Clock:
     """Lets time pass instead of computing, ``slowdown`` times as much; none until it is started.
 
-    Whatever else this process does takes so many times as long where another rank wants the core at the same time. What
+    All other work of this process takes so many times as long where another rank wants the core at the same time. What
     it did while the core was free is made up for once a step, by `settle`.
     """
 
@@ -126,15 +126,15 @@ class Clock:
         self._beside_s = self._between_s = self._until = self._waited_s = self._late_s = 0.0
 
     def start(self) -> None:
-        """Let time pass from now on; what was done until now counts for nothing."""
+        """Let time pass from now on; work done until now does not count."""
         self._running = True
         self._beside_s = self._between_s = self._late_s = 0.0
         self._until, self._waited_s = time.process_time(), _waited_s()
 
     def compute(self, seconds: float, gradient: Tensor | None = None) -> Tensor | None:
-        """Return when a core would have computed for ``seconds`` beside what other threads do meanwhile.
+        """Return when a core would have computed for ``seconds`` and done what other threads do meanwhile.
 
-        What is computed is a copy of ``gradient``.
+        The result is a copy of ``gradient``.
         """
         started, others = time.perf_counter(), _others_s()
         self._note_work_between()
@@ -143,7 +143,7 @@ class Clock:
             due = self._slowdown * (seconds + _others_s() - others) - self._late_s
             left = due - (time.perf_counter() - started)
             if left <= 0:
-                # Sleep ends late, by a tenth of a millisecond; the next computation is the shorter for it.
+                # Sleep ends late, by a tenth of a millisecond; the next computation is shorter by it.
                 self._late_s = -left
                 break
             time.sleep(left)
@@ -156,7 +156,7 @@ class Clock:
         self._note_work_between()
         worked_s, waited_s = self._beside_s + self._between_s, _waited_s()
         if self._running and worked_s:
-            # Waiting was spread over all of the work; beside a computation it has cost no time.
+            # Waiting was spread over all of the work; that during a computation has cost no time.
             waited = (waited_s - self._waited_s) * self._between_s / worked_s
             time.sleep(max(0.0, (self._slowdown - 1) * self._between_s - waited))
         self._beside_s, self._between_s, self._waited_s = 0.0, 0.0, waited_s
@@ -168,12 +168,12 @@ class Clock:
 
 
 def _others_s() -> float:
-    """Processor seconds of this process's other threads."""
+    """Return the processor seconds of this process's other threads."""
     return time.process_time() - time.thread_time()
 
 
 def _waited_s() -> float:
-    """Seconds that threads of this process were ready and had no core."""
+    """Return the seconds that threads of this process were ready and had no core."""
     waited_ns = 0
     for thread in os.listdir("/proc/self/task"):
         with suppress(OSError):
@@ -183,8 +183,8 @@ def _waited_s() -> float:
 
 @dataclass(frozen=True)
 class ReplayedTask:
-    """Takes the place of ``task``: models of the same parameters, which sleep by ``clock`` instead of computing. What
-    they are given as a batch are the gradients that they have of it."""
+    """A substitute for ``task``: models of the same parameters, which sleep by ``clock`` instead of computing. A
+    batch is the gradients that a model has for it."""
 
     task: Any
     compute: Compute
@@ -192,14 +192,14 @@ class ReplayedTask:
     bucket_cap_mb: float
 
     def build(self, seed: int) -> nn.Module:
-        """The task's own model, with a forward pass that takes gradients and returns a scalar."""
+        """Return the task's own model, with a forward pass that takes gradients and returns a scalar."""
         model = self.task.build(seed)
         parameters = dict(model.named_parameters())
 
         def forward(gradients: Gradients) -> Tensor:
             self.clock.compute(self.compute.forward_s)
             result = torch.zeros((), requires_grad=True)
-            # What is applied last comes first in the backward pass.
+            # The operation that is applied last is first in the backward pass.
             for name, seconds in reversed(list(self.compute.gradients_s.items())):
                 computed = partial(self.clock.compute, seconds, gradients[name])
                 result = _Computed.apply(result, parameters[name], computed)
@@ -219,7 +219,7 @@ class ReplayedTask:
 
 
 class _Computed(torch.autograd.Function):
-    """Nothing in the forward pass; in the backward pass, a parameter's gradient once it is computed."""
+    """A function that does nothing in the forward pass, and computes a parameter's gradient in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parameter: Tensor, compute: Callable[[], Tensor]) -> Tensor:
@@ -232,7 +232,7 @@ class _Computed(torch.autograd.Function):
 
 
 class ReplayedOptimizer(torch.optim.Optimizer):
-    """Has the parameters and settings of another optimizer, and takes its time; weights stay as they are."""
+    """An optimizer with the parameters and settings of another one, and its time; weights stay as they are."""
 
     def __init__(self, replayed: torch.optim.Optimizer, clock: Clock, seconds: float) -> None:
         super().__init__(replayed.param_groups, replayed.defaults)

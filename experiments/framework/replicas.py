@@ -1,4 +1,4 @@
-"""Replicas under DDP, as rank processes have them: trained from a seed, timed in turns, and their gradients probed."""
+"""Replicas under DDP in rank processes: trained from a seed, timed in turns, and their gradients probed."""
 
 # No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
 
@@ -32,11 +32,11 @@ class ScoredTask(Task, Protocol):
     """A task with a learning rate schedule of its own, and right answers to be counted."""
 
     def rate(self, step: int) -> float:
-        """Learning rate of ``step`` (from 0)."""
+        """Return the learning rate of ``step`` (from 0)."""
         ...
 
     def score(self, model: nn.Module, rank: int, num_ranks: int, *, probe: bool) -> tuple[float, int, int]:
-        """Sum of the loss over this rank's share of the held-out data, how many answers are right, and of how many."""
+        """Return the sum of the loss over this rank's share of the held-out data, the right answers, and all."""
         ...
 
 
@@ -83,14 +83,14 @@ class Replica(Timed):
         ]
 
     def syncs(self, steps: int) -> list[tuple[tuple[int, ...], float]]:
-        """Bytes of the buckets and seconds of communication of ``steps`` further steps but the last."""
+        """Return the bytes of the buckets and seconds of communication of ``steps`` further steps but the last."""
         assert self.wire is not None, "only a Wire times its buckets"
         self.train(steps)
         # The last step's is noted when the next one begins, the first one's was that of the warm-up.
         return [(tuple(sync.bucket_bytes), sync.seconds) for sync in list(self.wire.engine.syncs)[1 - steps :]]
 
     def errors(self, steps: int) -> list[float]:
-        """``‖arrived − mean‖ / ‖mean‖`` of ``steps`` gradients at the same weights; ``mean`` is gloo's, in fp32."""
+        """Return ``‖received − mean‖ / ‖mean‖`` of ``steps`` gradients at equal weights; ``mean``: by gloo, fp32."""
         errors = []
         for batch in islice(self.batches, steps):
             with self.ddp.no_sync():
@@ -105,7 +105,7 @@ class Replica(Timed):
     def close(self) -> None:
         if self.wire is not None:
             self.wire.detach()
-        # A group that the Wire or DDP still holds cannot go.
+        # A group that the Wire or DDP still references cannot be freed.
         del self.ddp, self.optimizer, self.wire
         gc.collect()
         if self.group is not None:
@@ -120,18 +120,18 @@ class Replica(Timed):
 
 
 def record(rank: Rank, task: Any) -> dict[str, Any]:
-    """Seconds that the first rank computes in a step while all others wait."""
+    """Return the seconds that the first rank computes in a step while all others wait."""
     compute = asdict(replay.record(task)) if rank.rank == 0 else None
     dist.barrier()
     return {"compute": compute}
 
 
 def enter(rank: Rank, task: Any, methods: Sequence[Method], compute: Compute | None = None) -> dict[str, Any]:
-    """Build a model for each of ``methods`` and train it for a few steps; bytes that each hands to the network.
+    """Build a model for each of ``methods`` and train it for a few steps; return the bytes that each sends.
 
-    ``compute``: what `record` found, to be replayed instead of computing.
+    ``compute``: the result of `record`, to be replayed instead of computing.
     """
-    # A policy's first plan is made of gradients that differ.
+    # A policy's first plan needs gradients that differ.
     count = max([_BATCHES, *(method.warm_up_steps for method in methods if method.adapt)])
     batches = list(islice(task.batches(0, rank.rank, rank.num_ranks), count))
     if compute is not None:
@@ -142,12 +142,12 @@ def enter(rank: Rank, task: Any, methods: Sequence[Method], compute: Compute | N
 
 
 def errors(rank: Rank, which: int, steps: int) -> dict[str, Any]:
-    """`Replica.errors` of one of the models that take turns."""
+    """Return `Replica.errors` of one of the models that take turns."""
     return {"errors": _replica(rank, which).errors(steps)}
 
 
 def syncs(rank: Rank, which: int, steps: int) -> dict[str, Any]:
-    """`Replica.syncs` of one of them, and what each layer had last."""
+    """Return `Replica.syncs` of one of the models, and each layer's last compressor and bytes."""
     rank.clock.start()
     return {"syncs": _replica(rank, which).syncs(steps), "layers": rank.timed[which].layers()}
 
@@ -215,10 +215,10 @@ def _steps(
     seed: int,
     record: tuple[Collection[int], list[Tensor]] | None = None,
 ) -> Iterator[tuple[float, float]]:
-    """Train step by step; yields seconds and loss of each. ``record``: at which steps to append this rank's own
-    gradient to which list."""
+    """Train step by step; yield seconds and loss of each. ``record``: the steps at which this rank's own gradient is
+    appended, and the list."""
     parameters = list(ddp.module.parameters())
-    # What a model draws while it trains (dropout) is the same for every method.
+    # Random draws of training (dropout) are the same for every method.
     torch.manual_seed(seed * rank.num_ranks + rank.rank)
     for step, batch in enumerate(task.batches(seed, rank.rank, rank.num_ranks)):
         if record and step in record[0]:

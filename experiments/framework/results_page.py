@@ -1,4 +1,4 @@
-"""``docs/results.md``: how many claims of the papers hold here, and by which rules, from the JSON files of the runs."""
+"""The page ``docs/results.md``: how many claims of the papers hold here, and by which rules, from recorded runs."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ what is lost; otherwise a positive difference, or a ratio above the bound, is wh
 *Interval* in the tables is half the width of the interval of what is judged: smaller differences cannot be seen."""
 _ONCE = ("one training", "one measurement")
 _WIDE = ("a ratio within", "a difference below", "the interval")
-"""How recorded reasons begin where there was a single run, and where the interval was too wide."""
+"""Beginnings of recorded reasons: of a single run, and of an interval that was too wide."""
 
 
 @dataclass(frozen=True)
 class RecordedClaim:
-    """One row: what a paper says and what was found."""
+    """One row: a paper's statement and the finding."""
 
     entry: Entry
     figure: str
@@ -57,7 +57,7 @@ class RecordedClaim:
 
     @property
     def shown_detectable(self) -> str:
-        """Differences that are smaller are not seen."""
+        """Size of differences that are too small to be seen, for people."""
         return "" if self.detectable is None else f"{100 * self.detectable:.2g} %"
 
 
@@ -73,7 +73,7 @@ class Changed:
 
 @dataclass(frozen=True)
 class RecordedPaper:
-    """What a folder of JSON files says of one paper."""
+    """The record of one paper in a folder of JSON files."""
 
     entry: Entry
     claims: tuple[RecordedClaim, ...]
@@ -81,16 +81,16 @@ class RecordedPaper:
     failures: tuple[str, ...]
     """Parts that ended in an error, and the error."""
     machines: tuple[str, ...]
-    """Each one that rows are of; the first is the whole run's."""
+    """Machines that rows are of; the first is the whole run's."""
 
     def counts(self) -> Counter[str]:
         return Counter(_WORDS[claim.holds] for claim in self.claims)
 
 
 def read(folder: Path, *, judge: bool = False) -> list[RecordedPaper]:
-    """What is known of each paper. ``judge``: claims are judged again, instead of taken from the files.
+    """Return the record of each paper. ``judge``: claims are judged again, instead of taken from the files.
 
-    ``<folder>/repro-<name>.json`` is of the whole run; later runs of some of its parts, ``repro-<name>-*.json``, take
+    ``<folder>/repro-<name>.json`` is the whole run's; later runs of some of its parts, ``repro-<name>-*.json``, take
     the place of its rows of the same names.
 
     Raises:
@@ -119,7 +119,7 @@ def _recorded(entry: Entry, folder: Path, judge: bool) -> RecordedPaper:
 
 
 def _judged(entry: Entry, record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a record with what its paper's claims say of them today."""
+    """Return the rows of a record with their paper's present claims."""
     paper = import_module(f"experiments.papers.{entry.name}.paper").PAPER
     before = {row["name"]: row["judged_before"] for row in record["results"] if "judged_before" in row}
     rows = findings.record(paper.judge(record), "", {}, prefix="").results
@@ -157,7 +157,7 @@ def _machine(record: dict[str, Any]) -> str:
 
 
 def summary(papers: Sequence[RecordedPaper]) -> list[list[str]]:
-    """A row for each paper: its command, and how many of its claims hold, do not, are inconclusive."""
+    """Return a row for each paper: its command, and how many of its claims hold, do not, are inconclusive."""
     rows = []
     for paper in papers:
         counts = paper.counts()
@@ -167,7 +167,7 @@ def summary(papers: Sequence[RecordedPaper]) -> list[list[str]]:
 
 
 def page(papers: Sequence[RecordedPaper], *, pages: str | None = "repro-{}.md") -> str:
-    """The page in Markdown, from its first table on. ``pages`` is where each paper has one of its own."""
+    """Return the page in Markdown, from its first table on. ``pages`` is where each paper has one of its own."""
     return "\n\n".join(_sections(papers, pages)) + "\n"
 
 
@@ -190,7 +190,7 @@ def _sections(papers: Sequence[RecordedPaper], pages: str | None) -> Iterator[st
 
 
 def _totals(papers: Sequence[RecordedPaper]) -> str:
-    """What the table adds up to, and why claims are inconclusive."""
+    """Return the sums of the table, and why claims are inconclusive."""
     total: Counter[str] = Counter()
     for paper in papers:
         total += paper.counts()
@@ -205,7 +205,7 @@ def _totals(papers: Sequence[RecordedPaper]) -> str:
 
 
 def _changes(papers: Sequence[RecordedPaper]) -> Iterator[str]:
-    """The verdicts that are not those of the run."""
+    """Yield the verdicts that are not those of the run."""
     changed = [(paper.entry.name, row) for paper in papers for row in paper.changed if row.before is not row.now]
     turned = [(name, row) for name, row in changed if None not in (row.before, row.now)]
     if not changed:

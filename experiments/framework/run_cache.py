@@ -1,4 +1,4 @@
-"""Finished runs by what determines them: task, method, seed, link, number of ranks and version of the code."""
+"""Cache of finished runs by what determines them: task, method, seed, link, number of ranks and version of the code."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _MORE_SOURCES = ("native", "experiments/framework", "experiments/tasks")
 
 class RunCache:
     """Runs in memory and, if a folder is given, as JSON files that outlive the process: an experiment that was stopped
-    goes on where it was. A file that cannot be read counts as a run that has not been made."""
+    continues where it was. A file that cannot be read counts as a run that has not been made."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self._known: dict[str, dict[str, Any]] = {}
 
     def get(self, key: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The result that was put under an equal ``key`` by the same version of the code, or None."""
+        """Return the result that was put under an equal ``key`` by the same version of the code, or None."""
         name = _name(key)
         if name not in self._known and self._folder is not None:
             try:
@@ -51,7 +51,7 @@ def _name(key: Mapping[str, Any]) -> str:
 
 @functools.cache
 def code_version() -> str:
-    """Hash of the library's sources and of those that train: a run of other code is another run."""
+    """Return a hash of the library's sources and of those that train: a run of other code is another run."""
     library = Path(thinwire.__file__).parent
     clone = Path(__file__).resolve().parents[2]
     state = hashlib.sha256()

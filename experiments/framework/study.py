@@ -1,4 +1,4 @@
-"""What every part of a paper measures with: rank processes, trainings, progress, and the folder for pictures."""
+"""The base of measurements of a paper's parts: rank processes, trainings, progress, and the folder for pictures."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ ResourceT = TypeVar("ResourceT")
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How much of a paper is measured: from how many seeds, over links of which rate (None: the paper's own choice).
+    """The scale at which a paper is measured: number of seeds, and rate of links (None: the paper's own choice).
 
-    What else a paper's command can change is a field of its scale: ``rounds`` (turns of each method that is timed),
+    Further fields are what else a paper's command can change: ``rounds`` (turns of each method that is timed),
     ``steps``, ``data``.
     """
 
@@ -35,7 +35,7 @@ class Scale:
     rate: str | None = None
 
     def adapted(self, **options: Any) -> Self:
-        """The same with the command line's options, those apart that are None.
+        """Return this scale with the command line's options that are not None.
 
         Raises:
             ImportError, OSError, ValueError: an option is not one of this paper's, or has no such value.
@@ -51,7 +51,7 @@ class Scale:
         return replace(self, **given)
 
     def about(self) -> dict[str, Any]:
-        """What the JSON file says of the scale, beside its fields; loads the data, whose errors come before anything
+        """Return facts for the JSON file other than the fields; loads the data, whose errors must come before anything
         is started."""
         return {}
 
@@ -65,7 +65,7 @@ class Study(Generic[ScaleT]):
     something."""
 
     prefix: ClassVar[str] = "fig"
-    """Of the pictures' names."""
+    """Prefix of the pictures' names."""
 
     scale: ScaleT
     out: Path
@@ -73,7 +73,7 @@ class Study(Generic[ScaleT]):
     emulated: bool
     cache: RunCache = field(default_factory=RunCache)
     measured: dict[tuple[str, str], Row] = field(default_factory=dict)
-    """By figure and name: what parts before this one found, and an earlier run whose times are taken."""
+    """Findings of the parts before this one, and of an earlier run whose times are taken, by figure and name."""
     _resources: dict[Any, Any] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
     present_part: str = ""
@@ -94,27 +94,27 @@ class Study(Generic[ScaleT]):
 
     @contextmanager
     def part(self, part: str) -> Iterator[None]:
-        """While the body runs, progress is that part's."""
+        """Attribute progress to ``part`` while the body runs."""
         self.present_part, self._done = part, 0
         with self.screen.phase(part):
             yield
 
     def advance(self, steps: int, now: str) -> None:
-        """So many more steps of this part are done."""
+        """Add ``steps`` done steps of this part."""
         self._done += steps
         self.screen.advance(self.present_part, self._done, now)
 
     def reporter(self, title: str) -> OnStep:
-        """Shows steps of a training, by number and loss, as steps of the part."""
+        """Return a function that shows steps of a training, by number and loss, as steps of the part."""
         return lambda _, loss: self.advance(1, f"{title}: loss {loss:.2f}")
 
     def about(self) -> dict[str, Any]:
-        """What the JSON file says of the run, known at its end."""
+        """Return facts about the run for the JSON file, known at its end."""
         return {}
 
     @property
     def rate(self) -> str | None:
-        """Of the slow links; None for loopback, or for the paper's own choice."""
+        """Rate of the slow links; None for loopback, or for the paper's own choice."""
         return self.scale.rate if self.emulated else None
 
     @property
@@ -123,14 +123,14 @@ class Study(Generic[ScaleT]):
 
     @property
     def over(self) -> str:
-        """The link, for people."""
+        """Description of the link, for people."""
         return "over loopback" if self.rate is None else f"over {format_rate(parse_rate(self.rate))}"
 
     def picture(self, figure: str) -> Path:
         return self.out / f"{self.prefix}{figure}.svg"
 
     def kept(self, key: Any, make: Callable[[], AbstractContextManager[ResourceT]]) -> ResourceT:
-        """What ``make`` makes, entered, or what was entered under ``key`` before; it lives until a part fails or all
+        """Return the entered context of ``make``, or the earlier one under ``key``; it lives until a part fails or all
         end."""
         if key not in self._resources:
             self._resources[key] = self._stack.enter_context(make())
@@ -139,7 +139,7 @@ class Study(Generic[ScaleT]):
     def train_task(
         self, task: ScoredTask, method: Method, seed: int, *, num_ranks: int, measure: int = 0, shaped: bool = False
     ) -> Trained:
-        """`Runs.train`, with progress."""
+        """Run `Runs.train`, with progress."""
         runs, before = self.runs(task, num_ranks), self._done
         trained = runs.train(method, seed, self._on_step(before, method.title), measure=measure, shaped=shaped)
         self._done = before
@@ -147,7 +147,7 @@ class Study(Generic[ScaleT]):
         return trained
 
     def runs(self, task: ScoredTask, num_ranks: int) -> Runs:
-        """Ranks that train ``task``; all others end, since those that wait would still share the cores."""
+        """Return ranks that train ``task``; all others end, since those that wait would still share the cores."""
         key = task, num_ranks
         if key not in self._resources:
             self.close()
@@ -176,7 +176,7 @@ class Progress(Watcher):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageScale(Scale):
-    """A paper that trains one network on images, of the folder ``data`` (None: scikit-learn's digits)."""
+    """Scale of a paper that trains one network on images, of the folder ``data`` (None: scikit-learn's digits)."""
 
     task: ImageTask
     num_ranks: int = 2
@@ -217,7 +217,7 @@ class ImageStudy(Study[ImageScaleT]):
         return self.scale.task
 
     def train(self, method: Method, seed: int, *, measure: int = 0, shaped: bool = False) -> Trained:
-        """`Study.train_task` with the scale's task and ranks."""
+        """Run `Study.train_task` with the scale's task and ranks."""
         num_ranks = self.scale.num_ranks
         trained = self.train_task(self.task, method, seed, num_ranks=num_ranks, measure=measure, shaped=shaped)
         if shaped and self.emulated:
@@ -226,7 +226,7 @@ class ImageStudy(Study[ImageScaleT]):
         return trained
 
     def gradients(self, seed: int = 0) -> Gradients:
-        """Recorded ten times, evenly, along an uncompressed training."""
+        """Return gradients recorded ten times, evenly, along an uncompressed training."""
         if seed not in self._gradients:
             at = sorted({self.task.steps * i // 10 for i in range(10)})
             runs = self.runs(self.task, self.scale.num_ranks)

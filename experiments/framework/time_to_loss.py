@@ -26,23 +26,23 @@ class Course:
 
     @classmethod
     def of(cls, row: Mapping[str, Any], name: str) -> Self:
-        """The course that a row's ``courses`` have under that name; JSON keeps losses that are not finite as null."""
+        """Return the course of that name in a row's ``courses``; JSON keeps losses that are not finite as null."""
         kept = row["courses"][name]
         losses = [[math.inf if loss is None else loss for loss in by_step] for by_step in kept["losses"]]
         return cls(kept["steps"], losses, kept["pace"])
 
     @property
     def ends(self) -> list[float]:
-        """The last loss, by seed."""
+        """Last loss of each seed."""
         return [losses[-1] for losses in self.losses]
 
     @property
     def usual(self) -> str:
-        """The timed method whose steps all but the first ones take as long as."""
+        """Name of the timed method whose steps all but the first ones take as long as."""
         return self.pace[-1][1]
 
     def seconds(self, steps: float, step_s: Mapping[str, float]) -> float:
-        """Of so many steps from the first on, by the seconds of one of each timed method's."""
+        """Return the seconds of the first ``steps`` steps, by the seconds of one of each timed method's."""
         total = 0.0
         for count, name in self.pace:
             taken = min(steps, count)
@@ -50,7 +50,7 @@ class Course:
         return total
 
     def draw(self, axes: Any, rounds: Rounds, **style: Any) -> None:
-        """The seeds' mean loss against seconds, of each method's median round."""
+        """Draw the seeds' mean loss against seconds, of each method's median round."""
         step_s = {name: median(seconds) for name, seconds in rounds.items()}
         means = [fmean(column) for column in zip(*self.losses, strict=True)]
         axes.plot([self.seconds(steps, step_s) for steps in self.steps], means, marker=".", **style)
@@ -58,7 +58,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Sooner:
-    """How many times sooner a method is at a loss than another: ``ratios`` by seed and round, ``steps`` of ours and of
+    """The ratio of the times at which two methods are at a loss: ``ratios`` by seed and round, ``steps`` of ours and of
     the other's and their ``loss``, means over seeds, ``step_s`` the medians of both."""
 
     ratios: tuple[tuple[float, ...], ...]
@@ -68,7 +68,7 @@ class Sooner:
 
     @property
     def times(self) -> float:
-        """The median round's."""
+        """Ratio in the median round."""
         return median(self._by_round)
 
     @property
@@ -80,7 +80,7 @@ class Sooner:
         )
 
     def above(self, bound: float) -> Judgment:
-        """Whether it is more than ``bound`` times sooner, as other seeds and another run would find, too."""
+        """Whether the ratio is more than ``bound``, as other seeds and another run would find, too."""
         by_seed = [geometric_mean(by_round) for by_round in self.ratios]
         return replace(faster(self._by_round, bound, by_seed=by_seed), found=self.text)
 
@@ -90,12 +90,12 @@ class Sooner:
 
 
 def courses(**by_name: Course) -> dict[str, Any]:
-    """What a row keeps of them."""
+    """Return courses in the form that a row keeps."""
     return {name: asdict(course) for name, course in by_name.items()}
 
 
 def sooner(ours: Course, other: Course, rounds: Rounds) -> Sooner:
-    """Compared seed by seed at the worse of the two ends, which both reach.
+    """Compare seed by seed at the worse of the two ends, which both reach.
 
     Raises:
         ValueError: a training diverged, so that there is no such loss.
@@ -117,8 +117,8 @@ def sooner(ours: Course, other: Course, rounds: Rounds) -> Sooner:
 
 
 def reached(at: Sequence[float], losses: Sequence[float], loss: float) -> float | None:
-    """Where losses that are known ``at`` these steps, or seconds, first are at ``loss``: between two of them by a
-    straight line; None if they never are."""
+    """Return the first of ``at``, steps or seconds, at which ``losses`` are at ``loss``, interpolated linearly; None if
+    they never are."""
     if losses and losses[0] <= loss:
         return at[0]
     for (before_at, before), (after_at, after) in pairwise(zip(at, losses, strict=True)):

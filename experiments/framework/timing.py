@@ -1,4 +1,4 @@
-"""Methods of sending gradients timed against each other: rank processes that hold a model for each and take turns."""
+"""Methods of sending gradients timed against each other: rank processes that have a model for each and take turns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_RANKS = 4
 RANKS_PER_NODE = 2
 
 Place = Literal["links", "nodes", "host"]
-"""Where ranks are: each behind a link of its own; two to a node, which has a link; or all on this host."""
+"""Places of ranks: each behind a link of its own; two to a node, which has a link; or all on this host."""
 
 _CALIBRATION_ROUNDS = 3
 # Communication hides behind half of the computation at best.
@@ -29,11 +29,11 @@ _FIRST_GUESS_HIDDEN = 0.5
 _SLOWEST_GUESS = 4.0
 
 OnTurn = Callable[[int, str], None]
-"""Called after every turn, with the steps it took and the name of the method."""
+"""A function that is called after every turn, with the steps it took and the name of the method."""
 
 
 class TimedMethod(Protocol):
-    """A dataclass of plain values that says how something is sent; rank processes make it again."""
+    """A dataclass of plain values that describes a way of sending; rank processes make it again."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -45,7 +45,7 @@ class TimedMethod(Protocol):
 
     @property
     def kind(self) -> str:
-        """``ddp`` is plain DDP, which sends what a ring does."""
+        """Kind of the method; ``ddp`` is plain DDP, which sends what a ring does."""
         ...
 
 
@@ -59,28 +59,28 @@ class Times:
 
     rounds: dict[str, tuple[float, ...]]
     payload_bytes: dict[str, float]
-    """That rank 0 hands to the network in a step, of those methods that say."""
+    """Bytes that rank 0 hands to the network in a step, of those methods that report them."""
     layers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """Of those methods that compress layers: name, bucket, spec and bytes of each, in the order in which they leave."""
+    """Name, bucket, spec and bytes of each layer, in the order of sending, of those methods that compress layers."""
     stages: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Mean seconds of a step that rank 0 spends in each stage of communication, of those methods that say."""
+    """Mean seconds of a step that rank 0 spends in each stage of communication, of those methods that report them."""
     least_stages: dict[str, dict[str, tuple[float, ...]]] = field(default_factory=dict)
-    """The same by round, on the rank that spends the least: whoever is ready waits for the others."""
+    """Seconds of the stages by round, on the rank that spends the least: a rank that is ready waits for the others."""
     cpu_s: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """Seconds of a processor in a step by method and round, in the mean of the ranks; of replayed steps, those of
     communication alone."""
 
     def step_s(self, name: str) -> float:
-        """Of the median round."""
+        """Return the seconds of a step in the median round."""
         return median(self.rounds[name])
 
     def over(self, name: str, other: str) -> list[float]:
-        """How many times faster ``name`` is than ``other``: round by round, so that a machine that slows down slows
-        both down."""
+        """Return the speed of ``name`` over that of ``other``, round by round, so that a machine that slows down slows
+        both."""
         return [theirs / mine for mine, theirs in zip(self.rounds[name], self.rounds[other], strict=True)]
 
     def times_faster(self, name: str, other: str) -> float:
-        """The same of the median round."""
+        """Return the speed of ``name`` over that of ``other`` in the median round."""
         return median(self.over(name, other))
 
 
@@ -88,9 +88,9 @@ class Timing(Ranks):
     """Rank processes at a ``place``; a context manager. ``emulated``: the place's links are, else all use loopback."""
 
     _enters: ClassVar[Call] = staticmethod(replicas.enter)
-    """What ranks call to build the models that take turns."""
+    """Function that ranks call to build the models that take turns."""
     _burst_bytes: ClassVar[int | None] = None
-    """Of the links' token buckets, where they are not the lab's own."""
+    """Burst of the links' token buckets, where it is not the lab's own."""
 
     def __init__(self, place: Place, *, emulated: bool, num_ranks: int = NUM_RANKS) -> None:
         network = None
@@ -112,7 +112,7 @@ class Timing(Ranks):
         """Train with ``methods`` in turns of ``steps`` steps over links of ``rate``, after a turn that does not count.
 
         Raises:
-            RankFailed: a rank did not make it. The timing is of no more use then.
+            RankFailed: a rank failed. The timing is useless then.
         """
         return self.times_by_rate(model, methods, rounds=rounds, steps=steps, rates=(rate,), on_turn=on_turn)[0]
 
@@ -126,7 +126,7 @@ class Timing(Ranks):
         rates: Sequence[str | None],
         on_turn: OnTurn,
     ) -> list[Times]:
-        """`times` over links of each of ``rates``, by models that go on learning.
+        """Return `times` over links of each of ``rates``, by models that continue to learn.
 
         Every round goes through all rates, so that what a machine has to do besides is the same at all of them.
         """
@@ -141,8 +141,8 @@ class Timing(Ranks):
     def syncs(
         self, model: Model, method: Method, *, steps: int, rate: str | None, on_turn: OnTurn
     ) -> tuple[list[Sync], list[dict[str, Any]]]:
-        """Bytes of every bucket and seconds of communication of each of ``steps`` steps, on the rank that decides, and
-        what each layer had last, as of `Times.layers`."""
+        """Return the bytes of every bucket and seconds of communication of each of ``steps`` steps, on the rank that
+        decides, and each layer's last values, as in `Times.layers`."""
         self._enter(model, (method,))
         self.shape(rate)
         answer = self.call(replicas.syncs, which=0, steps=steps)[0]
@@ -151,7 +151,7 @@ class Timing(Ranks):
         return [Sync(tuple(sizes), seconds) for sizes, seconds in answer["syncs"]], answer["layers"]
 
     def errors(self, model: Model, methods: Sequence[Method], *, steps: int, on_turn: OnTurn) -> dict[str, list[float]]:
-        """Relative error of what arrives of ``steps`` averaged gradients, by method."""
+        """Return the relative error of ``steps`` averaged gradients as received, by method."""
         self._enter(model, methods)
         errors = {}
         for which, method in enumerate(methods):
@@ -162,7 +162,7 @@ class Timing(Ranks):
         return errors
 
     def calibrate(self, model: Model, share: float, *, on_turn: OnTurn) -> str:
-        """The rate at which a step of plain DDP takes ``1 / share`` of the time that it takes with nothing sent.
+        """Return the rate at which a step of plain DDP takes ``1 / share`` of the time that it takes with nothing sent.
 
         Seconds of a step are taken for ``a + b / rate``, which two rates tell; none at which steps take for ever.
         """
@@ -190,8 +190,8 @@ class Timing(Ranks):
     def _enter(
         self, model: Model, methods: Sequence[TimedMethod]
     ) -> tuple[dict[str, float], dict[str, list[dict[str, Any]]]]:
-        """Build and warm up, over links without a limit; bytes that each method hands to the network in a step, and
-        what it gives to each layer."""
+        """Build and warm up, over links without a limit; return the bytes that each method sends in a step, and its
+        layers' compressors."""
         self.shape(None)
         answer = self.call(type(self)._enters, task=model.task, methods=tuple(methods), **self._entering(model))[0]
         counted = zip(methods, answer["payload_bytes"], strict=True)
@@ -205,7 +205,7 @@ class Timing(Ranks):
         return {**sent, **plain}, layers
 
     def _entering(self, model: Model) -> dict[str, Any]:
-        """What ranks need to know beside that to build models."""
+        """Return further arguments with which ranks build models."""
         return {}
 
     def _leave(self) -> None:
@@ -214,13 +214,13 @@ class Timing(Ranks):
     def _turns(
         self, methods: Sequence[TimedMethod], *, rounds: int, steps: int, rates: Sequence[str | None], on_turn: OnTurn
     ) -> list[_Turns]:
-        """What turns took over links of each rate."""
+        """Return the turns over links of each rate."""
         by_rate = [_Turns(methods) for _ in rates]
         for round_ in range(1 + rounds):
             for rate, turns in zip(rates, by_rate, strict=True):
                 self.shape(rate)
                 if len(rates) > 1:
-                    # Connections get used to the other rate by what is sent least over it.
+                    # The turn that sends least makes connections adapt to the other rate.
                     self._turn(len(methods) - 1, 1)
                 for which, method in self._order(methods, round_):
                     answers = self._turn(which, steps)
@@ -230,7 +230,7 @@ class Timing(Ranks):
         return by_rate
 
     def _order(self, methods: Sequence[TimedMethod], round_: int) -> list[tuple[int, TimedMethod]]:
-        """To and fro, so that none is always the first or the last."""
+        """Return the methods in alternating order, so that none is always the first or the last."""
         order = list(enumerate(methods))
         return order if round_ % 2 else order[::-1]
 
@@ -239,7 +239,7 @@ class Timing(Ranks):
 
 
 class _Turns:
-    """What every rank answers after each turn over links of one rate, by method and round."""
+    """Answers of every rank after each turn over links of one rate, by method and round."""
 
     def __init__(self, methods: Sequence[TimedMethod]) -> None:
         self.answers: dict[str, list[list[dict[str, Any]]]] = {method.name: [] for method in methods}
@@ -273,7 +273,7 @@ class _Turns:
 
 
 def solve_rate(fast: tuple[float, float], slow: tuple[float, float], wanted_s: float) -> float:
-    """The rate at which a step takes ``wanted_s``, from two (rate, seconds): seconds are ``a + b / rate``.
+    """Return the rate at which a step takes ``wanted_s``, from two (rate, seconds): seconds are ``a + b / rate``.
 
     Within an eighth of the slower and eight times the faster of the two rates, whatever was measured.
     """
@@ -285,10 +285,10 @@ def solve_rate(fast: tuple[float, float], slow: tuple[float, float], wanted_s: f
 
 
 def rate_text(rate_bps: float) -> str:
-    """A rate of two digits, as the lab reads it: ``"290mbit"``."""
+    """Return a rate of two digits, as the lab reads it: ``"290mbit"``."""
     return f"{float(f'{rate_bps / 1e6:.2g}'):g}mbit"
 
 
 def shown_rate(rate: str) -> str:
-    """The same for people."""
+    """Return a rate for people."""
     return format_rate(lab.parse_rate(rate))

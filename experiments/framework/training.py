@@ -41,17 +41,17 @@ class Trained:
 
     @property
     def seconds(self) -> list[float]:
-        """Of training until each probe."""
+        """Seconds of training until each probe."""
         return [sum(self.step_s[:step]) for step in (0, *self.probe_steps)]
 
     @property
     def step_seconds(self) -> float:
-        """Of the median step, without the first ones, in which DDP arranges its buckets."""
+        """Seconds of the median step, without the first ones, in which DDP arranges its buckets."""
         return median(self.step_s[min(_FIRST_STEPS, len(self.step_s) // 2) :])
 
     @property
     def last_train_loss(self) -> float:
-        """Mean over the last tenth of the steps."""
+        """Mean training loss over the last tenth of the steps."""
         return fmean(self.train_loss[-max(1, len(self.train_loss) // 10) :])
 
 
@@ -59,7 +59,7 @@ class Trained:
 class Gradients:
     """Local gradients along one training, by layer: those layers that are compressed.
 
-    ``layers`` holds a tensor for each step, rank and layer: ``[step][rank][layer]``.
+    ``layers`` has a tensor for each step, rank and layer: ``[step][rank][layer]``.
     """
 
     steps: tuple[int, ...]
@@ -68,18 +68,18 @@ class Gradients:
 
 
 def lost_accuracy(baseline: Sequence[Trained], runs: Sequence[Trained]) -> list[float]:
-    """Accuracy that each seed's run lost against its pair."""
+    """Return the accuracy that each seed's run lost against its pair."""
     return [base.final_accuracy - run.final_accuracy for base, run in zip(baseline, runs, strict=True)]
 
 
 def added_loss(baseline: Sequence[Trained], runs: Sequence[Trained]) -> list[float]:
-    """By how much, relatively, each seed's training loss is above its pair's; infinity where either diverged."""
+    """Return each seed's relative excess of training loss over its pair's; infinity where either diverged."""
     pairs = [(base.last_train_loss, run.last_train_loss) for base, run in zip(baseline, runs, strict=True)]
     return [own / base - 1 if base > 0 and math.isfinite(own) else math.inf for base, own in pairs]
 
 
 def curves(runs: Sequence[Trained]) -> dict[str, object]:
-    """What a JSON row keeps of runs: final figures by seed, and the mean curves over steps."""
+    """Return the values of runs that a JSON row keeps: final figures by seed, and the mean curves over steps."""
     return {
         "final_accuracy": [run.final_accuracy for run in runs],
         "final_loss": [run.final_loss for run in runs],
@@ -98,10 +98,10 @@ class Runs(Ranks):
         self.task, self.rate = task, rate
 
     def train(self, method: Method, seed: int, on_step: OnStep, *, measure: int = 0, shaped: bool = False) -> Trained:
-        """Train, unless it has been; ``shaped``: over the slow link.
+        """Train, unless the run is known; ``shaped``: over the slow link.
 
         Raises:
-            RankFailed: a rank did not make it.
+            RankFailed: a rank failed.
             ParityError: ranks ended with different parameters.
         """
         link = self.rate if shaped and self.network is not None else None
@@ -122,7 +122,7 @@ class Runs(Ranks):
         arguments: dict[str, Any] = {"task": self.task, "seed": seed, "at": sorted(at), "folder": self.folder}
         self.call(replicas.gradients, hear=telling(on_step), **arguments)
         shapes = {name: parameter.shape for name, parameter in self.task.build(seed).named_parameters()}
-        # As thinwire's own filter: the other layers are sent raw.
+        # The filter is thinwire's own: the other layers are sent raw.
         taken = [name for name, shape in shapes.items() if len(shape) > 1 and shape.numel() >= 1024]
         by_rank = []
         for rank in range(self.num_ranks):
@@ -154,6 +154,6 @@ class Runs(Ranks):
 
 
 def _pooled(parts: Sequence[tuple[float, int, int]]) -> tuple[float, float]:
-    """Mean loss and accuracy from every rank's sums."""
+    """Return mean loss and accuracy from every rank's sums."""
     count = sum(images for _, _, images in parts)
     return math.fsum(total for total, _, _ in parts) / count, sum(right for _, right, _ in parts) / count

@@ -1,7 +1,7 @@
-"""How claims are judged: *holds*, *does not hold*, or *inconclusive* with the difference that could be seen.
+"""Verdicts on claims: *holds*, *does not hold*, or *inconclusive* with the difference that could be seen.
 
 Every rule looks at an interval: of paired differences over seeds, or of paired ratios over rounds that is widened by
-what such ratios differ from run to run, and from seed to seed where they are of times to a loss. A single training
+the scatter of such ratios from run to run, and from seed to seed where they are of times to a loss. A single training
 decides nothing, nor does an interval that is wider than the margin.
 """
 
@@ -47,7 +47,7 @@ _REWORDED = (
     ),
     (": no interval", ", so there is no interval"),
 )
-"""What recorded reasons are called on pages."""
+"""Words of pages for recorded reasons."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,17 @@ ONE_MEASUREMENT = Judgment(None, "one measurement: no interval")
 
 
 def counted(holds: bool, found: str = "") -> Judgment:
-    """The verdict on what is counted and the same in every run: bytes, bits, integers."""
+    """Return the verdict on counts that are the same in every run: bytes, bits, integers."""
     return Judgment(holds, found=found)
 
 
 def unsound(why: str, judgment: Judgment | None = None) -> Judgment:
-    """The verdict where the set-up of the recorded run cannot judge the claim, whatever it found (``judgment``)."""
+    """Return the verdict where the set-up of the recorded run cannot judge the claim, whatever ``judgment`` says."""
     return Judgment(None, why, found=judgment.found if judgment else "")
 
 
 def matches(difference: Estimate, margin: float, unit: str = "%") -> Judgment:
-    """Whether a difference (positive is worse), of which a hundredth is one ``unit``, is at most ``margin``."""
+    """Judge whether a difference (positive is worse), of which a hundredth is one ``unit``, is at most ``margin``."""
     return replace(_matches(difference, margin), found=shown_difference(difference, unit))
 
 
@@ -99,7 +99,7 @@ def _matches(difference: Estimate, margin: float) -> Judgment:
 
 
 def exceeds(difference: Estimate, effect: float | None = None, unit: str = "%") -> Judgment:
-    """Whether a difference (positive is as claimed) is above zero; ``effect``: how large it is in the paper."""
+    """Judge whether a difference (positive is as claimed) is above zero; ``effect``: its size in the paper."""
     return replace(_exceeds(difference, effect), found=shown_difference(difference, unit))
 
 
@@ -129,7 +129,7 @@ def faster(ratios: Sequence[float], bound: float = 1.0, *, by_seed: Sequence[flo
 
 
 def faster_in_runs(ratios: Sequence[float], bound: float = 1.0) -> Judgment:
-    """Whether ``ratios`` of times (one a separate run) are above ``bound``."""
+    """Judge whether ``ratios`` of times (one a separate run) are above ``bound``."""
     if len(ratios) < 2:
         return replace(ONE_MEASUREMENT, found=_shown_ratio(ratios))
     runs = estimate([math.log(ratio / bound) for ratio in ratios])
@@ -137,7 +137,7 @@ def faster_in_runs(ratios: Sequence[float], bound: float = 1.0) -> Judgment:
 
 
 def _beyond(mean: float, half: float, bound: float) -> Judgment:
-    """Whether a ratio is above ``bound``, by the logarithm of what it is of it, and half of that one's interval."""
+    """Judge whether a ratio is above ``bound``, by the logarithm of their quotient, and half of that one's interval."""
     share = math.expm1(half)
     found = _shown_ratio([bound * math.exp(mean)], half)
     if abs(mean) > half:
@@ -146,22 +146,21 @@ def _beyond(mean: float, half: float, bound: float) -> Judgment:
 
 
 def larger(ratios: Sequence[float]) -> Judgment:
-    """Whether ``ratios`` that no clock took part in (of errors, of bytes) are above 1."""
+    """Judge whether ``ratios`` without a clock (of errors, of bytes) are above 1."""
     if len(ratios) < 2:
         return replace(ONE_MEASUREMENT, found=_shown_ratio(ratios))
     return larger_by([math.log(ratio) for ratio in ratios])
 
 
 def larger_by(logarithms: Sequence[float], effect: float | None = None) -> Judgment:
-    """Whether ratios with these ``logarithms`` are above 1; ``effect``: the logarithm of how large it is in the
-    paper."""
+    """Judge whether ratios with these ``logarithms`` are above 1; ``effect``: the logarithm of the paper's ratio."""
     found = estimate(logarithms)
     shown = _shown_ratio([math.exp(found.mean)], found.upper - found.mean)
     return replace(exceeds(found, effect), found=shown)
 
 
 def all_hold(judgments: Iterable[Judgment]) -> Judgment:
-    """Of a claim of several parts: it fails with any of them, and is inconclusive where one of the others is."""
+    """Judge a claim of several parts: it fails with any of them, and is inconclusive where one of the others is."""
     parts = list(judgments)
     found = "; ".join(part.found for part in parts if part.found)
     for holds in (False, None):
@@ -172,12 +171,12 @@ def all_hold(judgments: Iterable[Judgment]) -> Judgment:
 
 
 def if_seen(seen: bool, judgment: Judgment) -> Judgment:
-    """The judgment, if the control that must fail did; a task that sees no damage says nothing."""
+    """Return the judgment, if the control that must fail did; a task that sees no damage says nothing."""
     return judgment if seen else unsound("the control did not surely fail, so that this says nothing", judgment)
 
 
 def outcome(text: str, why: str | None) -> str:
-    """What was found of a claim, and, if that decides nothing, the recorded reason in the words of the pages."""
+    """Return the finding on a claim, and, if that decides nothing, the recorded reason in the words of the pages."""
     if not why:
         return text
     for pattern, words in _REWORDED:
@@ -186,7 +185,7 @@ def outcome(text: str, why: str | None) -> str:
 
 
 def shown_difference(difference: Estimate, unit: str = "%") -> str:
-    """A difference, of which a hundredth is one ``unit``, with its bounds: ``"−0.40 % (−0.91 to +0.12)"``."""
+    """Format a difference, of which a hundredth is one ``unit``, with its bounds: ``"−0.40 % (−0.91 to +0.12)"``."""
     if not math.isfinite(difference.mean):
         return "diverges"
     text = f"{100 * difference.mean:+.2f} {unit}"
@@ -196,7 +195,7 @@ def shown_difference(difference: Estimate, unit: str = "%") -> str:
 
 
 def _shown_ratio(ratios: Sequence[float], half: float | None = None) -> str:
-    """A ratio, with the bounds that half of its logarithm's interval makes."""
+    """Format a ratio, with the bounds that half of its logarithm's interval makes."""
     if not ratios:
         return ""
     if half is None or not math.isfinite(half):

@@ -1,4 +1,4 @@
-"""Arguments: calls that are written as text, ``"minmax(bits=4)"``, what a value must be, and which name was meant."""
+"""Arguments: calls written as text, ``"minmax(bits=4)"``, checks of values, and corrections of names."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 _MOST_CHARACTERS = 10_000
-"""Longest text that is read. Texts come from checkpoints and files, too."""
+"""Length of the longest text that is read. Texts are also read from checkpoints and files."""
 _MOST_GUESSES = 20
-"""Words of an invalid text that are compared with names."""
+"""Number of words of an invalid text that are compared with names."""
 _WORDS = re.compile(rf"\b(?:{'|'.join(sorted(set(kwlist) - {'True', 'False', 'None'}))})\b")
-"""Keywords of Python, which a text may contain as values: ``block=global``."""
+"""Pattern of Python's keywords, which a text may contain as values: ``block=global``."""
 _one_at_a_time = threading.Lock()
 
 
@@ -88,7 +88,7 @@ def _plain(word: str) -> str:
 
 
 class _Refused(ValueError):
-    """A text is refused. What may have been meant is not looked for yet, as candidates are refused as well."""
+    """An invalid text. Corrections are not searched for yet, as their candidates may be invalid as well."""
 
     def __init__(self, at: int, why: str, nearest: str | None = None) -> None:
         super().__init__(why)
@@ -104,22 +104,22 @@ class Calls(Generic[T]):
     """
 
     kind: str
-    """The kind of object that a call makes, as errors name it."""
+    """Kind of object that a call makes, as errors name it."""
     what: str
-    """The name of such a text in errors."""
+    """Name of such a text in errors."""
     example: str
     find: Callable[[str], Callable[..., T] | None]
-    """Returns the function of a name; None if there is none."""
+    """Function that returns the function of a name; None if there is none."""
     names: Callable[[], Iterable[str]]
-    """Returns the names that an error may suggest."""
+    """Function that returns the names that an error may suggest."""
     nested: tuple[str, ...]
     presets: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Short names of whole texts."""
+    """Whole texts by their short names."""
     others: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Other spellings, in lower case without hyphens, and the valid text that each stands for."""
+    """Valid texts by their other spellings, in lower case without hyphens."""
 
     def parse(self, text: str) -> T:
-        """Return what a text makes.
+        """Return the object that a text makes.
 
         Raises:
             ValueError: the text is invalid, or has a name or a parameter that does not exist; the error shows the
@@ -208,7 +208,7 @@ class Calls(Generic[T]):
             raise _Refused(node.col_offset, f"{source} is not a plain value") from None
 
     def _meant(self, text: str) -> str | None:
-        """Return the text with what users write for a name replaced by what they mean."""
+        """Return the text with a user's other spelling of a name replaced by the name."""
         others = {**self.presets, **self.others}
         unknown = {name: meant for name, meant in others.items() if name not in self.names()}
         meant = others.get(_plain(text)) or re.sub(r"\w+", lambda word: unknown.get(_plain(word[0]), word[0]), text)

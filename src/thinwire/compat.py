@@ -1,4 +1,4 @@
-"""Every touch of a private or version-dependent PyTorch name, with a check that it is what we think it is."""
+"""Every use of a private or version-dependent PyTorch name, with a check that it is what we think it is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RANGE_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.
 
 
 def parallel_for_address() -> int | None:
-    """The address of ``torch_parallel_for``, through which other code runs on PyTorch's own CPU threads.
+    """Return the address of ``torch_parallel_for``, through which other code runs on PyTorch's own CPU threads.
 
     It is part of PyTorch's stable C interface since 2.10 (torch/csrc/stable/c/shim.h). None where this PyTorch lacks
     it, or where a call to it does not do what it should; work is then done by the calling thread alone.
@@ -40,7 +40,7 @@ def parallel_for_address() -> int | None:
 
 
 def group_timeout(group: Any) -> timedelta:
-    """How long the operations of a process group (a ``torch.distributed.ProcessGroup``) may take.
+    """Return the time that operations of a process group (a ``torch.distributed.ProcessGroup``) may take.
 
     Raises ``RuntimeError`` where this PyTorch does not tell.
     """
@@ -52,7 +52,7 @@ def group_timeout(group: Any) -> timedelta:
 
 
 def all_gather_single(out: torch.Tensor, x: torch.Tensor, group: Any) -> Any:
-    """``torch.distributed.all_gather_single``, which was ``all_gather_into_tensor`` before PyTorch 2.13."""
+    """Call ``torch.distributed.all_gather_single``, which was ``all_gather_into_tensor`` before PyTorch 2.13."""
     import torch.distributed as dist
 
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -80,7 +80,7 @@ def gloo_backend(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def missing_member(error: RuntimeError) -> int | None:
-    """The rank whose address a gloo group still lacked when its making timed out, from the name of the store's key.
+    """Return the rank whose address a gloo group still lacked when its making timed out, from the store's key.
 
     None where the error is another one, or where this PyTorch words it differently.
     """
@@ -89,20 +89,20 @@ def missing_member(error: RuntimeError) -> int | None:
 
 
 def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """A gloo process group of its own, which ``torch.distributed`` does not list; it ends when nobody holds it."""
+    """Return a gloo process group that ``torch.distributed`` does not list; it ends when nobody references it."""
     group = torch.distributed.ProcessGroup(store, rank, size)
-    # Under the name of the device, as in groups that it lists: see `missing_member`.
+    # The key has the name of the device, as in groups that PyTorch lists: see `missing_member`.
     register_gloo(group, gloo_backend(prefixed("cpu", store), rank, size, timeout))
     return group
 
 
 def prefixed(prefix: str, store: Any) -> Any:
-    """The store with all its keys under a prefix."""
+    """Return the store with all its keys under a prefix."""
     return torch.distributed.PrefixStore(f"{prefix}/", store)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def rank_of_store(store: Any) -> int | None:
-    """The rank whose process a store lives and ends with; None where the launcher has it, or nobody."""
+    """Return the rank whose process a store lives and ends with; None where the launcher has it, or nobody."""
     while isinstance(store, torch.distributed.PrefixStore):  # pyright: ignore[reportPrivateImportUsage]
         store = store.underlying_store
     launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -111,7 +111,7 @@ def rank_of_store(store: Any) -> int | None:
 
 
 def collective_options(name: str) -> Any:
-    """New options of a collective of process groups: ``Allreduce``, ``ReduceScatter``, ``Allgather`` ..."""
+    """Return new options of a collective of process groups: ``Allreduce``, ``ReduceScatter``, ``Allgather`` ..."""
     from torch._C import _distributed_c10d
 
     return getattr(_distributed_c10d, f"{name}Options")()
@@ -126,7 +126,7 @@ def premul_factor(op: Any) -> float | None:
 
 
 def ddp_ready_order(model: Any) -> tuple[int, ...] | None:
-    """The order in which a ``DistributedDataParallel`` model's buckets hold its trained parameters, by their index.
+    """Return the order of a ``DistributedDataParallel`` model's trained parameters in its buckets, by their index.
 
     DDP logs it in the first passes after it has rebuilt its buckets, the same on every rank. None before that, and
     where this PyTorch does not tell. Not to be called while backward runs, which holds a lock that this takes.
@@ -140,46 +140,46 @@ def ddp_ready_order(model: Any) -> tuple[int, ...] | None:
 
 
 class FSDPParameter(NamedTuple):
-    """What ``fully_shard`` knows of one of its parameters."""
+    """The state of ``fully_shard`` for one of its parameters."""
 
     now: Callable[[], torch.nn.Parameter]
-    """The sharded parameter, which PyTorch may replace by another one."""
+    """Function that returns the sharded parameter, which PyTorch may replace by another one."""
     whole: Callable[[], torch.Tensor | None]
-    """The whole parameter that modules compute with; None before it was first gathered."""
+    """Function that returns the whole parameter that modules compute with; None before it was first gathered."""
     shape: tuple[int, ...]
-    """Before sharding."""
+    """Shape of the parameter before sharding."""
     dim: int
-    """Along which it is sharded."""
+    """Dimension along which the parameter is sharded."""
     padded_numel: int
-    """Elements that each rank's part of a flat buffer has for it."""
+    """Number of elements that each rank's part of a flat buffer has for the parameter."""
 
 
 class FSDPGroup(NamedTuple):
-    """The parameters that ``fully_shard`` communicates together, in the order in which flat buffers hold them."""
+    """Parameters that ``fully_shard`` communicates together, in their order in flat buffers."""
 
     identity: Any
-    """The same for modules that were sharded together."""
+    """Object that is the same for modules that were sharded together."""
     parameters: tuple[FSDPParameter, ...]
     process_group: Any
-    """That it is sharded over; None if every rank has it whole (``replicate()``)."""
+    """Process group that the parameters are sharded over; None if every rank has them whole (``replicate()``)."""
     device: torch.device
-    """On which it is gathered and reduced."""
+    """Device on which the parameters are gathered and their gradients reduced."""
     post_forward_size: int
-    """Ranks that it is resharded to after forward; 0 if that is all of them, or none."""
+    """Number of ranks that parameters are resharded to after forward; 0 if that is all of them, or none."""
     frees: bool
-    """Whether weights are freed after forward and gathered again in backward, unless it is the root by default."""
+    """Whether weights are freed after forward and gathered again in backward; by default the root's are not."""
     frees_by_default: bool
     """Whether nobody asked for that: then the root keeps its weights."""
     replicate_group: Any
-    """Of replicas of the shards, or of whole modules; None if there are none."""
+    """Process group of the replicas of the shards, or of the whole module; None if there are none."""
     fills_unused: bool
     """Whether parameters without a gradient take part in reductions with zeros."""
     other_comm: str
-    """The name of what moves its bytes, where that is not PyTorch's default."""
+    """Name of the communication object, where that is not PyTorch's default."""
     all_reduce_hook: Any
-    """What is called with reduced gradients, if anything."""
+    """Hook that is called with reduced gradients, if any."""
     reads_at_once: Callable[[], bool]
-    """Whether anything reads reduced gradients before backward has ended."""
+    """Function that returns whether anything reads reduced gradients before backward has ended."""
 
     @property
     def whole(self) -> bool:
@@ -193,7 +193,7 @@ class FSDPGroup(NamedTuple):
 
 
 def gathered_dtypes(group: FSDPGroup) -> set[torch.dtype]:
-    """The dtypes in which FSDP2 gathers the parameters of a group: those of its mixed precision, or their own."""
+    """Return the dtypes in which FSDP2 gathers the parameters of a group: by mixed precision, or their own."""
     mixed = getattr(getattr(group.identity, "mp_policy", None), "param_dtype", None)
     own = {parameter.now().dtype for parameter in group.parameters}
     return {mixed if mixed is not None and dtype.is_floating_point else dtype for dtype in own}
@@ -203,8 +203,8 @@ DEFAULT_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
 
 
 def fsdp_groups(module: Any) -> list[FSDPGroup]:
-    """The parameter groups of an ``FSDPModule``: none if it manages no parameters itself, several if they have several
-    meshes.
+    """Return the parameter groups of an ``FSDPModule``: none if it manages no parameters itself, several if they have
+    several meshes.
 
     Raises ``RuntimeError`` where this PyTorch does not tell.
     """
@@ -288,8 +288,8 @@ def _reads_at_once(group: Any) -> bool:
 
 
 def at_end_of_backward(callback: Callable[[], object]) -> bool:
-    """Have the autograd engine call ``callback`` when the backward pass that runs has ended; its errors are raised
-    there. False where none runs, or this PyTorch has no way to."""
+    """Make the autograd engine call ``callback`` when the present backward pass has ended; its errors are raised there.
+    Return False where none runs, or this PyTorch cannot do it."""
     engine = getattr(torch.autograd.Variable, "_execution_engine", None)
     try:
         engine.queue_callback(callback)  # pyright: ignore[reportOptionalMemberAccess]
@@ -326,7 +326,7 @@ def inside_a_node() -> bool:
 
 
 def reduce_scatter_single(out: torch.Tensor, x: torch.Tensor, group: Any, op: Any) -> None:
-    """``torch.distributed.reduce_scatter_single``, which was ``reduce_scatter_tensor`` before PyTorch 2.13."""
+    """Call ``torch.distributed.reduce_scatter_single``, which was ``reduce_scatter_tensor`` before PyTorch 2.13."""
     import torch.distributed as dist
 
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -339,8 +339,8 @@ def tells_stage_tensors(stage: Any) -> bool:
 
 
 def stage_tensors(stage: Any) -> dict[str, list[tuple[tuple[int, ...], torch.dtype]]]:
-    """What crosses the boundaries of a ``PipelineStage`` that its schedule has set up: shapes and dtypes of one
-    micro-batch's ``inputs``, ``outputs``, ``input_grads`` and ``output_grads``, without those that are not sent.
+    """Return shapes and dtypes of the tensors at the boundaries of a ``PipelineStage`` that its schedule has set up:
+    one micro-batch's ``inputs``, ``outputs``, ``input_grads`` and ``output_grads``, without those that are not sent.
 
     Raises ``RuntimeError`` where this PyTorch does not tell, and ``NotImplementedError`` for a ``DTensor``.
     """
@@ -371,7 +371,7 @@ def is_replicated(module: Any) -> bool:
 
 
 def uncompiled(model: Any) -> Any:
-    """The model inside of one that ``torch.compile`` made; any other as it is."""
+    """Return the model inside of one that ``torch.compile`` made; any other as it is."""
     return model._orig_mod if type(model).__name__ == "OptimizedModule" else model
 
 
@@ -379,6 +379,6 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def unwrapped(name: str) -> str:
-    """The name of a parameter or module without what ``torch.compile`` and PyTorch's checkpoint wrapper, which hold a
-    module as a part of their own, put into it: ``blocks.0._orig_mod.weight`` is ``blocks.0.weight``."""
+    """Return the name of a parameter or module without the parts that ``torch.compile`` and PyTorch's checkpoint
+    wrapper, which contain a module, add: ``blocks.0._orig_mod.weight`` is ``blocks.0.weight``."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

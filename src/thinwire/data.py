@@ -1,4 +1,4 @@
-"""Data sets and samplers for pipelines: they say which sample is which, and which come next."""
+"""Data sets and samplers for pipelines, with the ids of samples and of the next ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Indexed(Dataset[tuple[int, Any]], Generic[Item]):
 
 
 class Step(NamedTuple):
-    """One batch, and what comes after it."""
+    """One batch, and the ids of the next one."""
 
     ids: Tensor
     batch: Any
@@ -49,8 +49,8 @@ class Step(NamedTuple):
 
 
 def with_upcoming(loader: Iterable[tuple[Tensor, Any]]) -> Iterator[Step]:
-    """The batches of a loader of `Indexed`, each with the ids of the one after it, so that messages on disk are read
-    ahead: ``stage.set_sample_ids(step.ids, upcoming=step.upcoming)``. The loader is one batch ahead."""
+    """Yield the batches of a loader of `Indexed`, each with the ids of the one after it, so that messages on disk are
+    read ahead: ``stage.set_sample_ids(step.ids, upcoming=step.upcoming)``. The loader is one batch ahead."""
     before: tuple[Tensor, Any] | None = None
     for ids, batch in loader:
         if before is not None:
@@ -68,7 +68,7 @@ class Share(Sampler[int]):
 
     Args:
         dataset: anything with a length.
-        replica, num_replicas: which of how many pipelines this is.
+        replica, num_replicas: the number of this pipeline, and how many there are.
         seed: the same on all ranks.
 
     Raises:
@@ -88,7 +88,7 @@ class Share(Sampler[int]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order: the same for the same seed and epoch."""
+        """Set the order, which is the same for the same seed and epoch."""
         self._epoch = epoch
 
     def __len__(self) -> int:

@@ -40,10 +40,10 @@ def start(
     """Start a daemon thread.
 
     Args:
-        run: What it does.
-        name: What debuggers and profilers call it.
-        end: Tells it to end, soon and without waiting for it. Called when the interpreter ends; before that, by whoever
-            started it.
+        run: The thread's function.
+        name: Its name in debuggers and profilers.
+        end: Tells it to end, soon and without waiting for it. Called when the interpreter ends; before that, by the one
+            that started it.
         within_s: Seconds that the interpreter then waits for it; a thread that waits for a dead peer is left behind.
     """
     thread = threading.Thread(target=run, name=name, daemon=True)
@@ -59,8 +59,8 @@ class Worker:
     or with the interpreter. PyTorch computes in it with as many threads as in the one that makes the worker.
 
     Args:
-        name: What debuggers and profilers call the thread.
-        max_bytes: Memory that jobs may hold together (one larger job runs alone): `submit` waits until there is room.
+        name: The thread's name in debuggers and profilers.
+        max_bytes: Memory that jobs may keep together (one larger job runs alone): `submit` waits until there is room.
         after: The worker whose jobs add to this one's, which ends when that one has ended.
         within_s: Seconds that the interpreter then waits for it.
     """
@@ -82,11 +82,11 @@ class Worker:
 
     @property
     def held_bytes(self) -> int:
-        """Memory of the jobs that have not ended."""
+        """Bytes of memory of the jobs that have not ended."""
         return self._jobs.held_bytes
 
     def submit(self, job: Callable[[], _T], num_bytes: int = 0) -> Future[_T]:
-        """Add a job, which holds ``num_bytes`` until it has ended. What it returns, or raises, is in the future.
+        """Add a job, which keeps ``num_bytes`` until it has ended. Its result, or error, is in the future.
 
         Raises:
             RuntimeError: the worker is closed.
@@ -112,7 +112,7 @@ class Worker:
                 self._jobs.started = True
 
     def join(self, timeout_s: float | None = None) -> bool:
-        """After `close`: wait for the thread to end, for so long at most; whether it has."""
+        """Wait, after `close`, for the thread to end, for so long at most; return whether it has."""
         if self.thread is not None:
             self.thread.join(timeout_s)
         return self.thread is None or not self.thread.is_alive()
@@ -134,7 +134,7 @@ class _Submitted(NamedTuple):
 
 
 class _Jobs:
-    """The state that a worker shares with its thread."""
+    """State that a worker shares with its thread."""
 
     def __init__(self) -> None:
         self.waiting: deque[_Submitted] = deque()
@@ -142,7 +142,7 @@ class _Jobs:
         self.unfinished = self.held_bytes = 0
         self.started = self.closed = False
         self.last: _Jobs | None = None
-        """The jobs of the worker that ends after this one."""
+        """Jobs of the worker that ends after this one."""
 
     def close(self) -> None:
         with self.changed:
@@ -152,15 +152,15 @@ class _Jobs:
             self.last.close()
 
     def run(self, num_threads: int) -> None:
-        # OpenMP keeps the number of threads per calling thread: by itself this one would take all cores.
+        # OpenMP's number of threads is per calling thread: this one would take all cores.
         torch.set_num_threads(num_threads)
         while (submitted := self._next()) is not None:
             try:
                 submitted.future.set_result(submitted.job())
-            except BaseException as error:  # noqa: BLE001 - raised by whoever asks for the result
+            except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
                 submitted.future.set_exception(error)
             num_bytes = submitted.num_bytes
-            # Or the job, and what it holds, would live until the next one comes.
+            # Otherwise the job, and its memory, would live until the next one.
             del submitted
             with self.changed:
                 self.unfinished -= 1

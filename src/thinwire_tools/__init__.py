@@ -1,4 +1,4 @@
-"""The ``thinwire`` command and what it is made of: measurements, comparisons, emulated networks.
+"""The ``thinwire`` command and its parts: measurements, comparisons, emulated networks.
 
 The library, `thinwire`, never imports this package.
 """

@@ -101,7 +101,7 @@ def aggregator(
 
 
 def _token(path: Path | None) -> str:
-    """The text of a token file, without the white space around it."""
+    """Return the text of a token file, without the white space around it."""
     if path is None:
         return ""
     if not (token := path.read_text().strip()):

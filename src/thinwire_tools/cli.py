@@ -1,7 +1,7 @@
 """The ``thinwire`` command.
 
-It stands beside the library, not in it, because importing anything of ``thinwire`` imports PyTorch, which takes
-seconds: help and version should not wait for that.
+It is outside of the library because importing anything of ``thinwire`` imports PyTorch, which takes seconds: help and
+version should not wait for that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Command:
 
     Args:
         target: ``"module:function"``, whose parameters tyro makes into options. The module is imported for help, too:
-            what needs PyTorch, the function imports itself.
+            the function itself imports what needs PyTorch.
         summary: what it does, in a line of help.
         takes_script: whether what follows ``--`` is a program to run, passed to the function as its first argument.
         with_script: the function in place of ``target`` where a program follows ``--``, if that is another.
@@ -65,7 +65,7 @@ class Program:
 
     @property
     def commands(self) -> dict[str, Command]:
-        """All commands by their words."""
+        """Dictionary of all commands by their words."""
         return {words: command for group in self.groups.values() for words, command in group.items()}
 
     def run(self, args: list[str]) -> int:
@@ -108,12 +108,12 @@ class Program:
         try:
             return self._call(words, command, args)
         except KeyboardInterrupt:
-            # Of several ranks on a machine one speaks.
+            # Only one of several ranks on a machine prints.
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 sys.stderr.write(f"\n{self.name} {words}: interrupted\n")
             return 130
         except Exception as error:
-            # Whoever raises a `CommandError` has imported this module; here that would import PyTorch.
+            # Code that raises a `CommandError` has imported this module; here that would import PyTorch.
             exits = sys.modules.get("thinwire_tools.exits")
             if exits is None or not isinstance(error, exits.CommandError):
                 raise
@@ -151,7 +151,7 @@ class Program:
         return 2
 
     def _print_forms(self, words: str, command: Command) -> int:
-        """The help of a command that does one thing without a program and another with one."""
+        """Return the help of a command that does one thing without a program and another with one."""
         import tyro
 
         assert command.forms is not None
@@ -172,7 +172,7 @@ class Program:
 
 
 def _of_the_other_form(command: Command, args: Sequence[str], *, script: bool) -> str | None:
-    """The first of ``args`` that is an option of the form that was not called alone, if there is one."""
+    """Return the first of ``args`` that is an option of only the other form, if there is one."""
     options = [arg.partition("=")[0] for arg in args if arg.startswith("--")]
     if not options:
         return None
@@ -184,12 +184,12 @@ def _of_the_other_form(command: Command, args: Sequence[str], *, script: bool) -
 
 
 def _description(function: Callable[..., Any]) -> str:
-    """The docstring without its arguments, which tyro shows as options; by itself tyro would drop the examples."""
+    """Return the docstring without its arguments, which tyro shows as options; tyro would drop the examples."""
     return _wrapped(inspect.cleandoc(function.__doc__ or "").split("\nArgs:")[0].strip())
 
 
 def _wrapped(text: str) -> str:
-    """Paragraphs no wider than the terminal, which would cut words in two; lines to copy, which are indented, stay.
+    """Wrap paragraphs to the terminal's width, which would cut words in two; lines to copy, which are indented, stay.
 
     tyro joins lines of a description unless they are indented.
     """
@@ -200,8 +200,8 @@ def _wrapped(text: str) -> str:
 
 
 def _with_plain_help(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose options help shows as ``--rate TEXT`` and ``-- SCRIPT ...``: tyro writes ``--rate {None}|STR
-    (default: None)`` and ``[[STR [STR ...]]]``."""
+    """Return the function with options that help shows as ``--rate TEXT`` and ``-- SCRIPT ...``: tyro writes ``--rate
+    {None}|STR (default: None)`` and ``[[STR [STR ...]]]``."""
     import tyro
 
     called = getattr(function, "func", function)
@@ -224,9 +224,9 @@ def _with_plain_help(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **options: Any) -> Any:
         return function(*args, **options)
 
-    del call.__wrapped__  # type hints are looked for there first
+    del call.__wrapped__  # type hints would be taken from there
     call.__annotations__ = hints
-    # A program comes last on the command line.
+    # A program is last on the command line.
     parameters = sorted(inspect.signature(function).parameters.values(), key=_comes_last)
     call.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
     return call

@@ -1,4 +1,4 @@
-"""How a command ends without a result: errors that the command line shows as one line, and their exit codes."""
+"""Errors that end a command without a result, which the command line shows as one line, and their exit codes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 FAILED = 1
-# As sysexits.h numbers them.
+# The numbers are those of sysexits.h.
 USAGE = 64
 UNAVAILABLE = 69
 
@@ -23,7 +23,7 @@ class CommandError(Exception):
 
     exit_code = FAILED
     details = ""
-    """What is printed below the text, such as the end of a log."""
+    """Text that is printed below the message, such as the end of a log."""
 
 
 @contextmanager
@@ -47,7 +47,7 @@ class ScriptNotFound(CommandError):
 
 
 def check_script(command: Sequence[str]) -> None:
-    """Raise `ScriptNotFound` unless there is what ``python`` would run for ``train.py args`` or ``-m module args``."""
+    """Raise `ScriptNotFound` unless ``python`` finds something to run for ``train.py args`` or ``-m module args``."""
     if command[0] == "-m" and len(command) > 1:
         package = command[1].split(".")[0]
         if PathFinder.find_spec(package, [os.getcwd()]) is None and find_spec(package) is None:
@@ -57,5 +57,5 @@ def check_script(command: Sequence[str]) -> None:
 
 
 def without_python(command: Sequence[str]) -> list[str]:
-    """A command without the interpreter that it begins with, as that of ``thinwire lab`` does."""
+    """Return a command without the interpreter that it begins with, as that of ``thinwire lab`` does."""
     return list(command[1:] if Path(command[0]).name.startswith("python") and len(command) > 1 else command)

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def need_matplotlib() -> Any:
-    """``matplotlib.figure.Figure``. Raises ``ImportError`` that says how to install it."""
+    """Return ``matplotlib.figure.Figure``. Raises ``ImportError`` that says how to install it."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -17,7 +17,7 @@ def need_matplotlib() -> Any:
 
 
 def canvas(panels: int, *, titles: Sequence[str], x: str, y: str | Sequence[str]) -> tuple[Any, list[Any]]:
-    """A figure with ``panels`` axes side by side, in rows of three."""
+    """Return a figure with ``panels`` axes side by side, in rows of three."""
     figure = need_matplotlib()(figsize=(1.5 + 4.5 * min(panels, 3), 4.2 * ((panels + 2) // 3)), layout="constrained")
     grid = figure.subplots((panels + 2) // 3, min(panels, 3), squeeze=False).flatten().tolist()
     for axes in grid[panels:]:

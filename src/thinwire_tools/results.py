@@ -14,10 +14,10 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 
 def check_output_file(path: str | os.PathLike[str]) -> Path:
-    """The path of a file that can be written.
+    """Return the path of a file that can be written.
 
     Raises:
-        ValueError: It cannot, so that a run would end without its figures.
+        ValueError: The file cannot be written, so that a run would end without its figures.
     """
     file = Path(path)
     if file.is_dir():
@@ -28,7 +28,7 @@ def check_output_file(path: str | os.PathLike[str]) -> Path:
         if not os.access(file, os.W_OK):
             raise ValueError(f"{file} cannot be written: permission denied")
         return file
-    target = os.path.realpath(file)  # of a link to a file that is not there yet: the link stays
+    target = os.path.realpath(file)  # the file that a link leads to, which may not exist yet: the link stays
     try:
         with open(target, "x"):  # a folder that may be written need not take files: /proc does not
             pass
@@ -48,11 +48,11 @@ OutputFile = Annotated[
         str_from_instance=lambda value: [str(value)],
     ),
 ]
-"""A command's option for a file to write: a path that cannot be written is refused before the run."""
+"""Option of a command for a file to write: a path that cannot be written is refused before the run."""
 
 
 def machine() -> dict[str, Any]:
-    """CPU model, cores, memory and kernel of this machine: a figure means nothing without them."""
+    """Return CPU model, cores, memory and kernel of this machine: a figure means nothing without them."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -70,7 +70,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of thinwire, Python and PyTorch."""
+    """Return the versions of thinwire, Python and PyTorch."""
     installed = {"python": platform.python_version()}
     for name in ("thinwire", "torch"):
         try:
@@ -89,11 +89,11 @@ class Results:
     about: dict[str, Any] = field(default_factory=dict)
 
     def add(self, name: str, value: float, unit: str, **more: Any) -> None:
-        """Record one figure; ``more`` holds what it depends on (rate, bits, runs …)."""
+        """Record one figure; ``more`` are the conditions that it depends on (rate, bits, runs …)."""
         self.results.append({"name": name, "value": value, "unit": unit, **more})
 
     def value(self, name: str) -> float:
-        """The value recorded under ``name``."""
+        """Return the value recorded under ``name``."""
         for row in self.results:
             if row["name"] == name:
                 return row["value"]

@@ -43,7 +43,7 @@ _WIDTHS = {torch.int8: 1, torch.int32: 4}
 _TURN_S = 0.5
 _LEAVING_S = 1.0
 _GRACE_S = 5.0
-"""The aggregator reports missing ranks after the timeout; this much later, its own silence is an error."""
+"""Seconds after the timeout, at which the aggregator reports missing ranks, until its own silence is an error."""
 
 
 @dataclass
@@ -55,9 +55,9 @@ class _Job:
     op: Op
     link: _Link
     limit: int
-    """Of this rank's integers, which travel packed; 0: as they are."""
+    """Largest magnitude of this rank's integers, which are sent packed; 0 if they are not."""
     sent: int = 0
-    """Elements."""
+    """Number of elements sent."""
     received: int = 0
     done: threading.Event = field(default_factory=threading.Event)
     error: TransportError | None = None
@@ -76,7 +76,7 @@ class _Job:
 
 @dataclass
 class _Lane:
-    """All-reduces in their order, and the chunks of them whose sums have not arrived."""
+    """All-reduces in their order, and the chunks of them whose sums have not been received."""
 
     slots: int
     waiting: deque[_Job] = field(default_factory=deque)
@@ -179,11 +179,11 @@ class AggregatorClient:
         return job
 
     def all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum") -> None:
-        """`start_all_reduce`, and wait for it."""
+        """Run `start_all_reduce`, and wait for its end."""
         self.start_all_reduce(x, lane=lane, op=op).wait()
 
     def wire_bytes(self, numel: int, width: int, limit: int = 0) -> int:
-        """Bytes of ``numel`` integers, each way: headers, and integers of ``width`` bytes or packed up to ``limit``."""
+        """Return the bytes of ``numel`` integers, each way: headers, and ``width`` bytes each, or packed ones."""
         headers = -(-numel // self.slot_elements) * HEADER.size
         if not limit:
             return headers + numel * width
@@ -196,7 +196,7 @@ class AggregatorClient:
 
 
 class _Link(asyncio.BufferedProtocol):
-    """The connection, in an event loop of its own. It holds no reference to the client, whose finalizer closes it.
+    """The connection, in an event loop of its own. It has no reference to the client, whose finalizer closes it.
 
     Headers are received into one buffer, and sums directly into the tensor.
     """
@@ -207,7 +207,7 @@ class _Link(asyncio.BufferedProtocol):
         self._where, self._greeting, self._timeout_s = where, greeting, timeout_s
         self._target = where.address.partition("?")[0]
         self.welcome: Future[Header] = Future()
-        """The first frame, which the aggregator sends when all ranks are connected, or a `TransportError`."""
+        """First frame, which the aggregator sends when all ranks are connected, or a `TransportError`."""
         self._lanes: list[_Lane] = []
         self._slot_elements = 0
         self._lock = threading.Lock()
@@ -219,7 +219,7 @@ class _Link(asyncio.BufferedProtocol):
         self._have = 0
         self._into = memoryview(bytearray(HELLO.size))
         self._arrived: Callable[[], None] = self._greet
-        """Called when ``_into`` is full."""
+        """Function that is called when ``_into`` is full."""
 
     # ---- Called by other threads ------------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class _Link(asyncio.BufferedProtocol):
             self._loop.call_soon_threadsafe(self._fill)
 
     def check(self, since_s: float) -> None:
-        """Raise `TransportError` if nothing has arrived for too long since ``since_s``."""
+        """Raise `TransportError` if nothing has been received for too long since ``since_s``."""
         if time.monotonic() - max(since_s, self._heard_s) > self._timeout_s + _GRACE_S:
             text = f"nothing came from the aggregator at {self._target} within {self._timeout_s + _GRACE_S:g} s"
             raise self._is_gone(text, "the aggregator is silent: it is stopped, or cut off")
@@ -310,7 +310,7 @@ class _Link(asyncio.BufferedProtocol):
         self._break(self._is_gone(text, "the connection to the aggregator is broken"))
 
     def _is_gone(self, text: str, reason: str) -> TransportError:
-        """The error of which no rank is the cause."""
+        """Return the error of the aggregator itself, which no rank has caused."""
         return TransportError(text, host=parse_address(self._where.address)[0], reason=reason)
 
     @property
@@ -423,7 +423,7 @@ class _Link(asyncio.BufferedProtocol):
 
 
 def parse_address(text: str) -> tuple[str, int, int]:
-    """Host, port and slots (0: all) of ``"host:port"``, ``"[::1]:port"`` or ``"host:port?slots=16"``.
+    """Return host, port and slots (0: all) of ``"host:port"``, ``"[::1]:port"`` or ``"host:port?slots=16"``.
 
     Raises:
         ValueError: It is none of these.
@@ -438,5 +438,5 @@ def parse_address(text: str) -> tuple[str, int, int]:
 
 
 def session_number() -> int:
-    """A random session number, for rank 0 to share."""
+    """Return a random session number, for rank 0 to share."""
     return secrets.randbits(62)

@@ -36,31 +36,31 @@ MAX_SLOTS = 1 << 16
 MAX_SLOT_ELEMENTS = 1 << 20
 MAX_TEXT_BYTES = 1000
 MAX_LIMIT = 127
-"""The largest magnitude of packed integers, and of their sums."""
+"""Largest magnitude of packed integers, and of their sums."""
 _MAGIC = b"twag"
 
 
 class ProtocolError(ValueError):
-    """What arrived is not of this protocol, or breaks its rules."""
+    """Bytes that are not of this protocol, or break its rules."""
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """The kind of a frame."""
 
     WELCOME = 1
-    """Down, once all workers are there: ``elements`` in a slot, ``chunk`` slots for each lane."""
+    """Frame from the aggregator once all workers are there: ``elements`` in a slot, ``chunk`` slots for each lane."""
     CONTRIBUTE = 2
     RESULT = 3
     LEAVE = 4
-    """Up: this worker will send no more."""
+    """Frame from a worker that will send no more."""
     ERROR = 5
-    """Down: the session is over because of a worker; the payload is ``elements`` bytes of text with the reason."""
+    """Frame from the aggregator: the session is over because of a worker; the payload is ``elements`` bytes of text."""
     ENDED = 6
-    """Down: the same, and no worker is the cause."""
+    """Frame from the aggregator: the session is over, but not because of a worker; the payload is a text, too."""
 
 
 class Op(IntEnum):
-    """What becomes of the workers' integers."""
+    """The operation on the workers' integers."""
 
     SUM = 0
     MAX = 1
@@ -73,23 +73,23 @@ class Greeting(NamedTuple):
     world_size: int
     lanes: int
     slots: int
-    """Wanted for all lanes together; 0 takes the aggregator's default share."""
+    """Number of slots wanted for all lanes together; 0 takes the aggregator's default share."""
     timeout_ms: int
-    """How long workers may wait for one another."""
+    """Milliseconds that workers may wait for one another."""
     session: int
 
     def pack(self) -> bytes:
-        """Its bytes."""
+        """Return the bytes of the greeting."""
         return GREETING.pack(
             _MAGIC, VERSION, self.rank, self.world_size, self.lanes, self.slots, self.timeout_ms, self.session
         )
 
     @staticmethod
     def unpack(data: bytes | bytearray | memoryview) -> Greeting:
-        """The greeting in a worker's first bytes.
+        """Return the greeting in a worker's first bytes.
 
         Raises:
-            ProtocolError: it is no greeting, or one with impossible values.
+            ProtocolError: the bytes are no greeting, or one with impossible values.
         """
         magic, version, rank, world_size, lanes, slots, timeout_ms, session = GREETING.unpack(data)
         check_magic(magic)
@@ -103,15 +103,15 @@ class Greeting(NamedTuple):
 
 
 def hello(nonce: bytes) -> bytes:
-    """What an aggregator sends first."""
+    """Return the first bytes that an aggregator sends."""
     return HELLO.pack(_MAGIC, VERSION, nonce)
 
 
 def nonce_of(data: bytes | bytearray | memoryview) -> bytes:
-    """The nonce of a hello.
+    """Return the nonce of a hello.
 
     Raises:
-        ProtocolError: it is none, or of another version.
+        ProtocolError: the bytes are no hello, or one of another version.
     """
     magic, version, nonce = HELLO.unpack(data)
     check_magic(magic)
@@ -127,33 +127,33 @@ def check_magic(data: bytes | memoryview) -> None:
 
 
 def proof(token: str, nonce: bytes, greeting: bytes | memoryview) -> bytes:
-    """What follows a greeting: it shows that its sender knows the token."""
+    """Return the bytes after a greeting, which show that its sender knows the token."""
     return hmac.digest(token.encode(), nonce + bytes(greeting), "sha256")
 
 
 def is_proof(given: bytes | memoryview, token: str, nonce: bytes, greeting: bytes | memoryview) -> bool:
-    """Whether a worker's proof is right: compared in a time that does not depend on where it differs."""
+    """Whether a worker's proof is right, in a time that does not depend on where it differs."""
     return hmac.compare_digest(bytes(given), proof(token, nonce, greeting))
 
 
 class Header(NamedTuple):
-    """The first 24 bytes of a frame."""
+    """First 24 bytes of a frame."""
 
     kind: Kind
     op: Op = Op.SUM
     width: int = 1
-    """Bytes of an integer: 1 or 4."""
+    """Number of bytes of an integer: 1 or 4."""
     lane: int = 0
     slot: int = 0
     elements: int = 0
-    """Of the payload; bytes of a text."""
+    """Number of elements of the payload, or bytes of a text."""
     chunk: int = 0
     limit: int = 0
-    """The largest magnitude of its integers, which are packed; 0: they are ``width`` bytes each."""
+    """Largest magnitude of the integers, which are packed; 0 if they are ``width`` bytes each."""
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes that follow."""
+        """Number of bytes of the payload."""
         if self.kind in (Kind.ERROR, Kind.ENDED):
             return self.elements
         if self.kind not in (Kind.CONTRIBUTE, Kind.RESULT):
@@ -161,16 +161,16 @@ class Header(NamedTuple):
         return packed_bytes(self.elements, self.limit) if self.limit else self.elements * self.width
 
     def pack(self) -> bytes:
-        """Its bytes."""
+        """Return the bytes of the header."""
         what = self.kind, self.op, self.width, self.lane, self.slot, self.limit, self.elements, self.chunk
         return HEADER.pack(_MAGIC, *what)
 
     @staticmethod
     def unpack(data: bytes | bytearray | memoryview, slot_elements: int) -> Header:
-        """The header of a frame whose payload is of at most so many elements.
+        """Return the header of a frame whose payload is of at most so many elements.
 
         Raises:
-            ProtocolError: it is no header, or one with impossible values.
+            ProtocolError: the bytes are no header, or one with impossible values.
         """
         magic, kind, op, width, lane, slot, limit, count, chunk = HEADER.unpack(data)
         if magic != _MAGIC:
@@ -192,17 +192,17 @@ class Header(NamedTuple):
 
 
 def packed_bytes(elements: int, limit: int) -> int:
-    """The bytes of so many packed integers."""
+    """Return the bytes of ``elements`` packed integers."""
     return -(-elements // GROUP) * GROUP // 8 * _bits(limit)
 
 
 def packed(integers: Tensor, limit: int) -> bytes:
-    """Integers (int8, flat) of magnitudes up to ``limit``, in as many bits as these need."""
+    """Pack integers (int8, flat) of magnitudes up to ``limit`` into as many bits as these need."""
     return pack((integers + limit).view(torch.uint8), _bits(limit)).numpy().tobytes()
 
 
 def unpacked(data: bytes | bytearray | memoryview, elements: int, limit: int) -> Tensor:
-    """The integers (int8) in what `packed` has made.
+    """Return the integers (int8) from the bytes of `packed`.
 
     Raises:
         ProtocolError: one of them is beyond the limit.
@@ -218,6 +218,6 @@ def _bits(limit: int) -> int:
 
 
 def error_frame(text: str, *, by_worker: bool) -> bytes:
-    """A frame that ends a session; ``by_worker`` says whether a worker is the cause."""
+    """Return a frame that ends a session; ``by_worker`` says whether a worker is the cause."""
     data = text.encode()[:MAX_TEXT_BYTES].decode(errors="ignore").encode()
     return Header(Kind.ERROR if by_worker else Kind.ENDED, elements=len(data)).pack() + data

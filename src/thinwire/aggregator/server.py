@@ -36,12 +36,12 @@ GREETING_TIMEOUT_S = 10.0
 _CLOSING_TIMEOUT_S = 5.0
 _LEAST_INBOX_BYTES = 1 << 20
 MAX_STRANGERS = 256
-"""Connections that may be open at once without being part of a session: beyond that the oldest is dropped."""
+"""Number of connections that may be open without being part of a session: beyond that the oldest is dropped."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much an aggregator serves, and how long it waits.
+    """Limits of an aggregator's work and waits.
 
     Args:
         slots: chunks that may be under way at once; memory is 8 bytes for each of their elements, taken when used.
@@ -70,42 +70,42 @@ class Limits:
 
 @dataclass
 class Counters:
-    """What an aggregator did since it was started."""
+    """Counters of an aggregator since it was started."""
 
     sessions: int = 0
-    """Sessions whose workers were all there."""
+    """Number of sessions whose workers were all there."""
     failed_sessions: int = 0
     refused: int = 0
-    """Connections that were dropped because they broke the protocol."""
+    """Number of connections that were dropped because they broke the protocol."""
     chunks: int = 0
     received_bytes: int = 0
     sent_bytes: int = 0
 
 
 class _Worker(asyncio.BufferedProtocol):
-    """One connection: puts frames together from what arrives, and hands them to the aggregator."""
+    """One connection: puts frames together from received bytes, and hands them to the aggregator."""
 
     transport: asyncio.Transport
     deadline: asyncio.TimerHandle
-    """Ends the connection if no greeting comes, or if the last frame is not read."""
+    """Timer that ends the connection if no greeting is received, or if the last frame is not read."""
 
     def __init__(self, aggregator: Aggregator) -> None:
         self._aggregator = aggregator
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self._inbox = bytearray(GREETING.size + PROOF_BYTES)
-        """It has room for frames once the worker has greeted: a silent connection costs no more than a greeting."""
+        """Buffer, large enough for frames once the worker has greeted: a silent connection costs little."""
         self._start = self._end = 0
         self.greeting: Greeting | None = None
         self.session: Session | None = None
         self.closing = False
-        """Whether the last frame was written: no other follows, and what the worker still sends is discarded."""
+        """Whether the last frame was written: no other follows, and further bytes of the worker are discarded."""
 
     def __str__(self) -> str:
         host, port = self.transport.get_extra_info("peername")[:2]
         return f"{host}:{port}" + (f" (rank {self.greeting.rank})" if self.greeting else "")
 
     def make_room(self, num_bytes: int) -> None:
-        """Have a buffer for frames. Only between frames."""
+        """Allocate a buffer for frames. Called only between frames."""
         self._inbox = bytearray(num_bytes)
         self._start = self._end = 0
 
@@ -144,19 +144,19 @@ class _Worker(asyncio.BufferedProtocol):
 
 
 class Aggregator:
-    """Adds up what the workers of a training send, in a bounded pool of slots. Never sees a float.
+    """Adds up the integers that workers of a training send, in a bounded pool of slots. Never sees a float.
 
     ``with Aggregator(...) as aggregator: aggregator.serve()`` serves several trainings at once, as far as there are
     slots for them, until `stop` is called, by another thread or a signal handler.
 
     Args:
-        host: Where to listen; 0.0.0.0 for all interfaces.
+        host: Address to listen on; 0.0.0.0 for all interfaces.
         port: 0 takes a free one, which is in ``address``.
-        limits: How much is served, and how long is waited.
-        token: What workers must know to take part. Without one, whoever can connect can: trusted networks only.
+        limits: Limits of work and waits.
+        token: What workers must know to take part. Without one, all can who can connect: trusted networks only.
         tls: With it, connections are encrypted: ``ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)`` with a
-            certificate loaded. Without, whoever can listen on the network can read the sums, and who can change packets
-            can change them.
+            certificate loaded. Without, those on the network can read the sums, and change them where they can change
+            packets.
         log: Called with a line of text for each event.
 
     Raises:
@@ -189,22 +189,22 @@ class Aggregator:
         self._listener = socket.create_server((host, port), family=_family(host), backlog=256)
         host, port = self._listener.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        """``host:port`` for `thinwire.Network(aggregator=...)`."""
+        """Address ``host:port`` for `thinwire.Network(aggregator=...)`."""
         self._stopped = False
 
     @property
     def num_workers(self) -> int:
-        """Workers that are here now."""
+        """Number of workers that are connected."""
         return sum(len(session.joined - session.left) for session in list(self._sessions.values()))
 
     @property
     def num_strangers(self) -> int:
-        """Connections that have not greeted yet."""
+        """Number of connections that have not greeted yet."""
         return len(self._strangers)
 
     @property
     def slots_in_use(self) -> int:
-        """Slots that hold a chunk now."""
+        """Number of slots that have a chunk."""
         return sum(session.slots_in_use for session in list(self._sessions.values()))
 
     def __enter__(self) -> Aggregator:
@@ -218,7 +218,7 @@ class Aggregator:
         self._stopped = True
 
     def serve(self) -> None:
-        """Serve until `stop` is called; workers that are here then get an error."""
+        """Serve until `stop` is called; connected workers then get an error."""
         asyncio.run(self._serve())
 
     def close(self) -> None:
@@ -242,7 +242,7 @@ class Aggregator:
     # ---- Connections ------------------------------------------------------------------------------------------------
 
     def connected(self, worker: _Worker) -> None:
-        """A connection was made. It is dropped unless a greeting follows."""
+        """Add a connection. It is dropped unless a greeting follows."""
         self._workers.add(worker)
         self._strangers[worker] = None
         if len(self._strangers) > MAX_STRANGERS:
@@ -252,7 +252,7 @@ class Aggregator:
         worker.deadline = loop.call_later(GREETING_TIMEOUT_S, self._refuse, worker, "it said nothing")
 
     def take(self, worker: _Worker, data: memoryview) -> int:
-        """Take the first frame of what came in; how many bytes it had, or 0 if it is not all there."""
+        """Take the first received frame; return its bytes, or 0 if it is not complete."""
         try:
             return self._take(worker, data)
         except ProtocolError as error:
@@ -348,7 +348,7 @@ class Aggregator:
         return Session(greeting, slots, self._slot_elements, time.monotonic())
 
     def gone(self, worker: _Worker, how: str) -> None:
-        """Let a worker go that left or broke off."""
+        """Remove a worker that left or broke off."""
         session, greeting = worker.session, worker.greeting
         self._workers.discard(worker)
         self._strangers.pop(worker, None)

@@ -1,4 +1,4 @@
-"""The state of one aggregated training: its workers, the chunks that are being added, and when it fails."""
+"""The state of one aggregated training: its workers, the chunks that are being added, and its failures."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class SessionError(Exception):
 
 @dataclass
 class Slot:
-    """One accumulator and the chunk that it holds."""
+    """One accumulator and its chunk."""
 
     wide: np.ndarray
-    """int64 ``[elements]``, in which int32 values are added so that an overflow is detected."""
+    """Accumulator as int64 ``[elements]``, in which int32 values are added so that an overflow is detected."""
     narrow: np.ndarray
-    """int32 ``[elements]`` in the same memory, in which int8 values are added."""
+    """Accumulator as int32 ``[elements]`` in the same memory, in which int8 values are added."""
     header: Header | None = None
-    """The header of the first contribution to the present chunk, or None."""
+    """Header of the first contribution to the present chunk, or None."""
     ranks: set[int] = field(default_factory=set)
     since_s: float = 0.0
 
@@ -60,9 +60,9 @@ class Session:
         self.left: set[int] = set()
         self.since_s = now_s
         self.heard_s = now_s
-        """The last time at which a worker joined or sent integers."""
+        """Last time at which a worker joined or sent integers."""
         self._next = [list(range(self.slots_per_lane)) for _ in range(greeting.lanes)]
-        """The chunk that each slot of each lane serves next."""
+        """Chunk that each slot of each lane serves next."""
 
     @property
     def complete(self) -> bool:
@@ -187,7 +187,7 @@ class Session:
 
     @property
     def slots_in_use(self) -> int:
-        """Number of slots that hold a chunk."""
+        """Number of slots that have a chunk."""
         return sum(slot.header is not None for slot in self.slots)
 
 

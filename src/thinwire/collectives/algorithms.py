@@ -1,4 +1,4 @@
-"""Collective algorithms: through which ranks the contributions to a chunk reach its owner, and its mean comes back.
+"""Collective algorithms: the ranks through which contributions to a chunk reach its owner, and its mean returns.
 
 A collective algorithm is a pure function: the rank to which ``rank`` sends its partial sum of a chunk that rank
 ``owner`` reduces (`Algorithm.parent`). In a scatter-reduce-all-gather and with a parameter server that is the owner
@@ -19,7 +19,7 @@ from thinwire.arguments import Calls, check_choice, check_int, check_number, che
 from thinwire.compressors import RESIDUAL, Coded, Raw, ef, needs_state, parse
 
 _SHARE_UNITS = 1000
-"""Shares of owners are rounded to whole numbers of this resolution, so that all ranks compute the same ones."""
+"""Resolution of owners' shares, which are rounded to whole numbers so that all ranks compute the same ones."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class World:
 
     size: int
     nodes: tuple[int, ...] = ()
-    """By rank, the number of its node, counted from 0 in the order of first ranks. Empty if nodes are not known."""
+    """Node of each rank, counted from 0 in the order of first ranks. Empty if nodes are not known."""
 
     def __post_init__(self) -> None:
         if self.nodes and len(self.nodes) != self.size:
@@ -36,7 +36,7 @@ class World:
 
     @cached_property
     def members(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each node."""
+        """Ranks of each node."""
         return tuple(tuple(r for r in range(self.size) if self.nodes[r] == node) for node in sorted(set(self.nodes)))
 
 
@@ -47,7 +47,7 @@ class Tree:
 
     Args:
         owner: The root.
-        parents: By rank, its parent; None for the owner.
+        parents: The parent of each rank; None for the owner.
 
     Raises:
         ValueError: The parents do not form a tree.
@@ -67,7 +67,7 @@ class Tree:
         self.height = self._heights()
 
     def _depths(self) -> tuple[int, ...]:
-        """By rank, the number of hops between the owner and it."""
+        """Return the number of hops between the owner and each rank."""
         depth = [-1] * len(self.parents)
         depth[self.owner], reached = 0, [self.owner]
         for rank in reached:
@@ -80,7 +80,7 @@ class Tree:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """By rank, the ranks whose contributions are in what it sends toward the owner, itself included."""
+        """Number of ranks whose contributions each rank sends toward the owner, its own included."""
         sizes = [1] * len(self.parents)
         for rank in sorted(range(len(self.parents)), key=lambda r: -self.depth[r]):
             parent = self.parents[rank]
@@ -89,7 +89,7 @@ class Tree:
         return tuple(sizes)
 
     def _heights(self) -> tuple[int, ...]:
-        """By rank, the most hops that a contribution it waits for has made; 0 for a rank without children."""
+        """Return the most hops of a contribution that each rank waits for; 0 for a rank without children."""
         height = [0] * len(self.parents)
         for rank in sorted(range(len(self.parents)), key=lambda r: -self.depth[r]):
             parent = self.parents[rank]
@@ -120,7 +120,7 @@ class Algorithm(ABC):
         return False
 
     def shares(self, world: World) -> tuple[int, ...]:
-        """By rank, how much of every layer it owns, in proportion.
+        """Return the share of every layer that each rank owns, in proportion.
 
         Raises:
             ValueError: The algorithm does not fit this world.
@@ -128,20 +128,20 @@ class Algorithm(ABC):
         return (1,) * world.size
 
     def crossings(self, world: World) -> float:
-        """Bytes that the busiest rank sends, as a multiple of the bytes of the encoded bucket (about)."""
+        """Return the bytes that the busiest rank sends, as a multiple of the bytes of the encoded bucket (about)."""
         return 2 * (world.size - 1) / world.size
 
     @abstractmethod
     def parent(self, rank: int, owner: int, world: World) -> int:
-        """The rank to which ``rank``, which is not the owner, sends its contribution, and which sends it the mean."""
+        """Return the rank to which ``rank``, not the owner, sends its contribution, and which sends it the mean."""
 
     def tree(self, owner: int, world: World) -> Tree:
-        """The reduction tree of the chunks of ``owner``."""
+        """Return the reduction tree of the chunks of ``owner``."""
         parents = [None if rank == owner else self.parent(rank, owner, world) for rank in range(world.size)]
         return Tree(owner, parents)
 
     def compressor_between(self, compressor: Coded, rank: int, parent: int, world: World) -> Coded:
-        """The compressor of what ``rank`` sends to ``parent``, of chunks for which the plan has ``compressor``."""
+        """Return the compressor of messages from ``rank`` to ``parent``, for chunks with ``compressor`` in the plan."""
         return compressor
 
     def __str__(self) -> str:
@@ -152,7 +152,7 @@ class Algorithm(ABC):
 
 @dataclass(frozen=True)
 class _Star(Algorithm):
-    """Every rank sends to each owner directly."""
+    """An algorithm in which every rank sends to each owner directly."""
 
     @property
     def is_star(self) -> bool:
@@ -320,14 +320,14 @@ class Hierarchical(Algorithm):
 
     def parent(self, rank: int, owner: int, world: World) -> int:
         mine, owners = world.members[world.nodes[rank]], world.members[world.nodes[owner]]
-        sender = mine[owners.index(owner) % len(mine)]  # of its node's sum, to the owner
+        sender = mine[owners.index(owner) % len(mine)]  # the rank that sends its node's sum to the owner
         return owner if world.nodes[rank] == world.nodes[owner] or rank == sender else sender
 
     def compressor_between(self, compressor: Coded, rank: int, parent: int, world: World) -> Coded:
         return self.inner(compressor) if world.nodes[rank] == world.nodes[parent] else compressor
 
     def inner(self, compressor: Coded) -> Coded:
-        """The compressor of what stays inside a node, where ``compressor`` is that of what crosses between nodes."""
+        """Return the compressor inside a node, where ``compressor`` is that between nodes."""
         return compressor if self.inside == "same" else _inside(self.inside, compressor)
 
     def __str__(self) -> str:
@@ -335,15 +335,15 @@ class Hierarchical(Algorithm):
 
 
 def _all_of(owner: int, world: World, called: str) -> tuple[int, ...]:
-    """Shares of which one rank has everything."""
+    """Return shares of which one rank has everything."""
     if not 0 <= owner < world.size:
         raise ValueError(f"{called} is rank {owner}, and there are {world.size} ranks")
     return tuple(int(rank == owner) for rank in range(world.size))
 
 
 def _inside(spec: str, compressor: Coded) -> Coded:
-    """The compressor inside a node for ``compressor`` between nodes. It has error feedback if that has: the residual
-    that an inner rank holds must be sent by it, too."""
+    """Return the compressor inside a node for ``compressor`` between nodes. It has error feedback if that has: an inner
+    rank's residual must be sent by it, too."""
     inner = parse("raw" if spec == "dense" or isinstance(compressor, Raw) else spec)
     chosen = ef(inner) if RESIDUAL in compressor.slots else inner
     assert isinstance(chosen, Coded)
@@ -351,8 +351,8 @@ def _inside(spec: str, compressor: Coded) -> Coded:
 
 
 def balanced_shares(rates: Sequence[float]) -> tuple[float, ...]:
-    """Shares of a tensor that ranks with links of these rates should own, so that the last link ends as soon as
-    possible.
+    """Return the shares of a tensor that ranks with links of these rates should own, so that the last link ends as soon
+    as possible.
 
     In a scatter-reduce-all-gather of n ranks, the owner of a share s sends ``1 + (n−2)·s`` of the tensor. The least
     time T has ``s_r = max(0, (T·rate_r − 1)/(n−2))`` with ``Σ s_r = 1``.

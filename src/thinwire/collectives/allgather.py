@@ -21,11 +21,11 @@ _SIZE = struct.Struct("<i")
 def gather_buffers(layout: Layout, transport: Transport) -> Buffers:
     """Allocate the messages of `gather_mean`. All ranks must call this, in the same order.
 
-    Messages whose size depends on the data are packed before they are sent. ``work`` then holds the unpacked messages
+    Messages whose size depends on the data are packed before they are sent. ``work`` then has the unpacked messages
     of all ranks.
     """
     buffers = transport.open(layout.gather_traffic())
-    # Every rank sends all that it has to all others. Begun at once, without a wait for announcements, that takes longer
+    # Every rank sends all its data to all others. Begun at once, without a wait for announcements, that takes longer
     # over a long link, as soon as messages fill a few of TCP's first windows.
     buffers.ahead = ()
     if any(chunk.bounded for chunk in layout.gathered):
@@ -76,7 +76,7 @@ def gather_mean(
 
 
 class _Packing:
-    """Sends messages of bounded size without their unused bytes: sizes in phase 0, packed messages in phase 1."""
+    """Sender of messages of bounded size without their unused bytes: sizes in phase 0, packed messages in phase 1."""
 
     def __init__(self, chunk: Chunk, buffers: Buffers, messages: Messages) -> None:
         self._chunk, self._buffers, self._messages = chunk, buffers, messages
@@ -112,7 +112,7 @@ class _Packing:
         at = HEADER_BYTES
         for compressor, segments in self._chunk.groups:
             for piece in segments.pieces:
-                # The payload's header holds its length, which is checked: it may not reach past the message.
+                # The length in the payload's header is checked: it may not reach past the message.
                 room = into[piece.payload : piece.payload + compressor.payload_bytes(piece.numel, torch.float32)]
                 head = min(64, packed.numel() - at, room.numel())
                 room[:head] = packed[at : at + head]

@@ -11,10 +11,10 @@ from torch import Tensor
 
 @contextmanager
 def contiguous_values(tensor: Tensor) -> Iterator[Tensor]:
-    """The real values of a tensor in one piece, in the order of its indices. Where the body changes them, the tensor
-    changes when it ends."""
+    """Yield the real values of a tensor in one piece, in the order of its indices. Changes by the body are copied to
+    the tensor when it ends."""
     values = tensor.detach()
-    values = torch.view_as_real(values) if values.is_complex() else values  # gloo knows no complex numbers
+    values = torch.view_as_real(values) if values.is_complex() else values  # gloo supports no complex numbers
     whole = values.contiguous()
     yield whole
     if whole is not values:

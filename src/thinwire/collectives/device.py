@@ -24,8 +24,8 @@ from thinwire.collectives.transport import Transport, ring_bytes
 from thinwire.compressors import CodecCall, Coded, Piece, Segments
 
 _WASTE = 1.25
-"""Means are padded to the largest and sent by an all-gather, unless that sends more than this multiple of their
-bytes."""
+"""Largest ratio of bytes for which means are padded to the largest and sent by an all-gather, rather than by an
+all-to-all."""
 
 
 @dataclass(frozen=True)
@@ -33,35 +33,35 @@ class DeviceBuffers:
     """The messages of one bucket on one rank's device, allocated once, and the groups of pieces in them."""
 
     others: tuple[Group, ...]
-    """The pieces of all other owners, with their places in ``sent``."""
+    """Pieces of all other owners, with their places in ``sent``."""
     mine: tuple[Group, ...]
-    """The pieces that this rank owns, with their places in ``mean``, and in each of ``parts`` unless those differ."""
+    """Pieces that this rank owns, with their places in ``mean``, and in each of ``parts`` unless those differ."""
     widened: tuple[Group, ...]
-    """The pieces that this rank owns, with their places in each of ``parts``, where these have fewer bits than means;
-    empty if there are none."""
+    """Pieces that this rank owns, with their places in each of ``parts``, where these have fewer bits than means; empty
+    if there are none."""
     theirs: tuple[Group, ...]
-    """The pieces of all other owners, with their places in ``means``."""
+    """Pieces of all other owners, with their places in ``means``."""
     sent: Tensor
     received: Tensor
     means: Tensor
-    """The means of all owners, this rank included."""
+    """Means of all owners, this rank included."""
     spread: Tensor
-    """This rank's mean, once for each rank; empty if means are padded."""
+    """Copies of this rank's mean, one for each rank; empty if means are padded."""
     sizes: tuple[int, ...]
-    """By owner, the bytes of its chunks."""
+    """Bytes of each owner's chunks."""
     part_sizes: tuple[int, ...]
-    """The same of contributions to them."""
+    """Bytes of a contribution to each owner's chunks."""
     padded: bool
     """Whether means are padded to the size of the largest and sent by an all-gather."""
     rank: int
     gathered: tuple[Group, ...]
     work: Tensor
-    """(ranks, bytes): the gathered layers of every rank."""
+    """Gathered layers of every rank, (ranks, bytes)."""
     sums: tuple[Tensor, ...]
     sent_bytes: int
-    """Bytes that this rank hands to the transport."""
+    """Number of bytes that this rank hands to the transport."""
     packed: Mapping[int, DevicePackedSum] = field(default_factory=dict)
-    """The sums, by number, that travel in messages of few bits."""
+    """Sums, by number, that are sent in messages of few bits."""
 
     @staticmethod
     def allocate(
@@ -70,9 +70,9 @@ class DeviceBuffers:
         """Allocate the buffers of ``rank``.
 
         Args:
-            layout: Of the bucket.
+            layout: The bucket's layout.
             rank: This rank.
-            device: On which the buffers are.
+            device: The device of the buffers.
             up: Whether contributions are sent to owners.
             down: Whether means are sent from owners.
 
@@ -81,7 +81,7 @@ class DeviceBuffers:
         """
         check_star(layout.algorithm)
         owned = [[chunk for chunk in layout.chunks if chunk.owner == peer] for peer in range(layout.world_size)]
-        # As other ranks, all alike, send them to their owner.
+        # Contributions are those of other ranks, which are all alike.
         given = [
             [_contribution(layout, k) for k, c in enumerate(layout.chunks) if c.owner == peer]
             for peer in range(layout.world_size)
@@ -138,27 +138,27 @@ class DeviceBuffers:
 
     @property
     def parts(self) -> list[Tensor]:
-        """The contributions of the other ranks to the pieces that this rank owns, in the order of ranks."""
+        """Contributions of the other ranks to the pieces that this rank owns, in the order of ranks."""
         own = self.part_sizes[self.rank]
         return list(self.received.split(own)) if own and self.received.numel() else []
 
     @property
     def mean(self) -> Tensor:
-        """This rank's place in ``means``."""
+        """This rank's part of ``means``."""
         own = self.sizes[self.rank]
         widest = self.means.numel() // len(self.sizes)
         at = self.rank * widest if self.padded else _starts(self.sizes)[self.rank]
         return self.means[at : at + own]
 
     def encoded(self) -> Iterator[tuple[Group, Tensor]]:
-        """What this rank has encoded: groups, each with its message."""
+        """Yield the groups that this rank has encoded, each with its message."""
         for groups, message in ((self.others, self.sent), (self.mine, self.mean)):
             yield from ((group, message) for group in groups)
         yield from ((group, self.work[self.rank]) for group in self.gathered)
 
 
 class DevicePackedSum(PackedSum):
-    """By the collectives of `device_all_reduce`."""
+    """A packed sum by the collectives of `device_all_reduce`."""
 
     def __init__(self, s: Sum, layout: Layout, rank: int, device: torch.device) -> None:
         super().__init__(s, device)
@@ -177,11 +177,11 @@ class DevicePackedSum(PackedSum):
 
 @dataclass(frozen=True)
 class ShardBuffers:
-    """The messages of one direction of a `sharded_layout` on one rank's device, allocated once."""
+    """Messages of one direction of a `sharded_layout` on one rank's device, allocated once."""
 
     messages: DeviceBuffers
     local: tuple[Group, ...]
-    """The pieces that this rank owns, with offsets from the start of its part, and their places in each of
+    """Pieces that this rank owns, with offsets from the start of its part, and their places in each of
     ``messages.parts``."""
     part_numel: int
 
@@ -238,7 +238,7 @@ def device_reduce_scatter(
 
 
 def device_all_gather(x: Tensor, transport: DeviceTransport, buffers: ShardBuffers, call: CollectiveCall) -> None:
-    """Fill ``x``, which holds this rank's part, with all ranks' parts decoded, as `all_gather` does."""
+    """Fill ``x``, in which this rank's part is set, with all ranks' parts decoded, as `all_gather` does."""
     messages = buffers.messages
     mean = messages.mean
     with call.clock.stage("encode"):
@@ -303,7 +303,7 @@ def _gather_rest(x: Tensor, transport: DeviceTransport, buffers: DeviceBuffers, 
 
 
 def _contribution(layout: Layout, k: int) -> Chunk:
-    """Chunk ``k`` as ranks send it to its owner."""
+    """Return chunk ``k`` as ranks send it to its owner."""
     owner, num_ranks = layout.chunks[k].owner, layout.world_size
     return layout.sent_chunk(k, (owner + 1) % num_ranks, owner) if num_ranks > 1 else layout.chunks[k]
 
@@ -317,7 +317,7 @@ def _starts(sizes: Iterable[int]) -> list[int]:
 
 
 def _merged(placed: Iterable[tuple[Sequence[Chunk], int]]) -> tuple[Group, ...]:
-    """One group for each compressor, with all pieces of chunks that lie end to end from byte ``at`` on."""
+    """Return one group for each compressor, with all pieces of chunks that lie end to end from byte ``at`` on."""
     pieces: dict[Coded, list[Piece]] = {}
     for chunks, at in placed:
         for chunk in chunks:

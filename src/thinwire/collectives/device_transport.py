@@ -22,7 +22,7 @@ from thinwire.compressors import Reduction
 
 
 class DeviceTransport(Transport):
-    """Sends tensors on ``device`` between ranks. ``host`` carries what ranks exchange on the host.
+    """Sends tensors on ``device`` between ranks. ``host`` is the transport for tensors on the host.
 
     All ranks call the same operations in the same order, from one thread each.
     """
@@ -58,7 +58,7 @@ class DeviceTransport(Transport):
     def _all_gather_into(self, out: Tensor, x: Tensor) -> None: ...
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """The tensors of all ranks, which lie on the host, stacked by rank."""
+        """Return the tensors of all ranks, which are on the host, stacked by rank."""
         return self.host.all_gather(x)
 
     def _send(self, message: Tensor, peer: int, tag: int) -> Pending:
@@ -69,7 +69,7 @@ class DeviceTransport(Transport):
 
 
 class DeviceGroupTransport(DeviceTransport):
-    """Over a process group for tensors of ``device``: NCCL for CUDA; gloo, for tests, on the CPU."""
+    """A transport over a process group for tensors of ``device``: NCCL for CUDA; gloo, for tests, on the CPU."""
 
     def __init__(self, host: Transport, device: torch.device, group: dist.ProcessGroup, timeout: timedelta) -> None:
         super().__init__(host, device)
@@ -84,7 +84,7 @@ class DeviceGroupTransport(DeviceTransport):
 
     def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
         if self.device.type == "cpu":
-            # Added in the host's order, so that both ways give the same bits.
+            # The host's order of additions, so that both ways give the same bits.
             return self.host._start_all_reduce(x, lane, op)
         work = self._run("all-reduce", lambda: dist.all_reduce(x, _OPS[op], group=self.group, async_op=True))
         if work is None:
@@ -102,7 +102,7 @@ class DeviceGroupTransport(DeviceTransport):
 
 
 class DeviceLoopbackTransport(DeviceTransport):
-    """Between threads of one process that act as ranks on one device, each on a stream of its own.
+    """A transport between threads of one process that act as ranks on one device, each on a stream of its own.
 
     `world` makes the transports of all ranks. On the host the threads wait for each other; on the device streams wait
     for events of other streams.
@@ -114,7 +114,7 @@ class DeviceLoopbackTransport(DeviceTransport):
 
     @staticmethod
     def world(hosts: Sequence[Transport], device: torch.device, timeout_s: float = 30.0) -> list[DeviceTransport]:
-        """One for each of ``hosts``, which are the transports of the ranks' threads on the host."""
+        """Return a transport for each of ``hosts``, which are the transports of the ranks' threads on the host."""
         world = _LoopbackWorld(len(hosts), timeout_s)
         return [DeviceLoopbackTransport(host, device, world) for host in hosts]
 
@@ -150,7 +150,7 @@ class DeviceLoopbackTransport(DeviceTransport):
         x.copy_(firsts[0])
 
     def _share(self, mine: tuple[Tensor, list[int]], take: Callable[[list[tuple[Tensor, list[int]]]], None]) -> None:
-        """Publish ``mine`` to all ranks and call ``take`` with what all ranks published, which may be overwritten
+        """Publish ``mine`` to all ranks and call ``take`` with the values of all ranks, which may be overwritten
         afterwards."""
         world = self._world
         try:
@@ -165,7 +165,7 @@ class DeviceLoopbackTransport(DeviceTransport):
             raise TransportError(f"a rank did not come to a collective within {world.timeout_s:g} s") from None
 
     def _mark(self) -> torch.cuda.Event | None:
-        """An event at the current position of the current stream."""
+        """Return an event at the current position of the current stream."""
         if self.device.type != "cuda":
             return None
         event = torch.cuda.Event()

@@ -1,10 +1,10 @@
-"""What can go wrong between ranks, with the rank that is the cause."""
+"""Errors of communication, with the rank that is the cause."""
 
 from __future__ import annotations
 
 
 class CommunicationError(RuntimeError):
-    """Another rank is the cause: the base of `TransportError` and `PeerFailedError`.
+    """An error that another rank has caused: the base of `TransportError` and `PeerFailedError`.
 
     All three arguments are attributes, None where they are not known.
     """
@@ -14,11 +14,11 @@ class CommunicationError(RuntimeError):
     ) -> None:
         super().__init__(message)
         self.rank = rank
-        """The rank that is the cause, by its number in the default process group."""
+        """Rank that is the cause, in the default process group."""
         self.host = host
-        """The name of that rank's machine."""
+        """Name of that rank's machine."""
         self.reason = reason
-        """What happened to that rank, such as "its process has ended"."""
+        """Reason why that rank failed, such as "its process has ended"."""
 
 
 class TransportError(CommunicationError):

@@ -1,4 +1,4 @@
-"""Which rank is to blame for a failure: heartbeats and reports of all ranks, in the store that process groups meet in.
+"""Detection of the rank that caused a failure, by heartbeats and reports of all ranks in the process groups' store.
 
 A collective that fails says little about the cause. gloo reports a closed connection or a timeout, and names at most
 the peer that it waited for, which may itself have waited for the rank that died. So every rank has a thread that keeps
@@ -28,33 +28,33 @@ from typing import Any, NamedTuple, TypeVar
 
 from thinwire import threads
 from thinwire.collectives.errors import PeerFailedError, TransportError
-from thinwire.collectives.meeting import Record, announcing, beside, checked, line, loaded, meet
+from thinwire.collectives.meeting import Record, announcing, checked, in_thread, line, loaded, meet
 from thinwire.compat import rank_of_store
 
 _T = TypeVar("_T")
 _BEAT_S, _LOOK_S = 0.5, 0.05
-"""How often a rank writes and reads records; how often while something waits for them."""
+"""Seconds between two writes and reads of records; and while something waits for them."""
 _RANKS_A_BEAT = 64
-"""Above so many ranks both are rarer, so that the requests a second stay the same."""
+"""Number of ranks above which both are rarer, so that the requests a second stay the same."""
 _SILENT_BEATS, _CLOSED_BEATS = 6, 3
-"""Heartbeats that a rank must miss to be taken to be stopped; or to have ended, where a connection to it is closed."""
+"""Heartbeats that a rank must miss to count as stopped; or as ended, where a connection to it is closed."""
 GRACE_S = 2.5
 """Seconds that a failure waits for evidence of its cause."""
 _REPORT_S = 1.0
 """Seconds that a failure which another rank has announced waits for evidence."""
 _LINGER_S = 3.0
-"""How long rank 0, which has the store, stays for ranks that have yet to read its last words."""
+"""Seconds that rank 0, which has the store, stays for ranks that have yet to read its last record."""
 _UNDER_WAY = 2
-"""Collectives that may be under way at a time."""
+"""Number of collectives that may be under way at a time."""
 _SILENCE = re.compile("imed out|timeout caused|within|no heartbeat")
-"""The words of errors in which a connection is still open."""
+"""Pattern of errors in which a connection is still open."""
 
 
 class Cause(NamedTuple):
-    """Why a collective failed."""
+    """Cause of a collective's failure."""
 
     rank: int | None
-    """In the default process group; None for the launcher."""
+    """Rank in the default process group; None for the launcher."""
     host: str
     reason: str
 
@@ -66,7 +66,7 @@ class Cause(NamedTuple):
 
 
 class FailureDetector:
-    """Knows which rank has ended, has fallen silent or has come no further, and why; see the module.
+    """Detects which rank has exited, stopped sending heartbeats, or fallen behind, and why; see the module.
 
     It asks nothing of the training: `explain` is called when something has failed.
     """
@@ -87,8 +87,7 @@ class FailureDetector:
             PeerFailedError: Some rank called `announce_error` instead, or has failed in this.
         """
         with announcing(store, key, rank):
-            # What takes threads comes first: the others must not wait for a rank that is short of them and has said
-            # that it is there.
+            # Threads start first: the others must not wait for a rank that has announced itself and cannot start them.
             detector = FailureDetector(store, key, ranks, rank)
             try:
                 detector.board.begin(*meet(store, key, ranks, rank, timeout))
@@ -111,7 +110,7 @@ class FailureDetector:
         Raises:
             TransportError: A rank has ended, has said that it communicates no more, or is silent.
         """
-        done = beside(call)
+        done = in_thread(call)
         while not wait([done], _LOOK_S).done:
             if self.board.anyone_gone():
                 raise self.explain(TransportError(f"{doing} was given up"))
@@ -152,7 +151,7 @@ class FailureDetector:
 
     @contextlib.contextmanager
     def calling(self, what: str) -> Iterator[None]:
-        """Tell the other ranks, while the body waits for them, which call this one is in that all ranks must make."""
+        """Tell the other ranks, while the body waits for them, in which call of all ranks this one is."""
         self.board.tell(call=(what, self.board.mine.progress))
         try:
             yield
@@ -164,7 +163,7 @@ class FailureDetector:
         self.board.tell(call=None)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Say that this rank communicates no more, because of ``error`` if there is one, and end."""
+        """Announce that this rank communicates no more, because of ``error`` if there is one, and end."""
         if self._stop.detach() is not None:
             why = "detach() was called there" if error is None else f"{type(error).__name__}: {error}"
             self.board.stop(f"it communicates no more: {why}")
@@ -173,17 +172,17 @@ class FailureDetector:
 
 
 class Board:
-    """The records of all ranks, by place; `run` is the thread that keeps them up to date, and alone uses the store."""
+    """Records of all ranks, by place; `run` is the thread that keeps them up to date, and alone uses the store."""
 
     def __init__(self, store: Any, key: str, ranks: Sequence[int], rank: int) -> None:
         self._ranks, self.rank = tuple(ranks), rank
         self._keys = [*(f"{key}/{place}" for place in range(len(ranks))), f"{key}/cause"]
         self._owner = rank_of_store(store)
         self._host = self._ranks.index(self._owner) if self._owner in self._ranks else None
-        """The place of the rank that has the store, if one of these has it."""
+        """Place of the rank that has the store, if one of these has it."""
         self.has_store = self._host == rank
         self._store = store
-        """Kept until `run` ends: the store of PyTorch's process groups may end with them."""
+        """Store, kept until `run` ends: that of PyTorch's process groups may end with them."""
         self._client: Any = None
         scale = max(1.0, len(ranks) / _RANKS_A_BEAT)
         self._beat_s, self._look_s = _BEAT_S * scale, _LOOK_S * scale
@@ -191,24 +190,24 @@ class Board:
         self.mine = Record("")
         self.records: list[Record] = []
         self._heard: list[float] = []
-        """When each rank's count of beats was last seen to go up."""
+        """Time at which each rank's count of beats last increased."""
         self._asked = self._read = 0.0
-        """When records were last asked for, and last read."""
+        """Times at which records were last asked for, and last read."""
         self._lost: float | None = None
-        """When the store was found to be gone."""
+        """Time at which the store was found to be gone."""
         self._found: Cause | None = None
         self._cause: Cause | None = None
-        """What this rank has found, and what the ranks agree on."""
+        """Cause that this rank has found, and that the ranks agree on."""
         self._searched = False
         self._peer_error: tuple[int, tuple[int, str]] | None = None
-        """This rank's progress when an error of another one ended what it did, that rank, and the error."""
+        """This rank's progress when an error of another one ended its operation, that rank, and the error."""
         self._news = threading.Condition()
-        """Held by whoever looks at the above."""
+        """Lock on the fields above, which also wakes those that wait for them."""
         self._urgent = False
         self._ready, self.over = threading.Event(), threading.Event()
-        """Set when this rank has met the others, or will not; when `run` has ended."""
+        """Events that this rank has met the others, or will not; and that `run` has ended."""
 
-    # What other threads call.
+    # Methods of other threads.
 
     def begin(self, client: Any, records: list[Record]) -> None:
         """Let the thread begin, now that the ranks have met."""
@@ -224,7 +223,7 @@ class Board:
             self._hurry()
 
     def stop(self, reason: str) -> None:
-        """Let the thread end, after its last words. At the end of a program that an exception ends, those are it."""
+        """End the thread after its last record, whose reason is the exception that ends the program, if one does."""
         if self._peer_error is not None and self._peer_error[0] == self.mine.progress:
             self.mine.failed = self._peer_error[1]
         crash: object = getattr(sys, "last_value", None)
@@ -242,7 +241,7 @@ class Board:
             while not self._searched:
                 late_s = time.monotonic() - since - GRACE_S
                 self._found = self._found or self._find(suspect, since, guess=late_s >= 0.0)
-                # Another rank may have found another cause: what came into the store first counts.
+                # Another rank may have found another cause: the first one in the store counts.
                 if self._cut_off(since) or late_s > _REPORT_S:
                     self._cause = self._cause or self._found
                 self._searched = self._cause is not None or (late_s >= 0.0 and self._found is None)
@@ -265,7 +264,7 @@ class Board:
             return self._named(*found)
 
     def _hurry(self, wait_s: float = 0.0) -> None:
-        """Let the thread write and read at once, and let it do so for some time."""
+        """Make the thread write and read at once, and continue so for some time."""
         self._urgent = True
         self._news.notify_all()
         self._news.wait_for(lambda: False, wait_s)
@@ -273,7 +272,7 @@ class Board:
     def _find(self, suspect: int | None, since: float, *, guess: bool) -> Cause | None:
         found = self._gone(since)
         if found is None and self._lost is not None:
-            # Records are old now: who has come no further than others cannot be told from them.
+            # Records are too old to tell which rank has fallen behind.
             found = self._accusation()
             if found is None and self._host is None:
                 where = os.environ.get("MASTER_ADDR", "an unknown host")
@@ -321,7 +320,7 @@ class Board:
         *records, cause = self._client.multi_get(self._keys)
         with self._news:
             now = time.monotonic()
-            # After a pause this process itself was stopped: others were not silent, they were not heard.
+            # After a pause this process itself was stopped: the others' heartbeats were sent, but not read.
             pause = now - self._read if now - self._read > self._beat_s * _CLOSED_BEATS else 0.0
             before, self.records = self.records, [self._read_record(*each) for each in enumerate(records)]
             self.records[self.rank] = self.mine
@@ -333,28 +332,28 @@ class Board:
                     self._cause = Cause.read(cause)
 
     def _read_record(self, place: int, data: bytes) -> Record:
-        """A rank's record as it is, or as it was if what is there now is not a rank's."""
+        """Return a rank's record, or the last valid one if the present one is damaged."""
         try:
             return Record.read(data, len(self.records))
         except ValueError:
             return self.records[place]
 
     def _is_over(self, ended: float | None) -> bool:
-        """Whether to leave the store alone from now on. ``ended``: since when this rank has been writing that it has
-        ended."""
+        """Whether to leave the store alone from now on. ``ended``: the time since which this rank has been writing that
+        it has ended."""
         if self.has_store and ended is not None:
             alive = self._read - self._beat_s * _CLOSED_BEATS
             known = all(record.ended or heard < alive for record, heard in zip(self.records, self._heard, strict=True))
             return known or self._read > ended + _LINGER_S - 0.5
         if self._host is not None and not self.has_store and (reason := self.records[self._host].ended):
-            # PyTorch would write the stack of whoever uses the store once it has ended.
+            # PyTorch would write the stack of a thread that uses the store once it has ended.
             self._lost = self._read
             self.mine.failed = self.mine.failed or (self._host, reason)
             self.mine.ended = self.mine.ended or "the store has ended"
             self._urgent = True
         return ended is not None
 
-    # What the records say.
+    # Conclusions from the records.
 
     def _cut_off(self, since: float | None) -> bool:
         """Whether the store is gone, or has not answered ``since`` some time, other than while this process slept."""
@@ -368,14 +367,14 @@ class Board:
         return failed is not None and failed[0] != place
 
     def _closed(self) -> Collection[int]:
-        """The ranks to which another one has lost its connection: all of them where it does not know to which."""
+        """Return the ranks to which another one has lost its connection, all where it does not know to which."""
         failures = [(sender, *r.failed) for sender, r in enumerate(self.records) if r.failed is not None]
         closed = {(sender, about) for sender, about, why in failures if not _SILENCE.search(why)}
         unknown = any(sender == about for sender, about in closed)
         return range(len(self.records)) if unknown else {about for _, about in closed}
 
     def _gone(self, since: float | None = None, patience: int = 1) -> tuple[int, str] | None:
-        """The rank that was the first to stop, and why; None while another one may have stopped before it."""
+        """Return the rank that was the first to stop, and why; None while another one may have stopped before it."""
         cut_off, all_closed, stops = self._cut_off(since), self._closed(), list[tuple[float, int, str]]()
         for place, (record, heard) in enumerate(zip(self.records, self._heard, strict=True)):
             if record is self.mine or self._caused(place):
@@ -393,17 +392,17 @@ class Board:
         return (place, reason) if reason else None
 
     def _likeliest(self, suspect: int | None) -> tuple[int, str] | None:
-        """The most likely cause where no rank is certainly gone."""
+        """Return the most likely cause where no rank is certainly gone."""
         records = dict(enumerate(self.records))
         progress = {place: record.progress for place, record in records.items()}
         for place, record in records.items():
             if record.ended and record is not self.mine and not self._caused(place):
                 return place, record.ended
-        # Who accuses another one was waiting for it.
+        # A rank that accuses another one was waiting for it.
         accusers = {place for place in records if self._caused(place)}
         calls = [(place, *r.call) for place, r in records.items() if r.call is not None]
         others = sorted(records.keys() - {place for place, _, _ in calls})
-        # Ranks that have gone on to something else will not come; ones that are behind may.
+        # Ranks that have gone on to something else will not join the call; ones that are behind may.
         if calls and others and 2 * len(calls) <= len(records) and all(progress[o] > calls[0][2] for o in others):
             missing = ", ".join(str(self._ranks[place]) for place in others)
             return calls[0][0], f"it is in {calls[0][1]}, which all ranks must call, and rank {missing} has not"
@@ -420,14 +419,14 @@ class Board:
         return None if suspect is None else (suspect, "it did not answer")
 
     def _accusation(self) -> tuple[int, str] | None:
-        """What another rank says that failed because of one that has not failed because of a third."""
+        """Return the failure of a rank by another one, which has not failed because of a third."""
         for place, record in enumerate(self.records):
             if record is not self.mine and record.failed and self._caused(place) and not self._caused(record.failed[0]):
                 return record.failed
         return None
 
     def _present_error(self) -> tuple[int, str] | None:
-        """The first error that a rank has met in the collectives that are under way."""
+        """Return the first error that a rank has met in the collectives that are under way."""
         errors = [(r.error[1], place, r.error[0]) for place, r in enumerate(self.records) if r.error is not None]
         errors = [e for e in errors if e[1] != self.rank and e[0] >= self.mine.progress - _UNDER_WAY]
         return min(errors)[1:] if errors else None

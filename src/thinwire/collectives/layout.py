@@ -27,7 +27,7 @@ _LEAST_PIECE = 1024
 it need no padding in buckets of 128."""
 
 SLICE = 1 << 20
-"""Elements in one message, about. While one message is sent, the next is encoded and the previous one decoded."""
+"""Elements of a message, about. While one message is sent, the next is encoded and the previous one decoded."""
 
 
 class Layer(NamedTuple):
@@ -56,13 +56,13 @@ class Chunk:
 
     groups: tuple[Group, ...]
     message_bytes: int
-    """Size of its messages, header included. An upper bound for compressors whose size is bounded."""
+    """Size of the chunk's messages, header included. An upper bound for compressors whose size is bounded."""
     owner: int = -1
-    """The rank that reduces it; −1 if it is gathered."""
+    """Rank that reduces the chunk; −1 if it is gathered."""
 
     @property
     def bounded(self) -> bool:
-        """Whether its messages may be smaller."""
+        """Whether messages may be smaller."""
         return any(group.compressor.traits.bounded for group in self.groups)
 
 
@@ -83,7 +83,7 @@ class Sum:
     members: tuple[Members, ...]
     numel: int
     packed: Packed | None = None
-    """The messages of few bits in which it travels; None: a native all-reduce."""
+    """Messages of few bits in which the sum is sent; None for a native all-reduce."""
 
 
 class Schedule(NamedTuple):
@@ -94,11 +94,11 @@ class Schedule(NamedTuple):
     """
 
     sends: tuple[tuple[int, int], ...]
-    """Chunks of which it receives no contributions, and the rank to which it sends its own."""
+    """Chunks of which the rank receives no contributions, and the rank to which it sends its own."""
     reductions: tuple[int, ...]
-    """Chunks of which it receives contributions: it owns them, or sends the partial sum on."""
+    """Chunks of which the rank receives contributions: it owns them, or sends the partial sum on."""
     means: tuple[tuple[int, int], ...]
-    """Chunks of other owners, and the rank that sends it their mean."""
+    """Chunks of other owners, and the rank that sends their mean."""
 
     @staticmethod
     def from_layout(layout: Layout, rank: int) -> Schedule:
@@ -133,15 +133,15 @@ class Layout:
     algorithm: Algorithm
     world: World
     part_numel: int = 0
-    """Elements of each rank's part, in a buffer with one part for each rank (`part_layout`)."""
+    """Number of elements of each rank's part, in a buffer with one part for each rank (`part_layout`)."""
     local: tuple[Chunk, ...] = ()
-    """Of such a buffer, the chunks with offsets from the start of their part."""
+    """Chunks of such a buffer, with offsets from the start of their part."""
 
     @staticmethod
     def build(
         layers: Sequence[Layer], world: World | int, dtype: torch.dtype, algorithm: Algorithm | None = None
     ) -> Layout:
-        """The layout of ``layers`` for ``world``, or a world of that size, by default for scatter-reduce-all-gather.
+        """Return the layout of ``layers`` for a world (or its size), by default for scatter-reduce-all-gather.
 
         Raises:
             ValueError: A layer's compressor does not work with the algorithm.
@@ -190,22 +190,22 @@ class Layout:
 
     @cached_property
     def num_coded(self) -> int:
-        """Elements that a rank encodes in a step: those of coded layers, each once, as worker or as owner."""
+        """Number of elements that a rank encodes in a step: those of coded layers, each once, as worker or as owner."""
         return sum(layer.numel for layer in self.layers if isinstance(layer.compressor, Coded))
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
-        """The state that its layers need."""
+        """State that the layers need."""
         return tuple(dict.fromkeys(slot for layer in self.layers for slot in layer.compressor.slots))
 
     @property
     def wide_dtype(self) -> torch.dtype:
-        """The dtype of sums, and of messages that a compressor other than the chunk's encodes."""
+        """Dtype of sums, and of messages that a compressor other than the chunk's encodes."""
         return torch.promote_types(self.dtype, torch.float32)
 
     @cached_property
     def trees(self) -> tuple[Tree, ...]:
-        """By owner, the reduction tree of its chunks."""
+        """Reduction tree of each owner's chunks."""
         return tuple(self.algorithm.tree(owner, self.world) for owner in range(self.world.size))
 
     @cached_property
@@ -214,7 +214,7 @@ class Layout:
         return any(max(self.trees[owner].depth) > 1 for owner in {chunk.owner for chunk in self.chunks})
 
     def schedule(self, rank: int) -> Schedule:
-        """The order in which ``rank`` handles the chunks."""
+        """Return the order in which ``rank`` handles the chunks."""
         if rank not in self._schedules:
             self._schedules[rank] = Schedule.from_layout(self, rank)
         return self._schedules[rank]
@@ -224,8 +224,8 @@ class Layout:
         return {}
 
     def sent_chunk(self, k: int, rank: int, parent: int) -> Chunk:
-        """Chunk ``k`` as ``rank`` sends it to ``parent``: the chunk itself, unless the algorithm has another compressor
-        between these ranks."""
+        """Return chunk ``k`` as ``rank`` sends it to ``parent``: the chunk itself, unless the algorithm has another
+        compressor between these ranks."""
         # Cached, because it is needed in every step and an algorithm may parse a spec.
         key = (k, rank, parent)
         if key not in self._sent_chunks:
@@ -246,15 +246,15 @@ class Layout:
         return {}
 
     def packed_layout(self, s: Sum) -> Layout:
-        """The layout of the messages of a packed sum."""
+        """Return the layout of the messages of a packed sum."""
         assert s.packed is not None
         layer = Layer("sum", 0, (s.packed.spread_numel(s.numel),), s.packed.of(self.world.size))
         algorithm = ScatterReduceAllGather() if self.algorithm.gathers else self.algorithm
         return Layout.build([layer], self.world, torch.float32, algorithm)
 
     def reduction_traffic(self, *, up: bool = True, down: bool = True) -> Traffic:
-        """The messages of K chunks. Phase k: contributions to chunk k, toward its owner (``up``). Phase K + k: the
-        mean of chunk k, from its owner (``down``)."""
+        """Return the messages of K chunks. Phase k: contributions to chunk k, toward its owner (``up``). Phase K + k:
+        the mean of chunk k, from its owner (``down``)."""
         traffic: list[list[Outgoing]] = [[] for _ in range(self.world.size)]
         for k, chunk in enumerate(self.chunks):
             tree = self.trees[chunk.owner]
@@ -268,8 +268,8 @@ class Layout:
         return traffic
 
     def gather_traffic(self) -> Traffic:
-        """The messages of gathered chunks: phase k is chunk k. If sizes are bounded, phase 0 holds the size of phase
-        1."""
+        """Return the messages of gathered chunks: phase k is chunk k. If sizes are bounded, phase 0 has the size of
+        phase 1."""
         traffic = []
         for rank in range(self.world.size):
             others = tuple(other for other in range(self.world.size) if other != rank)
@@ -281,7 +281,7 @@ class Layout:
         return traffic
 
     def sent_bytes(self, rank: int, transport: Transport | None = None) -> int:
-        """Bytes that ``rank`` hands to the transport in one step. An upper bound if sizes depend on the data.
+        """Return the bytes that ``rank`` sends in one step. An upper bound if sizes depend on the data.
 
         A native sum counts as 2(n−1)/n of its size, unless ``transport`` counts it differently.
         """
@@ -297,7 +297,7 @@ class Layout:
 
     @cached_property
     def digest(self) -> int:
-        """64-bit hash of everything that two ranks must share to read each other's messages."""
+        """A 64-bit hash of everything that two ranks must share to read each other's messages."""
         text = "\n".join(f"{layer.name} {layer.start} {layer.shape} {layer.compressor}" for layer in self.layers)
         text += f"\n{self.world_size} {self.world.nodes} {self.dtype} {self.algorithm} {SLICE}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
@@ -322,7 +322,7 @@ def _check_sum(layer: Layer, algorithm: Algorithm) -> None:
 
 
 def owned_parts(name: str, compressor: Coded, numel: int, shares: Sequence[int]) -> list[tuple[int, int, int]]:
-    """The pieces of a coded layer as (owner, begin, end), none of them empty.
+    """Return the pieces of a coded layer as (owner, begin, end), none of them empty.
 
     A piece has at least `_LEAST_PIECE` elements, where the layer has that many. The owner of an element depends on its
     layer alone, not on other layers of the same DDP bucket: results are bit-identical however DDP forms buckets, also
@@ -367,7 +367,7 @@ def _slices(cuts: Sequence[Cut]) -> list[list[Cut]]:
 
 
 def owned_chunks(cuts: Sequence[Cut], dtype: torch.dtype, owner: int) -> list[Chunk]:
-    """The chunks of these cuts, all of one owner."""
+    """Return the chunks of these cuts, all of one owner."""
     return [_chunk(part, dtype, owner) for part in _slices([cut for cut in cuts if cut.numel])]
 
 
@@ -383,13 +383,13 @@ def _chunk(cuts: Sequence[Cut], dtype: torch.dtype, owner: int = -1) -> Chunk:
 
 
 def _with_compressors(chunk: Chunk, compressors: Sequence[Coded], dtype: torch.dtype) -> Chunk:
-    """The same elements with other compressors, one for each group."""
+    """Return the same elements with other compressors, one for each group."""
     groups = [(c, _pieces_for(c, group)) for c, group in zip(compressors, chunk.groups, strict=True)]
     return _placed(groups, dtype, chunk.owner)
 
 
 def _pieces_for(compressor: Coded, group: Group) -> Sequence[Piece]:
-    """The pieces of a group for a compressor at whose grain they may not have been cut."""
+    """Return the pieces of a group for a compressor at whose grain they may not have been cut."""
     pieces, grain, cut_at = group.segments.pieces, compressor.grain, group.compressor.grain
     if grain is None or cut_at is None or cut_at % grain == 0:
         return pieces
@@ -398,7 +398,7 @@ def _pieces_for(compressor: Coded, group: Group) -> Sequence[Piece]:
 
 
 def _placed(groups: Sequence[tuple[Coded, Sequence[Piece]]], dtype: torch.dtype, owner: int) -> Chunk:
-    """The chunk of these pieces, each with its place in the message."""
+    """Return the chunk of these pieces, each with its place in the message."""
     at, placed = HEADER_BYTES, []
     for compressor, pieces in groups:
         moved = []
@@ -425,7 +425,7 @@ def _sums(layers: Sequence[Layer], dtype: torch.dtype) -> tuple[Sum, ...]:
 
 
 def _sum(round: int, members: Mapping[Summed, Sequence[tuple[Piece, SumShape]]]) -> Sum:
-    """The sum of parts of one operation and dtype. Those of a compressor lie end to end."""
+    """Return the sum of parts of one operation and dtype. Those of a compressor lie end to end."""
     end, placed = 0, []
     for compressor, parts in members.items():
         own = Parts.build([(piece, part.numel) for piece, part in parts], end)
@@ -436,20 +436,20 @@ def _sum(round: int, members: Mapping[Summed, Sequence[tuple[Piece, SumShape]]])
 
 
 class Shard(NamedTuple):
-    """The elements of a layer in one rank's part."""
+    """Elements of a layer in one rank's part."""
 
     name: str
     """Name of the layer, on which random draws depend."""
     start: int
-    """Its first element in the part."""
+    """First element in the part."""
     numel: int
     index0: int
-    """Index of its first random draw, a multiple of its compressor's grain: no two shards of a layer share draws."""
+    """Index of the first random draw, a multiple of the compressor's grain: no two shards of a layer share draws."""
     compressor: Coded
 
 
 def part_layout(layers: Sequence[Layer], world_size: int, dtype: torch.dtype) -> Layout:
-    """The layout of a flat buffer of ``world_size`` parts, each of which holds ``layers``; rank r owns the r-th.
+    """Return the layout of a flat buffer of ``world_size`` parts, each with ``layers``; rank r owns the r-th.
 
     The parts are independent of each other, and so are their random draws. Layers with a summed compressor are not
     coded and are left out.
@@ -469,7 +469,7 @@ def sharded_layout(
     world: World,
     algorithm: Algorithm | None = None,
 ) -> Layout:
-    """The layout of a flat buffer in which rank r owns ``parts[r]``, from element ``r · part_numel`` on.
+    """Return the layout of a flat buffer in which rank r owns ``parts[r]``, from element ``r · part_numel`` on.
 
     It is the layout of `reduce_scatter` and `all_gather`: every value is coded once, and once more for each further hop
     to its owner if ``algorithm`` has several. Elements between shards are not sent.
@@ -487,6 +487,6 @@ def sharded_layout(
 
 
 def _cut(shard: Shard, at: int) -> Cut:
-    # As a piece of a layer that starts index0 elements before its shard.
+    # The shard is a piece of a layer that starts index0 elements before it.
     layer = Layer(shard.name, at + shard.start - shard.index0, (shard.numel,), shard.compressor)
     return Cut(layer, shard.compressor, shard.index0, shard.numel)

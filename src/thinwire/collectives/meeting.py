@@ -1,4 +1,4 @@
-"""How ranks that are to communicate meet in PyTorch's store, and learn that one of them will not come."""
+"""The meeting of ranks in PyTorch's store before they communicate, in which a rank may announce that it fails."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from thinwire.collectives.errors import CommunicationError, PeerFailedError, Tra
 
 _T = TypeVar("_T")
 _LEAVE_S = 3.0
-"""How long rank 0, which has the store, stays for ranks that have yet to read which one failed."""
+"""Seconds that rank 0, which has the store, stays for ranks that have yet to read which one failed."""
 
 
 @dataclass
 class Record:
-    """What a rank says of itself in the store. Ranks are places in the group."""
+    """A rank's report on itself in the store. Ranks are places in the group."""
 
     host: str
     absent: str = ""
-    """Why it does not come to the meeting."""
+    """Reason why the rank does not join the meeting."""
     beat: int = 0
-    """A count that goes up as long as the rank's process runs."""
+    """A count that increases as long as the rank's process runs."""
     progress: int = 0
-    """Collectives that it has begun."""
+    """Number of collectives that the rank has begun."""
     call: tuple[str, int] | None = None
-    """The call that it is in, which all ranks must make, and its progress then."""
+    """Call of all ranks that the rank is in, and its progress then."""
     error: tuple[str, int] | None = None
-    """The last error that it has met within a collective, and its progress then."""
+    """Last error that the rank has met within a collective, and its progress then."""
     failed: tuple[int, str] | None = None
-    """The rank that made an operation fail, itself if that is not known, and why."""
+    """Rank that made an operation fail, itself if that is not known, and why."""
     ended: str = ""
-    """Why it communicates no more."""
+    """Reason why the rank communicates no more."""
 
     def __str__(self) -> str:
         return json.dumps({name: value for name, value in vars(self).items() if value})
@@ -70,7 +70,7 @@ _MOST_BYTES = 1 << 15
 
 
 def loaded(data: bytes) -> Any:
-    """Return what JSON from the store says. Raises `ValueError` where it is none, or longer than a record can be."""
+    """Return a JSON value from the store. Raises `ValueError` where it is invalid, or too long for a record."""
     if len(data) > _MOST_BYTES:
         raise ValueError(f"{len(data)} bytes are not a record")
     try:
@@ -96,7 +96,7 @@ def line(text: object) -> str:
 
 
 def announce_error(store: Any, key: str, rank: int, error: Exception) -> None:
-    """Let the ranks that call, or will call, `FailureDetector.connect` raise at once: this one will not come."""
+    """Make the ranks that call, or will call, `FailureDetector.connect` raise at once: this one will not join."""
     with contextlib.suppress(RuntimeError):
         store.set(f"{key}/{rank}", str(Record(socket.gethostname(), line(f"{type(error).__name__}: {error}"))))
 
@@ -128,7 +128,7 @@ def meet(store: Any, key: str, ranks: Sequence[int], rank: int, timeout: timedel
         raise
 
 
-def beside(call: Callable[[], _T]) -> Future[_T]:
+def in_thread(call: Callable[[], _T]) -> Future[_T]:
     """Run ``call`` in a thread of its own, which nobody has to wait for, and return the future of its result."""
     done: Future[_T] = Future()
 
@@ -148,7 +148,7 @@ def _within(timeout: timedelta, call: Callable[[], _T]) -> _T:
     Raises:
         TransportError: It takes longer than ``timeout`` and a second.
     """
-    done = beside(call)
+    done = in_thread(call)
     try:
         return done.result(timeout.total_seconds() + 1.0)
     except FutureTimeoutError:
@@ -202,7 +202,7 @@ def _meet(store: Any, key: str, ranks: Sequence[int], rank: int, timeout: timede
 
 
 def _leave(store: Any, key: str, ranks: Sequence[int], rank: int, failed: int | None) -> None:
-    """Let the others read which rank failed before rank 0 ends, and the store with it: they would blame rank 0."""
+    """Wait until the others have read which rank failed, or else the store ends with rank 0, and they blame rank 0."""
     with contextlib.suppress(RuntimeError):
         store.set(f"{key}/{rank}/left", b"")
         if ranks[rank] == 0:

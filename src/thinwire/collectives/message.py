@@ -1,7 +1,7 @@
 """The header of a message: the step and layout that it belongs to, what its sender did to it, and a checksum.
 
 A message is one contiguous uint8 tensor: a header of 64 bytes, then the payloads of its layers in order. Both sides
-know its size beforehand, so the header holds no sizes: it is compared with what the receiver expects, and nothing is
+know its size beforehand, so the header has no sizes: it is compared with what the receiver expects, and nothing is
 read according to it.
 """
 
@@ -17,12 +17,12 @@ from thinwire.kernels import FORMAT_VERSION, checksum
 
 HEADER_BYTES = 64
 SIZE_BYTES = HEADER_BYTES + 64
-"""Size of a message that holds only the size of another one."""
+"""Size of a message that contains only the size of another one."""
 _MAGIC = b"thin"
 _FIELDS = struct.Struct("<4sHHIIIQQ")
 _OK, _FAILED, _DIVIDED = 0, 1, 2
 _DIVIDED_MASK = 0xFFFFFFFFFFFFFFFF
-"""Changes the checksum of divided values, so that no damage makes them of others."""
+"""Mask of the checksum of divided values, so that no damage makes them valid as others."""
 
 
 class MessageError(ValueError):

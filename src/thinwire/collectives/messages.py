@@ -41,7 +41,7 @@ class Messages:
         return self
 
     def outgoing(self, phase: int) -> Tensor:
-        """The buffer of this rank's message of a phase, to be filled before `send`."""
+        """Return the buffer of this rank's message of a phase, to be filled before `send`."""
         return self._buffers.outbox[phase]
 
     def send(self, phase: int, *, num_bytes: int | None = None, divided: bool = False) -> None:
@@ -54,7 +54,7 @@ class Messages:
         self._leaving[phase] = self._transport.send_from(self._buffers, phase, message.numel())
 
     def expect(self, phase: int, peer: int, num_bytes: int) -> None:
-        """Post the receive of a message whose size has become known; its buffer is large enough for any size."""
+        """Post the receive of a message whose size has been received; its buffer is large enough for any size."""
         self._sizes[phase, peer] = num_bytes
         self._arriving[phase, peer] = self._transport.receive_into(self._buffers, phase, peer, num_bytes)
 
@@ -113,7 +113,7 @@ class Messages:
         outgoing = [m for m in self._buffers.outgoing.values() if m.phase not in self._leaving and not m.late]
         for phase, _, _, _, source in sorted(outgoing, key=lambda m: m.source is not None):
             if source is not None:
-                # It may be received into the buffer that it is sent from. It does arrive: this rank's own messages, for
+                # It may be received into the buffer that it is sent from. It will be: this rank's own messages, for
                 # which its senders may wait, have been sent.
                 for address in [address for address in self._arriving if address[0] == phase]:
                     self._arriving.pop(address).wait()

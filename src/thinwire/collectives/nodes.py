@@ -1,4 +1,4 @@
-"""Which ranks are on the same node, determined by the ranks themselves."""
+"""Assignment of ranks to nodes, determined by the ranks themselves."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _DIGEST_BYTES = 16
 
 
 def node_identity() -> Tensor:
-    """16 bytes that are equal on ranks of one kernel in the same PID and network namespaces: those that can share
-    memory.
+    """Return 16 bytes that are equal on ranks that can share memory: those of one kernel in the same PID and network
+    namespaces.
 
     The network namespace is included because ranks in different ones reach each other over a link, as on emulated
     hosts.
@@ -30,7 +30,7 @@ def node_identity() -> Tensor:
 
 
 def number_nodes(identities: Sequence[bytes]) -> tuple[int, ...]:
-    """By rank, the number of its node, counted from 0 in the order of first ranks."""
+    """Return the number of each rank's node, counted from 0 in the order of first ranks."""
     numbers: dict[bytes, int] = {}
     return tuple(numbers.setdefault(identity, len(numbers)) for identity in identities)
 

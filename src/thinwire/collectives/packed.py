@@ -16,13 +16,13 @@ from thinwire.collectives.transport import Transport
 
 
 class PackedSum(ABC):
-    """One sum of a layout whose integers travel packed, and the memory for it."""
+    """One sum of a layout whose integers are sent packed, and the memory for it."""
 
     def __init__(self, s: Sum, device: torch.device | None = None) -> None:
         assert s.packed is not None
         self._packed = s.packed
         self._values = torch.zeros(s.packed.spread_numel(s.numel), dtype=torch.float32, device=device)
-        """The integers as the kernels take them: fp32, in buckets."""
+        """Integers as the kernels take them: fp32, in buckets."""
 
     @property
     def num_bytes(self) -> int:
@@ -43,7 +43,7 @@ class PackedSum(ABC):
 
 
 class HostPackedSum(PackedSum):
-    """By the messages of `all_reduce`."""
+    """A packed sum by the messages of `all_reduce`."""
 
     def __init__(self, s: Sum, layout: Layout, transport: Transport) -> None:
         super().__init__(s)
@@ -59,6 +59,6 @@ class HostPackedSum(PackedSum):
 
 
 def packed_sums(layout: Layout, transport: Transport) -> dict[int, PackedSum]:
-    """The packed sums of a layout by their number; none where an aggregator adds integers."""
+    """Return the packed sums of a layout by their number; none where an aggregator adds integers."""
     sums = layout.sums if transport.aggregator is None else ()
     return {number: HostPackedSum(s, layout, transport) for number, s in enumerate(sums) if s.packed is not None}

@@ -74,8 +74,7 @@ def reduce_scatter(
     *,
     out: Tensor | None = None,
 ) -> Generator[None]:
-    """The first half of `all_reduce`: the chunks of each owner become their sum times ``call.scale``, which is not
-    encoded.
+    """Run the first half of `all_reduce`: the chunks of each owner become their sum times ``call.scale``, not encoded.
 
     The other elements of ``x`` are undefined afterwards. Yields and raises as `all_reduce` does, whose arguments it
     has, except:
@@ -105,7 +104,7 @@ def all_gather(
     *,
     kept: dict[int, Tensor] | None = None,
 ) -> Generator[None]:
-    """The second half of `all_reduce`: all ranks receive the chunks of every owner. The owner's own are decoded, too.
+    """Run the second half of `all_reduce`: all ranks receive the chunks of every owner, who decodes its own, too.
 
     Yields and raises as `all_reduce` does, whose arguments it has, except:
 
@@ -123,7 +122,7 @@ def all_gather(
 
 @dataclass
 class _Run:
-    """One rank's side of one exchange."""
+    """One rank's side of an exchange."""
 
     x: Tensor
     layout: Layout
@@ -145,7 +144,7 @@ class _Run:
 
     @property
     def scale(self) -> float:
-        """The factor of the sum over all ranks."""
+        """Factor of the sum over all ranks."""
         return self.call.factor(self.layout.world_size)
 
     @cached_property
@@ -162,7 +161,7 @@ class _Run:
 
     @cached_property
     def divided(self) -> Tensor:
-        """``x``, divided such that no sum over ranks overflows."""
+        """Values of ``x``, divided such that no sum over ranks overflows."""
         return self.x * before_sum(self.scale)
 
     @property
@@ -174,7 +173,7 @@ class _Run:
         return self.layout.chunks[k].owner == self.rank
 
     def send_contributions(self) -> None:
-        """Stage 1, for chunks of which this rank receives no contributions: encode its values and send them."""
+        """Run stage 1 for chunks of which this rank receives no contributions: encode its values and send them."""
         for k, parent in self.layout.schedule(self.rank).sends:
             with self.call.clock.stage("encode"):
                 chunk = self.layout.sent_chunk(k, self.rank, parent)
@@ -187,7 +186,7 @@ class _Run:
                 self.messages.send(k, divided=self.is_large)
 
     def send_partial_sum(self, k: int) -> None:
-        """Stage 2, for a chunk of another owner: add what was received to this rank's values and send the sum on."""
+        """Run stage 2 for a chunk of another owner: add the contributions to this rank's values and send the sum."""
         parent = self.layout.trees[self.layout.chunks[k].owner].parents[self.rank]
         assert parent is not None
         own, messages, divided = self._receive_contributions(k)
@@ -201,7 +200,7 @@ class _Run:
             self.messages.send(k, divided=divided)
 
     def send_mean(self, k: int) -> None:
-        """Stage 2, as owner: reduce the chunk, encode the result, send it, and keep what it decodes to."""
+        """Run stage 2 as owner: reduce the chunk, encode the result, send it, and keep its decoded value."""
         mean = self._mean_message(k)
         own, messages, divided = self._receive_contributions(k)
         scale = self.scale / before_sum(self.scale) if divided else self.scale
@@ -211,7 +210,7 @@ class _Run:
             self._send_mean_message(k)
 
     def store_sum(self, k: int, out: Tensor | None) -> None:
-        """Stage 2 of a reduce-scatter, as owner: reduce the chunk into ``x`` or ``out``."""
+        """Run stage 2 of a reduce-scatter, as owner: reduce the chunk into ``x`` or ``out``."""
         own, messages, divided = self._receive_contributions(k)
         scale = self.scale / before_sum(self.scale) if divided else self.scale
         chunk, total = self.layout.chunks[k], self.x
@@ -222,7 +221,7 @@ class _Run:
                 compressor.add_up(messages, own, total, CodecCall(segments, scale=scale))
 
     def send_own(self, kept: dict[int, Tensor] | None) -> None:
-        """Stage 2 of an all-gather: encode the chunks that this rank owns, send them, and keep what they decode to."""
+        """Run stage 2 of an all-gather: encode this rank's own chunks, send them, and keep their decoded values."""
         for k, chunk in enumerate(self.layout.chunks):
             if not self.owns(k):
                 continue
@@ -239,7 +238,7 @@ class _Run:
                 self._send_mean_message(k)
 
     def receive_means(self) -> None:
-        """Stage 3: receive the chunks of other owners, forward them to the ranks that expect them, and decode them."""
+        """Run stage 3: receive the chunks of other owners, forward them to ranks that expect them, and decode them."""
         for k, parent in self.layout.schedule(self.rank).means:
             chunk, phase = self.layout.chunks[k], len(self.layout.chunks) + k
             with self.call.clock.stage("wire"):
@@ -251,7 +250,7 @@ class _Run:
                     compressor.decode(message, self.x, CodecCall(segments))
 
     def _receive_contributions(self, k: int) -> tuple[Tensor, list[Tensor], bool]:
-        """This rank's values, the messages to add to them, and whether the values are divided.
+        """Return this rank's values, the messages to add to them, and whether the values are divided.
 
         Messages that a compressor other than the chunk's has encoded are decoded here and added to the values. So are
         all messages if this rank's values are large or another rank's are.
@@ -276,7 +275,7 @@ class _Run:
         return values, [message for sent, message in received if sent is chunk], False
 
     def _added_divided(self, chunk: Chunk, received: list[tuple[Chunk, Tensor]], divided: list[bool]) -> Tensor:
-        """This rank's values and those received, all of them divided."""
+        """Return the sum of this rank's values and those received, all of them divided."""
         before = before_sum(self.scale)
         total = self.wide * before
         for (sent, message), is_divided in zip(received, divided, strict=True):
@@ -311,7 +310,7 @@ class _Run:
 
 
 def encoded(layout: Layout, rank: int) -> list[tuple[Chunk, int]]:
-    """The chunks that ``rank`` encodes in an `all_reduce`, as it sends them, each with the phase of its message."""
+    """Return the chunks that ``rank`` encodes in an `all_reduce`, as it sends them, each with its message's phase."""
     chunks = []
     for k, chunk in enumerate(layout.chunks):
         parent = layout.trees[chunk.owner].parents[rank]

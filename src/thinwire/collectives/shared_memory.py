@@ -65,7 +65,7 @@ class Segment:
     it when no process has it mapped, however processes end. A forked child, such as a worker of a data loader, has it
     mapped as well, which is harmless, but the memory is freed only when the child ends.
 
-    Until `close`, the process that made it holds a file descriptor, through which others map it. Its ticket is invalid
+    Until `close`, the process that made it has a file descriptor, through which others map it. Its ticket is invalid
     afterwards.
     """
 
@@ -89,7 +89,7 @@ class Segment:
         self.memory = whole[LINE_BYTES:]
         ticket = _TICKET.pack(os.getpid(), self._fd, token)
         self.ticket = torch.frombuffer(bytearray(ticket), dtype=torch.uint8)
-        """(32,) uint8: what another process needs to map it."""
+        """Ticket for other processes, which need it to map the segment: (32,) uint8."""
 
     @staticmethod
     def from_ticket(ticket: Tensor, num_bytes: int) -> Segment:
@@ -256,11 +256,11 @@ def await_word(
 ) -> None:
     """Wait until ``word`` reaches ``value``.
 
-    ``check`` is called five times a second and raises if the peer is gone; a value that arrived before counts.
+    ``check`` is called five times a second and raises if the peer is gone; a value written before counts.
     ``waiting`` is what the error message starts with, and ``peer`` is the rank that is waited for.
 
     Raises:
-        TransportError: The value did not arrive within ``timeout_s``, or ``check`` raised.
+        TransportError: The value was not written within ``timeout_s``, or ``check`` raised.
     """
     deadline = time.monotonic() + timeout_s
     if word.wait(value, timeout_s=min(timeout_s, _CHECK_S), spin_s=spin_s):

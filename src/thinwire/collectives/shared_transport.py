@@ -26,7 +26,7 @@ from thinwire.kernels import LINE_BYTES, Word, align
 
 TransportChoice = Literal["auto", "group", "shared"]
 _SPIN_S = 30e-6
-"""About the time that a thread takes to sleep and wake up."""
+"""Seconds that a thread takes to sleep and wake up, about."""
 
 
 def with_shared_memory(transport: Transport, timeout: timedelta, choice: TransportChoice = "auto") -> Transport:
@@ -34,7 +34,7 @@ def with_shared_memory(transport: Transport, timeout: timedelta, choice: Transpo
 
     Args:
         transport: Sends between nodes.
-        timeout: Of every wait for another rank.
+        timeout: The limit of every wait for another rank.
         choice: "auto" returns ``transport`` itself if no two ranks can share memory, with a warning if ranks share a
             node; "shared" raises in that case, and if only some ranks can; "group" always returns ``transport``.
 
@@ -61,7 +61,7 @@ class _NobodyError(SharedMemoryError):
 
 
 class _Neighbor:
-    """Another rank of this node."""
+    """Another rank of this rank's node."""
 
     def __init__(self, rank: int, process: Process, memory: Tensor) -> None:
         self.rank, self._process = rank, process
@@ -87,7 +87,7 @@ class _MessagePlace(NamedTuple):
 
     published: int
     consumed: dict[int, int]
-    """By receiver."""
+    """Place of the word with which each receiver reports that it has read the message."""
     payload: int
 
 
@@ -109,7 +109,7 @@ def places_of(messages: Sequence[Outgoing], neighbors: frozenset[int]) -> tuple[
 
 @dataclass(eq=False)
 class SharedBuffers(Buffers):
-    """Buffers of which those for messages inside the node are in shared memory.
+    """Buffers with those for messages inside the node in shared memory.
 
     Words count exchanges: a message is published when its word reaches ``uses``, the number of the current exchange,
     and may be overwritten when the words of its receivers have reached it.
@@ -117,15 +117,15 @@ class SharedBuffers(Buffers):
 
     own_bytes: int = 0
     published: dict[int, Word] = field(default_factory=dict)
-    """By phase, the words of messages that this rank sends."""
+    """Words of the messages that this rank sends, by phase."""
     taken: list[tuple[int, Word]] = field(default_factory=list)
-    """(receiver, word) of messages that this rank sends."""
+    """Receivers of the messages that this rank sends, and their words."""
     awaited: dict[tuple[int, int], Word] = field(default_factory=dict)
-    """By phase and sender, the words of messages that it receives."""
+    """Words of the messages that this rank receives, by phase and sender."""
     done: list[Word] = field(default_factory=list)
-    """Words by which this rank reports that it has read the messages that it receives."""
+    """Words by which this rank reports that it has read messages."""
     remote: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """By phase, receivers on other nodes."""
+    """Receivers on other nodes, by phase."""
 
     @property
     def num_bytes(self) -> int:
@@ -148,7 +148,7 @@ class SharedMemoryTransport(Transport):
 
         Args:
             inner: The other transport.
-            timeout: Of every wait for another rank.
+            timeout: The limit of every wait for another rank.
             strict: Raise also if only some ranks have no shared memory.
             identity: Identifies this rank's node, in place of `node_identity`.
 
@@ -191,11 +191,11 @@ class SharedMemoryTransport(Transport):
     def give_up(self) -> None:
         super().give_up()
         if self._given_up is not None:
-            # So that neighbors do not wait for this rank until their timeout.
+            # Neighbors would otherwise wait for this rank until their timeout.
             self._given_up.post(1)
 
     def open(self, traffic: Traffic) -> SharedBuffers:
-        """As `Transport.open`. Raises `SharedMemoryError`, on every rank alike, if memory runs out."""
+        """See `Transport.open`. Raises `SharedMemoryError`, on every rank alike, if memory runs out."""
         rank = self.rank
         places = {peer: places_of(traffic[peer], self._others(peer)) for peer in self._node | {rank}}
         mine, own_bytes = places[rank]
@@ -221,8 +221,8 @@ class SharedMemoryTransport(Transport):
                 buffers.awaited[phase, peer] = Word(others[peer].memory, place.published)
                 buffers.done.append(Word(others[peer].memory, place.consumed[rank]))
             elif forwarded and phase in mine:
-                # From another node, for others of this one: it is received into the memory that they read, maybe after
-                # this rank has ended the exchange.
+                # A message from another node, for others of this one, is received into the memory that they read, maybe
+                # after this rank has ended the exchange.
                 inbox[phase, peer] = outbox[phase]
             else:
                 inbox[phase, peer] = room(message)
@@ -240,7 +240,7 @@ class SharedMemoryTransport(Transport):
         return buffers
 
     def begin(self, buffers: Buffers) -> None:
-        """As `Transport.begin`. Waits until neighbors have read the messages of the last exchange in the same
+        """See `Transport.begin`. Waits until neighbors have read the messages of the last exchange in the same
         memory."""
         super().begin(buffers)
         assert isinstance(buffers, SharedBuffers)

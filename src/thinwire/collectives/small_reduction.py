@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from thinwire.collectives.transport import Pending
 
 SMALL_BYTES = 1 << 20
-"""Up to here messages are sooner than a ring, with 4 and 8 ranks and over 10 ms two to four times; beyond, a ring
-gains by adding one part of a tensor while the next one is on its way."""
+"""Largest size for which messages are faster than a ring, with 4 and 8 ranks and over 10 ms two to four times; beyond,
+a ring gains by adding one part of a tensor while the next one is on its way."""
 
 Post = Callable[[Tensor, int, int], "Pending"]
-"""Starts to send or receive bytes: to or from which rank, and in which phase, 0 or 1."""
+"""A function that starts to send or receive bytes: to or from which rank, and in which phase, 0 or 1."""
 
 
 class SmallReduction:
@@ -42,7 +42,7 @@ class SmallReduction:
         owners = [peer for peer in peers if parts[peer].numel()]
         self._readers = peers if num_ranks > 2 and self._own.numel() else []
         self._arriving = [receive(_bytes(self._all[peer]), peer, 0) for peer in peers if self._own.numel()]
-        # Into the memory of what was sent: an owner has received that when its result comes.
+        # The memory of sent values is free: an owner has received them when its result is received.
         self._results = [receive(_bytes(parts[peer]), peer, 1) for peer in owners if num_ranks > 2]
         self._leaving = [send(_bytes(parts[peer]), peer, 0) for peer in owners]
 
@@ -55,7 +55,7 @@ class SmallReduction:
         for pending in self._arriving + self._leaving:
             pending.wait()
         if len(self._all) == 2:
-            # The same in a third of the time, in bf16 in a sixth.
+            # A third of the time of the general way, in bf16 a sixth.
             (torch.maximum if self._op == "max" else torch.add)(self._own, self._all[1 - self._rank], out=self._own)
         else:
             self._all[self._rank] = self._own

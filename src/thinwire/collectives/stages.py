@@ -1,4 +1,4 @@
-"""What one call of a collective needs beside its tensors: its number, the keys of its random draws, a clock."""
+"""Arguments of one call of a collective other than its tensors: its number, the keys of its random draws, a clock."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from thinwire.compressors import Key, State
 from thinwire.kernels import derive_key
 
 WORKER, OWNER = 1, 2
-"""The two stages in which a rank encodes. Their random draws are independent of each other."""
+"""Stages in which a rank encodes. Their random draws are independent of each other."""
 
 _SHARED = -1
-"""Takes the place of the rank in the key of draws that all ranks share."""
+"""Number in the place of the rank in the key of draws that all ranks share."""
 
 
 class Clock(Protocol):
@@ -34,7 +34,7 @@ class NoClock:
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """What one call of a collective depends on, beside its tensors.
+    """Arguments of one call of a collective other than its tensors.
 
     All ranks pass the same, except for ``state`` and ``clock``.
     """
@@ -42,25 +42,25 @@ class CollectiveCall:
     seed: int
     """Seed of the random draws."""
     step: int
-    """Number of the call. A message of another one is an error."""
+    """Number of the call. A message of another call is an error."""
     scale: float | None = None
     """Factor of the sum over all ranks; None for the mean."""
     state: State | None = None
     """Slots of the layers, if their compressors have any."""
     clock: Clock = field(default_factory=NoClock)
     draw: int | None = None
-    """Overrides ``step`` in the keys of random draws: calls with the same value draw the same."""
+    """Number in place of ``step`` in the keys of random draws: calls with the same value draw the same."""
 
     def key(self, stage: int, rank: int) -> Key:
-        """The key of what ``rank`` encodes, as `WORKER` or as `OWNER`."""
+        """Return the key of the draws with which ``rank`` encodes, as `WORKER` or as `OWNER`."""
         return Key(derive_key(self.seed, self._draw, stage, rank), derive_key(self.seed, self._draw, stage, _SHARED))
 
     def sum_key(self, rank: int) -> Key:
-        """The key of what ``rank`` contributes to native all-reduces."""
+        """Return the key of the draws for ``rank``'s contribution to native all-reduces."""
         return Key(derive_key(self.seed, self._draw, WORKER, rank), derive_key(self.seed, self._draw, _SHARED))
 
     def factor(self, num_ranks: int) -> float:
-        """The factor of the sum over ``num_ranks`` ranks."""
+        """Return the factor of the sum over ``num_ranks`` ranks."""
         return 1.0 / num_ranks if self.scale is None else self.scale
 
     @property

@@ -18,7 +18,7 @@ _NONE: Mapping[int, PackedSum] = {}
 
 
 def sum_buffers(layout: Layout, device: torch.device | None = None) -> tuple[Tensor, ...]:
-    """The operands of the all-reduces, one for each sum of the layout."""
+    """Return the operands of the all-reduces, one for each sum of the layout."""
     return tuple(torch.zeros(s.numel, dtype=s.dtype, device=device) for s in layout.sums)
 
 
@@ -35,7 +35,7 @@ def summed_all_reduce(
 
     It is a generator that yields once, as `all_reduce` does: when the all-reduces of the first round have been started.
     Later rounds use the transport's second lane, so that they do not delay the first round of the next bucket.
-    ``packed``: the sums, by their number in the layout, that travel in messages of few bits (`packed_sums`); others are
+    ``packed``: the sums, by their number in the layout, sent in messages of few bits (`packed_sums`); others are
     added by native all-reduces.
 
     Raises:
@@ -49,7 +49,7 @@ def summed_all_reduce(
         started: list[tuple[Sum, Pending | Generator[None]]] = []
         for number, (s, buffer) in enumerate(zip(layout.sums, buffers, strict=True)):
             if number in packed:
-                # Closed early, by an error in another sum, it reports the failure to its peers.
+                # An error in another sum closes it early, and it reports the failure to its peers.
                 messages = stack.enter_context(closing(packed[number].run(buffer, transport, call)))
                 next(messages)
                 started.append((s, messages))
@@ -75,12 +75,12 @@ def summed_all_reduce(
 
 
 class SumRounds:
-    """The summed compressors of a layout, each in its round: `Summed.rounds`."""
+    """Summed compressors of a layout, each in its round: `Summed.rounds`."""
 
     def __init__(
         self, x: Tensor, layout: Layout, buffers: Sequence[Tensor], call: CollectiveCall, *, rank: int, num_ranks: int
     ) -> None:
-        """Replace the layers of ``x``. ``buffers``: one for each sum of the layout, as `sum_buffers` makes them."""
+        """Prepare to replace the layers of ``x``. ``buffers``: one for each sum, as `sum_buffers` makes them."""
         places: dict[Summed, list[tuple[Parts, Tensor]]] = {}
         for s, buffer in zip(layout.sums, buffers, strict=True):
             for compressor, parts in s.members:

@@ -12,29 +12,29 @@ class Outgoing(NamedTuple):
     phase: int
     """Number of the message among those of its sender. Receivers identify it by phase and sender."""
     num_bytes: int
-    """Its size, or an upper bound if ``late``."""
+    """Size of the message, or an upper bound if ``late``."""
     receivers: tuple[int, ...]
     late: bool = False
-    """Whether its size is sent first, so that its receive is posted later (`Messages.expect`)."""
+    """Whether the size is sent first, so that the receive is posted later (`Messages.expect`)."""
     source: int | None = None
-    """The rank that made it, if its sender forwards it unchanged; None if the sender made it."""
+    """Rank that made the message, if its sender forwards it unchanged; None if the sender made it."""
 
 
 Traffic = Sequence[Sequence[Outgoing]]
-"""By rank, the messages that it sends: a pure function of the layout."""
+"""Messages that each rank sends: a pure function of the layout."""
 
 
 def arriving(traffic: Traffic, rank: int) -> dict[tuple[int, int], Outgoing]:
-    """By phase and sender, the messages that ``rank`` receives."""
+    """Return the messages that ``rank`` receives, by phase and sender."""
     everything = [(peer, message) for peer, messages in enumerate(traffic) for message in messages]
     return {(message.phase, peer): message for peer, message in everything if rank in message.receivers}
 
 
 def sent_bytes(traffic: Traffic, rank: int) -> int:
-    """Bytes that ``rank`` hands to its transport. An upper bound if sizes depend on the data."""
+    """Return the bytes that ``rank`` hands to its transport. An upper bound if sizes depend on the data."""
     return sum(message.num_bytes * len(message.receivers) for message in traffic[rank])
 
 
 def num_phases(traffic: Traffic) -> int:
-    """Number of tags that it needs between any two ranks."""
+    """Return the number of tags that the traffic needs between any two ranks."""
     return 1 + max((message.phase for messages in traffic for message in messages), default=-1)

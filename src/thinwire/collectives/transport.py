@@ -4,8 +4,8 @@ Over gloo every receive is posted before the first send. Gloo announces a posted
 that carries payloads, too: a late announcement waits behind payloads, and a slow link becomes half-duplex. Gloo's own
 all-to-all and all-gather have that problem and take 1.5 to 1.8 times as long.
 
-A sender waits for that announcement, half a round trip at least. So buffers that are used again and again are received
-into ahead: once nothing is under way, the receives of their next exchange are posted (`Transport.end`).
+A sender waits for that announcement, half a round trip at least. So receives into buffers that are used again and again
+are posted ahead: those of the next exchange, once nothing is under way (`Transport.end`).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from thinwire.compressors import Reduction
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 _SMALL_REDUCTIONS = 256
-"""Of a lane, at most so many are under way."""
+"""Number of small all-reduces of a lane that may be under way."""
 
 _LEAST_PART = 1 << 14
-"""Bytes of a message that one of several streams gets at least: about what a new TCP connection sends at once."""
+"""Least bytes of a message for one of several streams: about what a new TCP connection sends at once."""
 
 
 def ring_bytes(num_bytes: int, world_size: int) -> int:
-    """Bytes that each rank sends in a ring all-reduce of a tensor of ``num_bytes``."""
+    """Return the bytes that each rank sends in a ring all-reduce of a tensor of ``num_bytes``."""
     return 2 * (world_size - 1) * num_bytes // world_size
 
 
@@ -51,7 +51,7 @@ class Pending(Protocol):
     """A send or receive under way."""
 
     def wait(self) -> None:
-        """Block until it is done. Raises TransportError if the peer is gone or does not answer in time."""
+        """Block until the operation is done. Raises TransportError if the peer is gone or does not answer in time."""
         ...
 
 
@@ -59,11 +59,11 @@ class IntegerReducer(Protocol):
     """Sums integers of all ranks: an `AggregatorClient`."""
 
     def start_all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum", limit: int = 0) -> Pending:
-        """As `Transport.start_all_reduce`."""
+        """Start an all-reduce; see `Transport.start_all_reduce`."""
         ...
 
     def wire_bytes(self, numel: int, width: int, limit: int = 0) -> int:
-        """Bytes of ``numel`` integers, each way: of ``width`` bytes each, or packed as those up to a limit."""
+        """Return the bytes of ``numel`` integers, each way: of ``width`` bytes each, or packed up to ``limit``."""
         ...
 
     def close(self) -> None:
@@ -76,23 +76,23 @@ class Buffers:
     """All messages that a rank sends and receives in one collective: allocated once, by `Transport.open`."""
 
     outgoing: Mapping[int, Outgoing]
-    """By phase."""
+    """Messages that this rank sends, by phase."""
     outbox: Mapping[int, Tensor]
     inbox: Mapping[tuple[int, int], Tensor]
-    """By phase and sender."""
+    """Memory of received messages, by phase and sender."""
     arriving: Mapping[tuple[int, int], Outgoing]
-    """By phase and sender, the descriptions of the messages in the inbox."""
+    """Descriptions of the messages in the inbox, by phase and sender."""
     tag: int
-    """First of its tags, one for each phase. A message of the next exchange has that of the last one: it comes after
-    it."""
+    """First of the buffers' tags, one for each phase. The next exchange uses the same tags: its messages are sent
+    later."""
     work: Sequence[Tensor] = ()
     """Further memory that the collective keeps from step to step."""
     uses: int = 0
-    """Exchanges begun."""
+    """Number of exchanges begun."""
     ahead: Sequence[tuple[int, int]] = ()
-    """By phase and sender, the messages that may be received ahead; see `receivable_ahead`."""
+    """Messages that may be received ahead, by phase and sender; see `receivable_ahead`."""
     posted: dict[tuple[int, int], Pending] = field(default_factory=dict)
-    """By phase and sender, the receives of the next exchange, where they have been posted."""
+    """Receives of the next exchange that have been posted, by phase and sender."""
 
     @property
     def num_bytes(self) -> int:
@@ -106,7 +106,7 @@ class Transport(ABC):
 
     Sends and receives may be called from several threads. All-reduces have two lanes: those of a lane are called in the
     same order on every rank, independently of the other lane, and a thread awaits its own in the same order on every
-    rank, too. The other native collectives have no lane and must not run beside any other operation.
+    rank, too. The other native collectives have no lane and must not run at the same time as any other operation.
     """
 
     rank: int
@@ -116,26 +116,26 @@ class Transport(ABC):
         self.sent_bytes = 0
         self.received_bytes = 0
         self.shared_bytes = 0
-        """Of ``sent_bytes``, those that receivers read from memory that they share with this rank."""
+        """Part of ``sent_bytes`` that receivers read from memory that they share with this rank."""
         self.broken = False
-        """Whether it was given up: nothing is awaited on it any more."""
+        """Whether the transport was given up: nothing is awaited on it any more."""
         self.aggregator: IntegerReducer | None = None
-        """Reduces integers in place of the process group, if given."""
+        """Reducer of integers in place of the process group, if given."""
         self.detector: FailureDetector | None = None
-        """Names the rank that has caused a failure, if given."""
+        """Detector of the rank that has caused a failure, if given."""
         self._next_tag = 0
         self._under_way = 0
-        """Exchanges and native all-reduces that have not ended."""
+        """Number of exchanges and native all-reduces that have not ended."""
         self._resting: weakref.WeakSet[Buffers] = weakref.WeakSet()
-        """Those that no exchange uses, and that more than one has used."""
+        """Idle buffers that have been used at least twice: their next receives are posted ahead."""
         self._lock = threading.Lock()
 
     def give_up(self) -> None:
-        """Mark it as broken. Called by every rank that sees a `TransportError`."""
+        """Mark the transport as broken. Called by every rank that sees a `TransportError`."""
         self.broken = True
 
     def new_tag(self, num: int) -> int:
-        """First of ``num`` tags that nothing else uses. All ranks must call this in the same order."""
+        """Return the first of ``num`` tags that nothing else uses. All ranks must call this in the same order."""
         with self._lock:
             tag = self._next_tag
             self._next_tag = (tag + num) % (1 << 30)
@@ -149,7 +149,7 @@ class Transport(ABC):
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Do not count the bytes of the body, which probes the link. No other operation may run."""
+        """Leave the bytes of the body, which probes the link, uncounted. No other operation may run."""
         before = self.sent_bytes, self.received_bytes, self.shared_bytes
         try:
             yield
@@ -172,7 +172,7 @@ class Transport(ABC):
         return Buffers(outgoing, outbox, inbox, incoming, self.new_tag(num_phases(traffic)), ahead=ahead)
 
     def begin(self, buffers: Buffers) -> None:
-        """Called before the first message of an exchange. All ranks must begin their exchanges in the same order."""
+        """Prepare for the first message of an exchange. All ranks must begin their exchanges in the same order."""
         if self.detector is not None:
             self.detector.advance()
         with self._lock:
@@ -181,7 +181,7 @@ class Transport(ABC):
         buffers.uses += 1
 
     def end(self, buffers: Buffers) -> None:
-        """Called after the last message of an exchange: received messages are not read any more.
+        """End an exchange after its last message: received messages are not read any more.
 
         When nothing is under way any more, the receives of the next exchange are posted. Not before: a rank whose last
         message is still on the way may have ended, and its kernel drops the rest of that message if an announcement
@@ -255,22 +255,22 @@ class Transport(ABC):
         if self.detector is None:
             return aggregator.start_all_reduce(x, lane=lane, op=op, limit=limit)
         self.detector.advance()
-        with _Explained(self.detector):
+        with _CauseFinder(self.detector):
             return _PendingSum(aggregator.start_all_reduce(x, lane=lane, op=op, limit=limit), self.detector)
 
     def all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum") -> None:
-        """`start_all_reduce`, and wait for it."""
+        """Run `start_all_reduce`, and wait for its end."""
         self.start_all_reduce(x, lane=lane, op=op).wait()
 
     def native_all_reduce(self, x: Tensor) -> None:
-        """Replace ``x`` by its sum as training without thinwire does it, whatever its size; for measurements."""
+        """Replace ``x`` by its sum as a training without thinwire does, whatever its size; for measurements."""
         num_bytes = ring_bytes(x.nbytes, self.world_size)
         self._count(num_bytes, num_bytes)
         self._start_native(x, 0, "sum").wait()
 
     def all_reduce_bytes(self, numel: int, dtype: torch.dtype, limit: int = 0) -> int:
-        """Bytes that a rank sends, and receives, in an all-reduce; one way, of integers that an aggregator gets packed
-        as magnitudes up to ``limit``."""
+        """Return the bytes that a rank sends, and receives, in an all-reduce; one way, of integers that an aggregator
+        gets packed as magnitudes up to ``limit``."""
         if self.aggregator is not None and not dtype.is_floating_point:
             return self.aggregator.wire_bytes(numel, dtype.itemsize, limit)
         return ring_bytes(numel * dtype.itemsize, self.world_size)
@@ -279,7 +279,7 @@ class Transport(ABC):
         """Release everything but process groups."""
         with self._lock:
             for buffers in self._resting:
-                # They would keep connections open.
+                # Posted receives would keep connections open.
                 buffers.posted.clear()
             self._resting.clear()
         if self.aggregator is not None:
@@ -299,11 +299,11 @@ class Transport(ABC):
 
     @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:
-        """The tensors of all ranks, stacked by rank. Shapes and dtypes must agree."""
+        """Return the tensors of all ranks, stacked by rank. Shapes and dtypes must agree."""
 
 
 class _Ending:
-    """An operation after whose end something is called."""
+    """A pending operation with a callback at its end."""
 
     def __init__(self, pending: Pending, ended: Callable[[], None]) -> None:
         self._pending, self._ended = pending, ended
@@ -316,7 +316,7 @@ class _Ending:
 def receivable_ahead(
     outgoing: Mapping[int, Outgoing], incoming: Mapping[tuple[int, int], Outgoing]
 ) -> list[tuple[int, int]]:
-    """By phase and sender, the messages that a rank may receive ahead: those of known size from ranks that it sends to.
+    """Return the messages, by phase and sender, that may be received ahead: those of known size between mutual senders.
 
     Such a sender cannot end an exchange that this rank has not begun, so what it sends is not lost; see
     `Transport.end`.
@@ -326,14 +326,14 @@ def receivable_ahead(
 
 
 def room(message: Outgoing) -> Tensor:
-    """A buffer for a message, in private memory."""
+    """Return a buffer for a message, in private memory."""
     return torch.zeros(message.num_bytes, dtype=torch.uint8, device="cpu")
 
 
 class PendingWork:
     """A collective of ``torch.distributed``, whose failure is a `TransportError`.
 
-    ``peer`` is the rank, within its group, that a message goes to or comes from.
+    ``peer`` is the rank, within its group, that sends or receives the message.
     """
 
     def __init__(
@@ -351,8 +351,8 @@ class PendingWork:
             self._work.wait()
 
 
-class _Joined:
-    """Parts of a message that are under way."""
+class _PendingParts:
+    """Pending parts of one message."""
 
     def __init__(self, parts: Sequence[Pending]) -> None:
         self._parts = parts
@@ -363,7 +363,7 @@ class _Joined:
 
 
 def _joined(parts: Sequence[Pending]) -> Pending:
-    return parts[0] if len(parts) == 1 else _Joined(parts)
+    return parts[0] if len(parts) == 1 else _PendingParts(parts)
 
 
 class Failing:
@@ -390,10 +390,10 @@ class Failing:
         raise failed if self._detector is None else self._detector.explain(failed, suspect) from error
 
 
-class _Explained:
+class _CauseFinder:
     """A context in which a `TransportError` of an aggregator gets the rank that has caused it.
 
-    One that has a reason has its cause: the aggregator itself.
+    An error with a reason has its cause already: the aggregator itself.
     """
 
     def __init__(self, detector: FailureDetector) -> None:
@@ -408,10 +408,10 @@ class _Explained:
 
 
 class _PendingSum:
-    """A sum that an aggregator takes."""
+    """A pending sum by an aggregator."""
 
     def __init__(self, pending: Pending, detector: FailureDetector) -> None:
-        self._pending, self._explained = pending, _Explained(detector)
+        self._pending, self._explained = pending, _CauseFinder(detector)
 
     def wait(self) -> None:
         with self._explained:
@@ -433,7 +433,7 @@ class ProcessGroupTransport(Transport):
         second: The group of the second lane, of the same ranks. Without one both lanes share ``group``, which is enough
             for a single thread.
         owned: Whether the groups were made for this transport and are destroyed by `close`.
-        detector: What names the rank that caused a failure. `close` closes it.
+        detector: Finds the rank that caused a failure. `close` closes it.
     """
 
     def __init__(
@@ -454,7 +454,7 @@ class ProcessGroupTransport(Transport):
         self.timeout = timeout
         self.rank = group.rank()
         self.world_size = group.size()
-        # By lane, the tags of small all-reduces: pairs that are used again and again.
+        # Tags of small all-reduces by lane: pairs that are used again and again.
         self._tags = tuple(itertools.cycle([self.new_tag(2) for _ in range(_SMALL_REDUCTIONS)]) for _ in self._lanes)
 
     def add_streams(self, groups: Sequence[dist.ProcessGroup]) -> None:
@@ -485,7 +485,7 @@ class ProcessGroupTransport(Transport):
         return _joined([PendingWork(work, doing, self.timeout, peer, self.detector) for work in works])
 
     def _parts(self, message: Tensor) -> list[tuple[dist.ProcessGroup, Tensor]]:
-        """The parts of a message, each with the group that it is sent over: its size alone decides, on both sides."""
+        """Return the parts of a message, each with its group: the message's size alone decides, on both sides."""
         num = max(1, min(len(self._streams), message.numel() // _LEAST_PART))
         return list(zip(self._streams, message.chunk(num), strict=False))
 
@@ -563,7 +563,7 @@ class ForeignGroupTransport(ProcessGroupTransport):
 
 
 class LoopbackTransport(Transport):
-    """Sends between threads of one process that act as ranks: for tests, and for several ranks on one device.
+    """Sends tensors between threads of one process that act as ranks: for tests, and for several ranks on one device.
 
     ``LoopbackTransport.world(n)`` makes the transports of all ranks.
     """

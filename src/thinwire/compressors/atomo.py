@@ -39,7 +39,7 @@ class Atomo(Coded):
 
     rank: int = field(default=4, metadata={"shown": True})
     columns: int = 0
-    """Of the layer's matrix; `fit` sets it."""
+    """Columns of the layer's matrix; `fit` sets them."""
 
     def __post_init__(self) -> None:
         check_int("rank", self.rank, 1)

@@ -18,7 +18,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Cast(Plain):
     """The mean in bf16 or fp16: each rank divides by the number of ranks and casts, and a native all-reduce adds.
 
-    Dividing first keeps fp16 sums from overflowing. Values that overflow nevertheless arrive as Inf.
+    Dividing first keeps fp16 sums from overflowing. Values that overflow nevertheless are received as Inf.
     """
 
     spec_name: ClassVar[str] = "cast"

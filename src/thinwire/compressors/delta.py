@@ -18,7 +18,7 @@ from thinwire.compressors._core.rounding import rounded_for
 
 @dataclass(frozen=True)
 class Delta(Compressor, WorldSized):
-    """What has changed since it was last sent, which both sides keep: ``m ← m + Q(a − m)``; the first is sent whole.
+    """Changes of a tensor since it was last sent, which both sides keep: ``m ← m + Q(a − m)``. The first is sent whole.
 
     Of activations, m is that of the sample ξ (AQ-SGD, Wang et al. 2022, Algorithm 1). Both sides of a stage boundary
     keep m(ξ) in a `thinwire.store.Store`, for `thinwire.compress_stage`. Theorem 3.1 takes ``inner``, Q, to be
@@ -37,7 +37,7 @@ class Delta(Compressor, WorldSized):
 
     @property
     def coder(self) -> Coded:
-        """Q with its rounding set for changes of activations; see `rounded_for`."""
+        """Compressor Q with its rounding set for changes of activations; see `rounded_for`."""
         return rounded_for("deltas", self.inner)
 
     @property
@@ -52,11 +52,11 @@ class Delta(Compressor, WorldSized):
         )
 
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int:
-        # Each time but the first.
+        # A tensor's first message is whole, all others are changes.
         return self.inner.wire_bytes(shape, dtype)
 
     def roundtrip(self, x: Tensor, key: int = 0) -> Tensor:
-        # The first time.
+        # A tensor's first message is whole.
         check_dtype(x.dtype, self)
         return x.detach().to(torch.float32, copy=True)
 
@@ -65,13 +65,13 @@ class Delta(Compressor, WorldSized):
 
 
 def direct(inner: Coded) -> Coded:
-    """``inner`` applied to the activations (DirectQ, the baseline of AQ-SGD), in contrast to `Delta`."""
+    """Return ``inner``, applied to the activations (DirectQ, the baseline of AQ-SGD), in contrast to `Delta`."""
     check_stateless(inner)
     return inner
 
 
 def coder_of(compressor: Compressor) -> Compressor:
-    """What encodes the messages of ``compressor``: Q of ``delta(Q)``, and any other compressor itself."""
+    """Return the compressor that encodes the messages of ``compressor``: Q of ``delta(Q)``, or itself."""
     return compressor.coder if isinstance(compressor, Delta) else compressor
 
 

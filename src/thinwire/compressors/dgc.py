@@ -69,7 +69,7 @@ class DGC(CodedWrapper, WorldSized):
             part = piece.elements
             gradient = x[part].float() / scale
             if self.clip:
-                # As a factor of at most 1 in which a norm of Inf or NaN still shows.
+                # A factor of at most 1 in which a norm of Inf or NaN still shows.
                 norm = torch.linalg.vector_norm(gradient)
                 gradient *= 1.0 / torch.clamp(norm * (math.sqrt(self.num_ranks) / self.clip), min=1.0)
             u = now[MOMENTUM.name][part] * self.momentum
@@ -77,7 +77,7 @@ class DGC(CodedWrapper, WorldSized):
             momentum[part] = u
             if self.nesterov:
                 u = u + gradient
-            # In the gradient's units while it is chosen from.
+            # The gradient's units, in which elements are chosen.
             velocity[part] = (now[VELOCITY.name][part] + u).mul_(scale)
         self.inner.encode(velocity, message, call)
         subtract_sent(self.inner, message, velocity, call, over=call.loss_scale)

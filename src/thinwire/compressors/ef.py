@@ -25,10 +25,10 @@ Units = Literal["gradient", "update"]
 
 
 def ef(inner: Compressor, units: Units = "gradient", decay: float = 1.0, bits: int = 32) -> Compressor:
-    """``inner`` with error feedback: ``p = g + e; c = Q(p); e = p − Q⁻¹(c)``, in fp32, one value an element.
+    """Add error feedback to ``inner``: ``p = g + e; c = Q(p); e = p − Q⁻¹(c)``, in fp32, one value an element.
 
-    With a coded compressor there is a residual on both sides. A rank's residual holds for the chunks of other owners;
-    for its own chunks, whose exact values it adds, the same tensor holds the error of the mean that it encodes again.
+    With a coded compressor there is a residual on both sides. A rank's residual is for the chunks of other owners;
+    for its own chunks, whose exact values it adds, the same tensor has the error of the mean that it encodes again.
     What all ranks gather is encoded once, and has the first kind only.
 
     With a summed compressor the residual is the input minus this rank's own contribution to the result (PowerSGD,
@@ -46,10 +46,10 @@ def ef(inner: Compressor, units: Units = "gradient", decay: float = 1.0, bits: i
     does (2407.04480): 2.1 bytes an element in place of 8. Memory is saved where all layers of a DDP bucket, or of an
     FSDP module, that have error feedback have it so.
 
-    A quantizer whose spec has no ``rounding=`` rounds to nearest: what a step errs by is sent later, so only its size
+    A quantizer whose spec has no ``rounding=`` rounds to nearest: a step's error is sent later, so only its size
     counts, and rounding need not be unbiased.
 
-    A compressor that errs by more than its input (`Traits.contracts`: TernGrad, QSGD with few steps in large buckets)
+    A compressor whose error exceeds its input (`Traits.contracts`: TernGrad, QSGD with few steps in large buckets)
     must not have error feedback: its residual would grow without bound. `thinwire.compress` warns of that.
 
     Raises:
@@ -70,7 +70,7 @@ def ef(inner: Compressor, units: Units = "gradient", decay: float = 1.0, bits: i
 
 
 class Feedback(Wrapper):
-    """What both kinds of error feedback have in common."""
+    """The base of both kinds of error feedback."""
 
     units: Units
     decay: float

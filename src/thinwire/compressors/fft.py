@@ -24,13 +24,13 @@ from thinwire.compressors.rangefloat import best_mantissa
 
 _FP32 = 32
 _WHOLE = 2**31
-"""A block that no layer fills."""
+"""Number of elements of a block larger than any layer."""
 _GRID = 64
 _LEAST_RANGE = 2.0**-60
 _SEARCH_EVERY = 50
-"""Messages of a layer with the same mantissa."""
+"""Number of messages of a layer with the same mantissa."""
 _MANTISSA = Slot("mantissa", shape=lambda layer: (1,), optional=True)
-"""Bits of mantissa times `_SEARCH_EVERY`, and for how many more messages of the layer."""
+"""Bits of mantissa times `_SEARCH_EVERY`, plus the number of further messages of the layer that use them."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class FFT(Coded, Scheduled, Indexed):
         return filled.table.kept((self, "kept"), lambda: tuple(self._sizes(piece.numel)[1] for piece in filled.pieces))
 
     def _parts(self, filled: Segments) -> Segments:
-        """Return where the parts of the kept components lie: end to end in a flat tensor, and in the message."""
+        """Return the places of the kept components' parts: end to end in a flat tensor, and in the message."""
 
         def build() -> Segments:
             placed, start = [], 0
@@ -181,7 +181,7 @@ class FFT(Coded, Scheduled, Indexed):
             kernels.rangefloat_encode(parts, places.table, message, params, bits=self.bits, rounding="nearest", key=0)
 
     def _format(self, parts: Tensor, place: Piece, top: float, layer: LayerState | None) -> tuple[float, float]:
-        """Return the range and the bits of mantissa for parts of at most ``top``; NaN: not all of them are finite."""
+        """Return the range and the bits of mantissa for parts of at most ``top``; NaN if not all of them are finite."""
         finite = not math.isnan(top)
         top = max(top, _LEAST_RANGE) if finite else 1.0
         return top, float(self._mantissa(parts, place, top, finite, layer))
@@ -213,7 +213,7 @@ class FFT(Coded, Scheduled, Indexed):
         kernels.spectrum_decode(received, filled.table, y, **how)
 
     def _received(self, message: Tensor, places: Segments) -> Tensor:
-        """Return the parts that a message holds."""
+        """Return the parts that a message contains."""
         parts = torch.empty(places.table.num_elements, dtype=torch.float32, device=message.device)
         if self.bits == _FP32:
             kernels.raw_decode(message, places.table, parts)

@@ -80,7 +80,7 @@ class GlobalTopK(Sparsifier, StepEnd, Scheduled):
     def end_step(self, layers: Sequence[LayerState], loss_scale: float) -> None:
         """Set the threshold of all layers to the least of this step's largest magnitudes."""
         counts = torch.stack([slots.next["histogram"] for slots in layers]).sum(0, dtype=torch.int64)
-        # As tensors, so that the host does not wait for a device.
+        # Tensors, so that the host does not wait for a device.
         wanted = torch.ceil(self._share * counts.sum().double())
         from_top = counts.flip(0).cumsum(0)
         highest = (_BINS - 1 - (from_top < wanted).sum()).clamp(min=1).to(torch.int32)

@@ -17,7 +17,7 @@ from thinwire.compressors._core.integers import Integers, fp32
 from thinwire.compressors._core.summed import Subtract, SumShape
 
 _ZERO, _LOWEST, _HIGHEST, _NOT_FINITE = -127, -126, 126, 127
-"""Exponents fit into one byte. Layers of zeros, and layers that are not finite, have codes of their own."""
+"""Codes of layers of zeros and of layers that are not finite, and the range of exponents: all fit into one byte."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class HeuristicIntSGD(Integers):
 
 
 def _exponent(values: Tensor, *, up: bool) -> Tensor:
-    """Return ``log2(max|values|)``, rounded up or down, an integer from −126 to 126, or one of the two codes."""
+    """Return ``log2(max|values|)``, rounded up or down, an integer from −126 to 126, or one of the other codes."""
     low, high = torch.aminmax(values)
     largest = torch.maximum(-low, high).to(torch.float64)
     mantissa, exponent = torch.frexp(torch.where(torch.isfinite(largest), largest, 1.0))

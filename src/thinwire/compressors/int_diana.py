@@ -1,4 +1,4 @@
-"""IntDIANA: integers of what a rank's gradient differs from its shift by (Mishchenko et al. 2022, appendix A.2)."""
+"""IntDIANA: integers of the difference of a rank's gradient from its shift (Mishchenko et al. 2022, appendix A.2)."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class IntDIANA(IntSGD):
 
 @dataclass(frozen=True)
 class ExactShifts(Exact):
-    """`Exact`, which also sets each rank's shift to its own gradient, and their mean. It has no spec."""
+    """The compressor `Exact`, which also sets each rank's shift to its own gradient, and their mean. It has no spec."""
 
     spec_name: ClassVar[str] = "exact_shifts"
 

@@ -1,4 +1,4 @@
-"""IntSGD: integers whose scale follows the gradients that arrived (Mishchenko et al. 2022)."""
+"""IntSGD: integers whose scale follows past gradients (Mishchenko et al. 2022)."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from thinwire.kernels import square_sums
 _UNSET = -1.0
 _NORM, _ALL = "r", "r_all"
 _GROWTHS, _FALLS = 16, 7
-"""Powers of 4 by which a gradient may be longer than expected, and shorter than a 32nd of that."""
+"""Number of powers of 4 by which a gradient may be longer than expected, and shorter than a 32nd of that."""
 _FALLEN = math.sqrt(0.5) / 32
 """Root mean square of α·g, which is √½ at most, below which nearly all of g is lost in rounding."""
 _COUNTS = _GROWTHS + _FALLS + 1
-"""Those, and the ranks whose gradient is zero."""
+"""Number of counters: one for each of those powers, and one for the ranks whose gradient is zero."""
 
 
 @dataclass(frozen=True)
 class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
     """IntSGD (Mishchenko et al. 2022, Algorithm 1): ``g̃ = 1/(nα) · Σ Int(α·g_i)``.
 
-    α comes from past steps, and all ranks work it out alike:
+    α comes from past steps, and all ranks compute it alike:
     ``r_k = β·r_{k−1} + (1−β)·‖g̃^{k−1}‖²`` and ``α_k = √d / √(2n·r_k + ε²)``: of the whole model (``block=global``,
     Proposition 2), or of each layer by itself, with its share ``d_l/d`` of ε² (``block=layer``, Proposition 4). The
     first step is exact: its sum is in fp32. ``rounding`` is random (unbiased) or determ (to the nearest integer).
     ``block=global, bits=32`` is what the authors' published code does.
 
-    A few more integers count the ranks where a layer held NaN or Inf (it is received as NaN then), and those whose
+    A few more integers count the ranks where a layer had NaN or Inf (it is received as NaN then), and those whose
     gradient is more than 4, 16, 64, ... times as long as its scale expects. Nearly all of it is clipped then, and the
     paper's r would take many steps to follow; here the next step's r is that of the longest gradient. Others count
     those whose gradient is less than a 32nd as long, so that nearly all of it is lost in rounding: where all are, the
@@ -102,8 +102,8 @@ class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
     def _follow(
         self, norms: Tensor, layers: Sequence[str], state: State, bounds: tuple[Tensor, Tensor] | None = None
     ) -> None:
-        """Set r of the next step; ``norms`` (layers,) fp64 are ``‖g̃‖²``, and ``bounds`` what r must be at least and
-        at most."""
+        """Set r of the next step; ``norms`` (layers,) fp64 are ``‖g̃‖²``, and ``bounds`` the least and the most that r
+        may be."""
         before = torch.cat([state.layers[name].now[_NORM] for name in layers])
         after = before * self.beta + norms * (1.0 - self.beta)
         if self.follows_optimizer:
@@ -116,7 +116,7 @@ class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
         after = torch.where(torch.isfinite(norms), after, before)
         for name, value in zip(layers, after, strict=True):
             for slot in (_NORM, _ALL) if self.block == "global" else (_NORM,):
-                # Of all layers: of this one only until `end_step`.
+                # The norm of this layer only, until `end_step` sets that of all.
                 state.layers[name].next[slot].copy_(value)
 
     @property
@@ -131,12 +131,12 @@ class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
             _share([layer.now for layer, _ in changes])
 
     def end_step(self, layers: Sequence[LayerState], loss_scale: float) -> None:
-        """Give all layers the norm of all of them."""
+        """Set the norm of every layer to that of all together."""
         if self.block == "global":
             _share([layer.next for layer in layers])
 
     def alphas(self, parts: Sequence[Part], state: State | None) -> Tensor:
-        """α of each layer in unscaled units: fp64, (parts,)."""
+        """Return α of each layer in unscaled units: fp64, (parts,)."""
         slot = _ALL if self.block == "global" else _NORM
         norms = torch.cat([slots_of(state, p.name)[slot] for p, _ in parts]).clamp(min=0.0)
         sizes = self.sizes(parts, norms.device)
@@ -155,16 +155,16 @@ class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
         return kernels.to_device(given, like.device)
 
     def _scales(self, parts: Sequence[Part], state: State | None) -> Tensor:
-        """What gradients are multiplied by."""
+        """Return the factors of gradients before they are rounded."""
         assert state is not None
         return fp32(self.alphas(parts, state) / state.loss_scale)
 
     def _contribution(self, x: Tensor, parts: Sequence[Part], call: SumCall) -> Tensor:
-        """Return what is rounded to integers, a flat tensor like ``x``."""
+        """Return the values that are rounded to integers, a flat tensor like ``x``."""
         return x
 
     def _send(self, parts: Sequence[Part], scales: Tensor, call: SumCall) -> None:
-        """Called with this rank's integers in the buffer, before they are summed."""
+        """Use this rank's integers in the buffer, before they are summed. Does nothing here."""
 
     def _receive(self, y: Tensor, parts: Sequence[Part], scales: Tensor, finite: Tensor, call: SumCall) -> Tensor:
         """Set the layers of ``y`` to g̃ from the sums in the buffer. Returns ``‖g̃‖²`` of each, fp64 [parts]."""
@@ -179,7 +179,7 @@ class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
         return scales.double() * (1.0 if call.state is None else call.state.loss_scale)
 
     def _bounds(self, counts: Tensor, norms: Tensor, parts: Sequence[Part], alphas: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what r must be at least and at most by the ``counts`` [parts, _COUNTS] of ranks: fp64 [parts]."""
+        """Return the least and the most that r may be by the ``counts`` [parts, _COUNTS] of ranks: fp64 [parts]."""
         known = self.sizes(parts, norms.device) / (2 * self.num_ranks * alphas**2)
         growths = (counts[:, :_GROWTHS] > 0).sum(1, dtype=torch.float64)
         falls = (counts[:, _GROWTHS:-1] == self.num_ranks).sum(1, dtype=torch.float64)
@@ -221,7 +221,7 @@ class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
 
 def _share(slots: Sequence[Mapping[str, Tensor]]) -> None:
     if slots and kernels.asynchronous(slots[0][_NORM]):
-        # The same, for which the host need not look: sorted, the order of the layers does not matter either.
+        # Without a look by the host: sorted, the order of the layers does not matter either.
         norms = torch.cat([layer[_NORM] for layer in slots])
         total = torch.where(norms < 0.0, 0.0, norms).sort().values.sum()
         for layer, norm in zip(slots, norms, strict=True):
@@ -244,7 +244,7 @@ def _unset(layer: Sequence[int], name: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Exact(Plain):
-    """What layers have before their first scale is known: the exact mean, in fp32, which sets it. It has no spec."""
+    """The exact mean, in fp32, of layers without a known scale, which it sets. It has no spec."""
 
     spec_name: ClassVar[str] = "exact"
 

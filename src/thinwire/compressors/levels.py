@@ -88,12 +88,12 @@ class Levels(Coded, Learned):
 
 
 def learned_levels(values: Tensor, levels: Tensor, bucket: int) -> Tensor:
-    """Levels to which Algorithm 5.1 converges on ``values`` (flat), starting from ``levels`` (ascending, in [0, 1]).
+    """Return the levels to which Algorithm 5.1 converges on ``values`` (flat) from ``levels`` (ascending, in [0, 1]).
 
-    Its steps ``q ← q − α·mean(q − v)`` over the values v that are nearest to q come to rest where each level is the
+    Its steps ``q ← q − α·mean(q − v)`` over the values v that are nearest to q rest where each level is the
     mean of these values, which is Lloyd's condition. In the sorted values a level's neighbors are a range and their
     mean a difference of two prefix sums, so that a step takes a few look-ups: a hundred are made with α = 1, on the
-    buckets of at most a quarter of a million values. Buckets that hold NaN or Inf, and constant ones, teach nothing.
+    buckets of at most a quarter of a million values. Buckets with NaN or Inf, and constant ones, teach nothing.
     """
     numel = values.numel()
     bucket = max(1, min(bucket, numel))

@@ -22,7 +22,7 @@ class MaxAbs(Bucketed):
     index of the first axis) or the ``layer``. ``midrise=True`` is the paper's description: ``2^bits`` intervals on
     [−a, a], decoded to their midpoints, so that zero is no level and the outermost values saturate. Stochastic rounding
     is unbiased, as Theorem 3.1 requires; the authors' code rounds to nearest. By default, gradients are rounded
-    stochastically, and weights, deltas and what has error feedback as in `rounded_for`. Costs ``bits + 32/bucket``
+    stochastically, and weights, deltas and error feedback as in `rounded_for`. Costs ``bits + 32/bucket``
     bits an element.
     """
 

@@ -18,9 +18,9 @@ class MinMax(Bucketed):
     Per bucket of ``bucket`` consecutive elements: ``unit = (max − min)/(2^bits − 1)``,
     ``code = floor((x − min)/unit + u)`` with ``u`` uniform in [0, 1) (stochastic, unbiased) or ½ (nearest),
     decoded to ``min + code · unit``. Costs ``bits + 64/bucket`` bits an element. By default, gradients are rounded
-    stochastically, and weights, deltas and what has error feedback as in `rounded_for`.
+    stochastically, and weights, deltas and gradients with error feedback as in `rounded_for`.
 
-    A bucket that holds NaN or Inf, or whose range overflows fp32, is decoded to NaN throughout.
+    A bucket with NaN or Inf, or whose range overflows fp32, is decoded to NaN throughout.
     """
 
     spec_name: ClassVar[str] = "minmax"

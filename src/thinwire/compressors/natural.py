@@ -22,7 +22,7 @@ class Natural(Coded, Saturating):
 
     A value x becomes ``sign(x) · 2^(e + b)`` with ``e = floor(log2 |x|)`` and ``b ~ Bernoulli((|x| − 2^e) / 2^e)``.
     Unbiased; the variance is at most ``x²/8``. Magnitudes above 2^18 saturate and are counted, and those below 2^-108
-    arrive as zero; with a loss scale these limits are those of the unscaled values.
+    are received as zero; with a loss scale these limits are those of the unscaled values.
     """
 
     spec_name: ClassVar[str] = "natural"

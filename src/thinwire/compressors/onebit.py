@@ -1,4 +1,4 @@
-"""1-bit SGD: below or above zero."""
+"""1-bit SGD: one bit says whether a value is below zero."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Low-rank gradients."""
+"""Low-rank approximation of gradients."""
 
 from __future__ import annotations
 

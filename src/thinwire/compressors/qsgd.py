@@ -38,8 +38,8 @@ class QSGD(Bucketed):
 
     @property
     def traits(self) -> Traits:
-        # Rounding in steps of ‖v‖/s errs by up to half a step in standard deviation, on each element of the bucket.
-        # In steps of the largest magnitude that is below it, but for a single step in all but small buckets.
+        # The error of rounding in steps of ‖v‖/s is up to half a step in standard deviation, on each element of the
+        # bucket. In steps of the largest magnitude that is below it, but for a single step in all but small buckets.
         bucket, steps = bucket_elements(self.bucket), self._steps
         contracts = steps > 1 or bucket <= 32 if self.norm == "linf" else bucket < 4 * steps**2
         return Traits(unbiased=True, keeps_constants=self.norm == "linf", contracts=contracts)

@@ -25,7 +25,7 @@ class RandK(Summed, Scheduled):
     """Random-k: ``k = ceil(density · d)`` of the d elements of each layer (Stich et al. 2018), added in fp32.
 
     The elements are drawn in each step from a key that all ranks share. Scaling by d/k makes the result unbiased; in
-    error feedback it would diverge, so ``ef`` sets ``scaled=False``. One more element is NaN if the layer held NaN or
+    error feedback it would diverge, so ``ef`` sets ``scaled=False``. One more element is NaN if the layer had NaN or
     Inf, so that those are received even where they were not drawn. ``density`` may be a schedule, as of `TopK`.
     """
 

@@ -26,7 +26,7 @@ _HEADROOM = 2.0
 _LEAST_RANGE, _MOST_RANGE = 2.0**-60, 2.0**127
 _SAMPLE = 1 << 14
 _USUAL_EXPONENT_BITS = 5
-"""Sign and exponent of the format that the search for a mantissa begins with."""
+"""Bits of sign and exponent of the format that the search for a mantissa begins with."""
 _FORMAT = Slot("format", shape=lambda layer: (2,), shared=True, learned=True)
 
 
@@ -114,7 +114,7 @@ class RangeFloat(Coded, Learned, Saturating):
         FSDP2 not this one."""
         unknown = formats[:, 0] == 0
         if kernels.asynchronous(x):
-            # Of zeros, of which any format is one.
+            # Layers of zeros, for which any format will do.
             return torch.where(unknown[:, None], self._fixed(x, call), formats)
         for at in unknown.nonzero()[:, 0].tolist():
             values = x[call.pieces[at].elements].float() / call.loss_scale

@@ -18,7 +18,7 @@ from thinwire.compressors._core.plain import Plain
 
 @dataclass(frozen=True)
 class Raw(Coded):
-    """The gradient in its own dtype; the owner of a chunk sums in fp32.
+    """A compressor that sends gradients in their own dtype; the owner of a chunk sums in fp32.
 
     Biases, norms and small layers are sent like this, in the same messages as compressed layers. If the whole plan is
     raw, gradients are reduced by a native all-reduce instead, as without thinwire.
@@ -41,7 +41,7 @@ class Raw(Coded):
         kernels.raw_encode(x, call.table, message)
 
     def decode(self, message: Tensor, y: Tensor, call: CodecCall, *, add: bool = False) -> None:
-        """As `Coded.decode`; the message holds values of the dtype of ``y``."""
+        """See `Coded.decode`. The message has values of the dtype of ``y``."""
         kernels.raw_decode(message, call.table, y, add=add, scale=call.scale)
 
     def roundtrip(self, x: Tensor, key: int = 0) -> Tensor:
@@ -54,11 +54,11 @@ class Raw(Coded):
         kernels.raw_sum(messages, own, call.table, y, scale=call.scale, out_message=out_message)
 
     def add_up(self, messages: Sequence[Tensor], own: Tensor, total: Tensor, call: CodecCall) -> None:
-        """As `Coded.add_up`; messages hold values of the dtype of ``total``, and the sum is taken in fp32."""
+        """See `Coded.add_up`. Messages have values of the dtype of ``total``, and the sum is taken in fp32."""
         kernels.raw_sum(messages, own, call.table, total, scale=call.scale)
 
     def mean(self, messages: Sequence[Tensor], y: Tensor, call: CodecCall) -> None:
-        """As `Coded.mean`; messages hold values of the dtype of ``y``, and the sum is taken in fp32."""
+        """See `Coded.mean`. Messages have values of the dtype of ``y``, and the sum is taken in fp32."""
         kernels.raw_decode(messages[0], call.table, y)
         kernels.raw_sum(messages[1:], y, call.table, y, scale=call.scale)
 

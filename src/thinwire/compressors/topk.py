@@ -24,7 +24,7 @@ class TopK(Sparsifier, Scheduled):
     """The ``ceil(density · d)`` elements of each layer with the largest magnitude (Aji and Heafield 2017).
 
     Of equal magnitudes, the first are taken. ``select=sampled`` estimates the least magnitude from a sample of the
-    layer. It sends at most as many elements, sometimes a few per cent fewer, and none that is smaller than one left
+    layer. It sends at most as many elements, sometimes a few per cent fewer, and none smaller than one left
     out. Biased; a plan adds error feedback unless ``feedback=False``.
 
     ``density`` may be a schedule: ``((0, 0.25), (100, 0.0625), (200, 0.01))`` is the warm-up of Lin et al. (2018,

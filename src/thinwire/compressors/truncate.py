@@ -1,4 +1,4 @@
-"""An upper bound of what compression can gain (thesis, section 3.2, Figure 3.1)."""
+"""Truncated gradients: an upper bound of the gain of compression (thesis, section 3.2, Figure 3.1)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from thinwire.compressors._core.summed import Subtract, Summed, SumShape
 
 @dataclass(frozen=True)
 class Truncate(Summed):
-    """The first ``d/γ`` of the d elements of each layer, added in the gradient's dtype; the others arrive as zero.
+    """The first ``d/γ`` of the d elements of each layer, added in the gradient's dtype; others are received as zero.
 
     It takes no time and ruins training. It measures how fast a step would be if ``γ`` times fewer bytes were sent. One
-    more element is NaN if the layer held NaN or Inf.
+    more element is NaN if the layer has NaN or Inf.
     """
 
     spec_name: ClassVar[str] = "truncate"

@@ -90,7 +90,7 @@ from thinwire.kernels.spectrum import (
 from thinwire.kernels.table import Table as Table
 
 FORMAT_VERSION: int = 3
-"""It is increased when a call produces different bytes than in an earlier version."""
+"""Version of the bytes that kernels produce, increased when a call produces other bytes than in an earlier version."""
 
 HAVE_NATIVE: bool = CORE is not None
 """Whether CPU tensors are processed by the native core rather than by PyTorch operations."""

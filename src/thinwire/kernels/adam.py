@@ -107,7 +107,7 @@ def _apply(layer: AdamStep) -> None:
 
 
 def _root(values: Tensor) -> Tensor:
-    """The square root, rounded to nearest. MKL's, which PyTorch takes on a CPU, may be off by the last bit."""
+    """Return the square root, rounded to nearest. MKL's, which PyTorch takes on a CPU, may be off by the last bit."""
     return values.double().sqrt().to(values.dtype) if values.is_cpu else values.sqrt()
 
 

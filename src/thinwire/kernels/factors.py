@@ -12,10 +12,10 @@ from torch import Tensor
 from thinwire.kernels import native
 
 MOST_NARROW_COLUMNS = 16
-"""With more, a matrix product is bound by its arithmetic, at which PyTorch's is better."""
+"""Number of columns beyond which a product is bound by its arithmetic, at which PyTorch is better."""
 
 _LARGEST_EXPONENT = 100
-"""Of powers of two that fp32 holds, and so do their inverses."""
+"""Largest exponent of the powers of two that matrices are scaled by: fp32 represents them and their inverses."""
 
 
 def narrow_product(m: Tensor, narrow: Tensor, *, normalized: bool = False) -> Tensor:
@@ -109,5 +109,5 @@ def _computed_natively(m: Tensor, *narrow: Tensor) -> bool:
 
 
 def _are_contiguous(m: Tensor) -> bool:
-    """Whether each matrix is."""
+    """Whether each matrix of ``m`` is contiguous."""
     return m.stride()[1:] == (m.shape[2], 1)

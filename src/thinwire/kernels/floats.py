@@ -75,7 +75,7 @@ def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int, scale:
     The byte is sign << 7 | (biased exponent − 18), for exponents 19 to 145 (2^-108 to 2^18). Values that round
     to less become 0, and those that round to more become ±2^18 and are counted as saturated. A segment with NaN or Inf
     decodes to NaN throughout. Values that are ``scale`` times too large have a range that is as much higher: by the
-    power of two below ``scale``, whose exponent the header holds.
+    power of two below ``scale``, whose exponent is in the header.
 
     Shapes: ``x`` (elements,) fp32, bf16 or fp16; ``message`` (bytes,) uint8; both contiguous and on one device.
     ``key`` is taken modulo 2^64. Raises ``TypeError`` for a wrong dtype, ``ValueError`` for a size or a device.
@@ -148,7 +148,7 @@ def rangefloat_encode(
 ) -> None:
     """Code each value as a float of ``bits`` bits between −max and max (spectral sparsification, section 3.2.1).
 
-    ``params`` (segments, 2) fp32 holds max and the number m of mantissa bits (0..22) of each segment; a pair that
+    ``params`` (segments, 2) fp32 has max and the number m of mantissa bits (0..22) of each segment; a pair that
     :func:`rangefloat_eps` refuses makes its segment decode to NaN. ``rounding`` is "truncate" (the paper's), "nearest"
     or "stochastic" (unbiased up to max). |x| beyond max becomes max and is counted as saturated; NaN and Inf are
     received as NaN. Codes: 0; 1..P positive; P+1..2P negative; 2P+1 not finite.
@@ -206,7 +206,7 @@ def levels_encode(x: Tensor, table: Table, message: Tensor, levels: Tensor, *, b
     """Code each value as the nearest of 2^bits learned levels between its bucket's ends (thesis, Alg. 5.1).
 
     ``levels`` (segments, 2^bits) fp32, ascending within [0, 1] (the codes of others are unspecified); they are sent
-    in the message. A bucket that holds NaN or Inf, or whose range overflows, decodes to NaN; one with a range below
+    in the message. A bucket with NaN or Inf, or whose range overflows, decodes to NaN; one with a range below
     2^-100 to its minimum. ``index0`` must be a multiple of lcm(bucket, 128).
 
     Other shapes and errors are those of :func:`natural_encode`.
@@ -268,7 +268,7 @@ def magnitudes_encode(
 ) -> None:
     """Code each value as its sign and the nearest of 2^(bits−1) magnitudes, in units of its bucket's root mean square.
 
-    ``magnitudes`` (2^(bits−1),) fp32, ascending and not negative; both sides know them. A bucket that holds NaN or Inf
+    ``magnitudes`` (2^(bits−1),) fp32, ascending and not negative; both sides know them. A bucket with NaN or Inf
     decodes to NaN. ``index0`` must be a multiple of lcm(bucket, 128). ``residual`` is used as in
     :func:`bucketed_encode`; ``x`` may be its ``next``.
 
@@ -328,13 +328,14 @@ def _magnitudes_bytes(table: Table, bits: int, bucket: int) -> int:
 def int_round(
     x: Tensor, table: Table, alphas: Tensor, out: Tensor, *, clip: int, key: int = 0, nearest: bool = False
 ) -> Tensor:
-    """``Int(α · x)`` of IntSGD, clipped to ±clip: round down or up at random, unbiased, or to nearest even.
+    """Round ``α · x`` (``Int`` of IntSGD), clipped to ±clip: down or up at random, unbiased, or to nearest even.
 
     ``alphas`` (segments,) fp32; ``out`` (values,) int8 or int32, where a segment's integers start at byte ``payload``.
     Values that are not finite become 0, and the caller sends a flag. Returns how many values of each segment were
     clipped: int64 (segments,) on the device of ``x``.
 
-    Other shapes and errors are those of :func:`natural_encode`; ``ValueError`` for a ``clip`` that ``out`` cannot hold.
+    Other shapes and errors are those of :func:`natural_encode`; ``ValueError`` for a ``clip`` beyond the range of
+    ``out``.
     """
     _check_values("x", x, table, x)
     count = _check_integers(out, table, x)
@@ -353,7 +354,7 @@ def int_round(
 
 
 def int_decode(out: Tensor, table: Table, y: Tensor, factors: Tensor) -> None:
-    """``y = factor · q`` for the integers of :func:`int_round`, or sums of them; ``factors`` (segments,) fp32."""
+    """Set ``y = factor · q`` for the integers of :func:`int_round`, or sums of them; ``factors`` (segments,) fp32."""
     _check_values("y", y, table, y)
     count = _check_integers(out, table, y)
     _check_per_row("factors", factors, (len(table),), y)

@@ -24,7 +24,7 @@ ROUNDINGS = ("stochastic", "nearest", "shift")
 
 @dataclass(frozen=True)
 class Format:
-    """How buckets of values become codes and scales; received as ``lo + code · unit``, both per bucket.
+    """Codes and scales of buckets of values, which are received as ``lo + code · unit``, both per bucket.
 
     - ``minmax``: 2^bits levels from the bucket's minimum to its maximum (thesis, section 5.6.1);
     - ``maxabs``: 2·levels + 1 levels from −a to a, a = max|x| (AQ-SGD, section 4.1); at 2 bits TernGrad's;
@@ -50,7 +50,7 @@ class Format:
     midrise: bool = False
     clip: float = 0.0
     steps: int = field(init=False, repr=False, compare=False)
-    """Units from −a to 0, or from minimum to maximum."""
+    """Number of units from −a to 0, or from minimum to maximum."""
     offset: float = field(init=False, repr=False, compare=False)
     """The code of 0 where there is one scale; −1 where there are two."""
     packed: tuple[int, int, float] = field(init=False, repr=False, compare=False)
@@ -87,12 +87,12 @@ class Format:
 
     @property
     def num_scales(self) -> int:
-        """fp32 values per bucket: ``lo`` and ``unit``, or ``unit`` alone."""
+        """Number of fp32 values per bucket: ``lo`` and ``unit``, or ``unit`` alone."""
         return 2 if self.offset < 0 else 1
 
     @property
     def max_code(self) -> int:
-        """The largest code that is sent."""
+        """Largest code that is sent."""
         return int(2 * self.offset) if self.offset >= 0 else self.steps
 
     def _check_types(self) -> None:
@@ -139,22 +139,22 @@ class Residual(NamedTuple):
 
 
 def align(num_bytes: int) -> int:
-    """``num_bytes`` rounded up to a multiple of :data:`ALIGN`."""
+    """Return ``num_bytes`` rounded up to a multiple of :data:`ALIGN`."""
     return -(-num_bytes // ALIGN) * ALIGN
 
 
 def num_buckets(numel: int, bucket: int) -> int:
-    """Buckets of ``numel`` elements; the last one may be short."""
+    """Return the number of buckets of ``numel`` elements; the last one may be short."""
     return -(-numel // bucket)
 
 
 def codes_at(numel: int, form: Format) -> int:
-    """Byte at which the codes start inside a payload: behind the scales of every bucket."""
+    """Return the byte at which the codes start inside a payload: behind the scales of every bucket."""
     return align(4 * form.num_scales * num_buckets(numel, form.bucket))
 
 
 def bucketed_bytes(numel: int, form: Format) -> int:
-    """Payload size in bytes of one segment of ``numel`` elements: a multiple of 64, and 0 for 0 elements.
+    """Return the payload size in bytes of one segment of ``numel`` elements: a multiple of 64, and 0 for 0 elements.
 
     Raises ``ValueError`` for a negative ``numel``.
     """
@@ -165,7 +165,7 @@ def bucketed_bytes(numel: int, form: Format) -> int:
 
 
 def bucketed_grain(bucket: int) -> int:
-    """Elements at which a layer may be cut so that each piece gets the bytes it would get inside the whole."""
+    """Return the elements at which a layer may be cut so that its pieces get the bytes they get inside the whole."""
     if not isinstance(bucket, int) or isinstance(bucket, bool):
         raise TypeError(f"bucket must be an int, not {type(bucket).__name__}")
     if not 1 <= bucket <= MAX_BUCKET:
@@ -180,6 +180,6 @@ def check_format(form: Format) -> None:
 
 
 def before_sum(scale: float) -> float:
-    """What the terms of a mean are multiplied by before they are added, so that their sum overflows only if their mean
-    does: the largest power of two that is at most ``scale``, by which no bit of a normal number is lost. 1 for sums."""
+    """Return the factor of the terms of a mean before they are added, with which their sum overflows only if their mean
+    does: the largest power of two up to ``scale``, which loses no bit of a normal number; 1 for sums."""
     return 2.0 ** (frexp(scale)[1] - 1) if 2.0**-126 <= scale < 1.0 else 1.0

@@ -26,7 +26,8 @@ from thinwire.kernels.gpu_launch import TILE, check_aligned, on, options, words
 from thinwire.kernels.table import Table
 
 MAX_TILE_BUCKET = 4096
-"""Larger buckets, and those that are not a power of two times 128, take two or three launches instead of one."""
+"""Largest bucket for a single launch; larger ones, and those that are not a power of two times 128, take two or
+three."""
 
 
 def bucketed_encode(
@@ -55,7 +56,7 @@ def bucketed_encode(
 def _encode_any_bucket(
     x: Tensor, table: Table, message: Tensor, form: Format, bucket: int, *, key: int, residual: Residual | None
 ) -> None:
-    """Extrema of all buckets (unless the scheme needs sums), then their scales, then the codes."""
+    """Encode extrema of all buckets (unless the scheme needs sums), then their scales, then the codes."""
     rows, coding, sums = table.on(x.device), coding_constants(form), needs_sums(form)
     launch = options(form.bits)
     firsts, total = table.bucket_firsts(x.device, bucket)
@@ -154,12 +155,12 @@ def _decode(
 
 
 def encode_tile_size(bits: int, bucket: int) -> int:
-    """32 elements a thread: with 16, what a program does once (its row, keys, scales) costs a quarter of its time."""
+    """Return the elements of a program, 32 a thread: with 16, its row, keys and scales cost a quarter of its time."""
     return max(32 * 32 * int(options(bits)["num_warps"]), bucket)
 
 
 def coding_constants(form: Format) -> dict[str, int]:
-    """How a kernel is compiled to make the format's codes. What does not round is compiled once, not per rounding."""
+    """Return a kernel's constants for the format. What does not round is compiled once, not per rounding."""
     scheme = SCHEMES.index(form.scheme)
     rounding = ROUNDINGS.index(form.rounding) if scheme <= 2 else ROUNDINGS.index("nearest")
     return {"SCHEME": scheme, "ROUNDING": rounding, "OFFSET2": int(2 * form.offset)}

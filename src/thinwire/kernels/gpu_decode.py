@@ -11,7 +11,7 @@ import triton.language as tl
 from thinwire.kernels.gpu_tiles import bucket_of, codes_of, dequantize, row_of, unpack_parts, write
 
 STORE, ADD, MEAN = 0, 1, 2
-"""What decoding writes: v · scale; base · weight + v · scale; (base · weight + v · scale) · after."""
+"""Modes of decoding, which write v · scale; base · weight + v · scale; (base · weight + v · scale) · after."""
 
 
 @triton.jit(do_not_specialize=["bucket"])
@@ -19,11 +19,11 @@ def decode_tiles(
     message, base, y, pieces, rows, bucket, scale, weight, after,
     BITS: tl.constexpr, BUCKET: tl.constexpr, GROUPS: tl.constexpr, OFFSET2: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """Values of one tile. ``BUCKET``: the bucket, if it is a multiple of the group and known when compiling, or 0."""
+    """Decode one tile. ``BUCKET``: the bucket, if it is a multiple of the group and known when compiling, or 0."""
     piece, start, numel, _index0, payload, _site = row_of(pieces, rows)
     first = piece * (GROUPS * 128)
     if (numel - first >= GROUPS * 128) & (start % 8 == 0):
-        # By arithmetic, and not as a hint: Triton 3.7 forgets one on a value that was loaded elsewhere.
+        # Computed, not hinted: Triton 3.7 forgets a hint on a value that was loaded elsewhere.
         decode_tile(
             message, base, y, start // 8 * 8, first, numel, payload, bucket, scale, weight, after,
             BITS, BUCKET, GROUPS, OFFSET2, MODE, True,

@@ -36,11 +36,11 @@ def encode_tiles(
     BITS: tl.constexpr, BUCKET: tl.constexpr, GROUPS: tl.constexpr, SCHEME: tl.constexpr, ROUNDING: tl.constexpr,
     STEPS: tl.constexpr, OFFSET2: tl.constexpr, SUMS: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Scales and codes of one tile of whole buckets. ``OFFSET2``: twice the format's offset."""
+    """Encode scales and codes of one tile of whole buckets. ``OFFSET2``: twice the format's offset."""
     piece, start, numel, index0, payload, site = row_of(pieces, rows)
     first = piece * (GROUPS * 128)
     if (numel - first >= GROUPS * 128) & (start % 8 == 0):
-        # By arithmetic, and not as a hint: Triton 3.7 forgets one on a value that was loaded elsewhere.
+        # Computed, not hinted: Triton 3.7 forgets a hint on a value that was loaded elsewhere.
         encode_tile(
             x, now, next, message, start // 8 * 8, first, numel, index0, payload, site, key_low, key_high,
             loss_scale, clip, BITS, BUCKET, GROUPS, SCHEME, ROUNDING, STEPS, OFFSET2, SUMS, RESIDUAL, True,
@@ -95,14 +95,14 @@ def encode_tile(
 
 @triton.jit
 def of_groups(value, PER_BUCKET: tl.constexpr, GROUPS: tl.constexpr):
-    """What each bucket has, for each of its groups: (groups, 1)."""
+    """Repeat the value of each bucket for each of its groups: (groups, 1)."""
     spread = tl.broadcast_to(value[:, None], (GROUPS // PER_BUCKET, PER_BUCKET))
     return tl.reshape(spread, (GROUPS,))[:, None]
 
 
 @triton.jit
 def extrema(parts, left, GROUPS: tl.constexpr, SCHEME: tl.constexpr, EVEN: tl.constexpr):
-    """Ordered keys of the minimum and the maximum of each group; with maxabs of |x|, the maximum alone."""
+    """Return ordered keys of the minimum and the maximum of each group; with maxabs of |x|, the maximum alone."""
     PARTS: tl.constexpr = len(parts)
     WIDTH: tl.constexpr = 128 // PARTS
     low = tl.full((GROUPS, WIDTH), 0x7FFFFFFF if SCHEME == 0 else 0, tl.int32)
@@ -127,7 +127,7 @@ def bucket_extrema(
     x, now, pieces, rows, firsts, low_keys, high_keys, bucket, slices, loss_scale,
     ROWS: tl.constexpr, COLS: tl.constexpr, SCHEME: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Merges the extrema of one slice of ``ROWS`` buckets into their keys; ``firsts``: the buckets before each row."""
+    """Merge the extrema of one slice of ``ROWS`` buckets into their keys; ``firsts``: the buckets before each row."""
     pid = tl.program_id(0).to(tl.int64)
     piece, start, numel, _index0, _payload, _site = row_of(pieces, rows)
     first = tl.load(firsts + tl.load(pieces + 2 * pid))
@@ -149,8 +149,8 @@ def bucket_scales(
     BITS: tl.constexpr, SCHEME: tl.constexpr, ROUNDING: tl.constexpr, STEPS: tl.constexpr, OFFSET2: tl.constexpr,
     SUMS: tl.constexpr, RESIDUAL: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Scales of ``COUNT`` buckets, from their extrema or from sums taken here: into the message, the factor into
-    ``inverses``."""
+    """Write the scales of ``COUNT`` buckets, from their extrema or from sums taken here, into the message, and the
+    factor into ``inverses``."""
     pid = tl.program_id(0).to(tl.int64)
     piece, start, numel, _index0, payload, site = row_of(pieces, rows)
     first = tl.load(firsts + tl.load(pieces + 2 * pid))
@@ -179,7 +179,7 @@ def encode_codes(
     BITS: tl.constexpr, GROUPS: tl.constexpr, SCHEME: tl.constexpr, ROUNDING: tl.constexpr, OFFSET2: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Codes of one tile, with the scales of each element looked up."""
+    """Encode the codes of one tile, with the scales of each element looked up."""
     pid = tl.program_id(0).to(tl.int64)
     piece, start, numel, index0, payload, site = row_of(pieces, rows)
     first = piece * (GROUPS * 128)

@@ -10,21 +10,21 @@ import torch
 from torch import Tensor
 
 TILE = 2048
-"""Elements of one program."""
+"""Number of elements of one program."""
 
 
 def options(bits: int) -> dict[str, int | bool]:
-    """Launch options; the narrow parts of odd widths need fewer warps for loads of 128 bits a thread."""
+    """Return launch options; the narrow parts of odd widths need fewer warps for loads of 128 bits a thread."""
     return {"enable_fp_fusion": False, "num_warps": 2 if bits % 2 else 4}
 
 
 def on(tensor: Tensor) -> AbstractContextManager[None]:
-    """Triton launches on the current device, which need not be the tensor's."""
+    """Make the tensor's device the current one, on which Triton launches."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def words(key: int) -> tuple[int, int]:
-    """The two halves of a key, less 2^31 each: int32, whatever the key."""
+    """Return the two halves of a key, less 2^31 each: int32, whatever the key."""
     return (key & 0xFFFFFFFF) - 2**31, (key >> 32 & 0xFFFFFFFF) - 2**31
 
 

@@ -40,8 +40,8 @@ def sum_rows(
     message, base, total, out_message, y, pieces, rows, weight, before, after,
     SIZE: tl.constexpr, MESSAGE: tl.constexpr, LAST: tl.constexpr, SEND: tl.constexpr,
 ):  # fmt: skip
-    """``base · weight`` and, with ``MESSAGE``, a payload times ``before``, in fp32: to ``total``, or if it is the
-    ``LAST``, times ``after``, to where the mean goes. Payloads have the dtype of ``y``."""
+    """Write ``base · weight`` and, with ``MESSAGE``, a payload times ``before``, in fp32: to ``total``, or if it is the
+    ``LAST``, times ``after``, to the places of the mean. Payloads have the dtype of ``y``."""
     piece, start, numel, _index0, payload, _site = row_of(pieces, rows)
     at = piece * SIZE + tl.arange(0, SIZE)
     inside = at < numel

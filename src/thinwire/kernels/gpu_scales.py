@@ -13,7 +13,7 @@ from thinwire.kernels.gpu_tiles import load_value
 
 @triton.jit
 def ordered_key(x):
-    """An int32 that orders as the floats do, with NaNs beyond the infinities."""
+    """Return an int32 that orders as the floats do, with NaNs beyond the infinities."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -41,7 +41,7 @@ def nearest_to_zero(low, high):
 
 @triton.jit
 def finish_scales(low, high, STEPS: tl.constexpr, OFFSET2: tl.constexpr):
-    """lo, unit and factor of ``STEPS`` steps: from ``low`` to ``high``, or, with one scale, from 0 to a in ``high``."""
+    """Return lo, unit and factor of ``STEPS`` steps: from ``low`` to ``high``, or with one scale from 0 to ``high``."""
     OVER: tl.constexpr = STEPS * 65536.0 * (1.0 - 2.0**-22)
     if OFFSET2 < 0:
         low, high = low + 0.0, high + 0.0
@@ -63,7 +63,7 @@ def finish_scales(low, high, STEPS: tl.constexpr, OFFSET2: tl.constexpr):
 
 @triton.jit
 def sent_low(low, unit, k0, ROUNDING: tl.constexpr, OFFSET2: tl.constexpr):
-    """``lo`` as the decoder has it: sent (moved as the lattice is, where that is shifted), or made from ``unit``."""
+    """Return the decoder's ``lo``: sent (moved as the lattice is, where that is shifted), or made from ``unit``."""
     if OFFSET2 >= 0:
         low = -(unit * (0.5 * OFFSET2))
     elif ROUNDING == 2:
@@ -76,8 +76,8 @@ def summed_scales(
     x, now, loss_scale, clip, first, bucket, numel,
     SCHEME: tl.constexpr, STEPS: tl.constexpr, OFFSET2: tl.constexpr, COUNT: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """lo, unit and factor of ``COUNT`` buckets from ``first`` on, in the schemes that need sums: norm, sides, sign,
-    and maxabs with a clip.
+    """Return lo, unit and factor of ``COUNT`` buckets from ``first`` on, in the schemes that need sums: norm, sides,
+    sign, and maxabs with a clip.
 
     ``x`` and ``now`` point to the row. The order of the sums is that of thinwire.kernels.reference.lane_sums.
     """
@@ -131,7 +131,7 @@ def summed_scales(
 
 @triton.jit
 def lanes_sum(lanes, COUNT: tl.constexpr):
-    """Lane j takes lane j + 8, then j + 4, j + 2, j + 1: sums of two, which have but one order."""
+    """Add lane j + 8 to lane j, then j + 4, j + 2, j + 1: sums of two, which have but one order."""
     lanes = tl.sum(tl.reshape(lanes, (COUNT, 2, 8)), axis=1)
     lanes = tl.sum(tl.reshape(lanes, (COUNT, 2, 4)), axis=1)
     lanes = tl.sum(tl.reshape(lanes, (COUNT, 2, 2)), axis=1)
@@ -140,7 +140,7 @@ def lanes_sum(lanes, COUNT: tl.constexpr):
 
 @triton.jit
 def put_scales(payload, low, unit, first, buckets, COUNT: tl.constexpr, OFFSET2: tl.constexpr):
-    """The scales of the buckets from ``first`` on, as far as the row has them: lo and unit, or unit alone."""
+    """Write the scales of the buckets from ``first`` on, as far as the row has them: lo and unit, or unit alone."""
     at = first + tl.arange(0, COUNT)
     scales = payload.to(tl.pointer_type(tl.float32))
     if OFFSET2 < 0:
@@ -151,7 +151,7 @@ def put_scales(payload, low, unit, first, buckets, COUNT: tl.constexpr, OFFSET2:
 
 @triton.jit
 def zero_padding(payload, numel, bucket, BITS: tl.constexpr, SCALES: tl.constexpr):
-    """The bytes up to the next multiple of 64 behind the scales, and behind the codes."""
+    """Set the bytes up to the next multiple of 64 behind the scales, and behind the codes, to zero."""
     byte = tl.arange(0, 64)
     zeros = tl.zeros((64,), tl.uint8)
     scales = (numel + bucket - 1) // bucket * (4 * SCALES)

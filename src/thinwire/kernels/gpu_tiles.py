@@ -1,4 +1,5 @@
-"""What the Triton kernels do with one tile: a group of 128 elements a row, cut into 2, 4 or 8 parts of equal width."""
+"""Operations of the Triton kernels on a tile: a group of 128 elements a row, cut into 2, 4 or 8 parts of equal
+width."""
 
 # Triton is not installed everywhere, and its language has types of its own.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportAssignmentType=false
@@ -11,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def row_of(pieces, rows):
-    """Which piece of which row this program works on: (piece, start, numel, index0, payload, site)."""
+    """Return the piece of the row that this program works on: (piece, start, numel, index0, payload, site)."""
     pid = tl.program_id(0).to(tl.int64)
     row = rows + 5 * tl.load(pieces + 2 * pid)
     payload = tl.multiple_of(tl.load(row + 3), 64)
@@ -20,21 +21,21 @@ def row_of(pieces, rows):
 
 @triton.jit
 def codes_of(message, payload, numel, bucket, first, BITS: tl.constexpr, SCALES: tl.constexpr):
-    """Where the codes from element ``first`` (a multiple of 128) on lie, behind ``SCALES`` scales a bucket."""
+    """Return the address of the codes from element ``first`` (a multiple of 128), behind ``SCALES`` scales a bucket."""
     at = ((numel + bucket - 1) // bucket * (4 * SCALES) + 63) // 64 * 64
     return message + payload + tl.multiple_of(at, 64) + tl.multiple_of(first // 128 * (16 * BITS), 16)
 
 
 @triton.jit
 def bucket_of(first, within, bucket):
-    """The buckets of the elements ``first + within``; the division per element stays in 32 bits where it can."""
+    """Return the buckets of the elements ``first + within``; the division per element stays in 32 bits where it can."""
     before = first // bucket
     return before + ((first - before * bucket).to(bucket.dtype) + within) // bucket
 
 
 @triton.jit
 def row_draws(key_low, key_high, site):
-    """The two key words of a row: thinwire.kernels.rng.row_key. The key comes in two words, less 2^31 each."""
+    """Return the two key words of a row (thinwire.kernels.rng.row_key). The key is two words, less 2^31 each."""
     key = (key_low.to(tl.int64) + 2147483648) | ((key_high.to(tl.int64) + 2147483648) << 32)
     z = key.to(tl.uint64, bitcast=True) + site.to(tl.uint64, bitcast=True) * tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
     z = (z ^ (z >> 30)) * tl.full((), 0xBF58476D1CE4E5B9, tl.uint64)
@@ -55,7 +56,7 @@ def mix3(counter, k0, k1):
 
 @triton.jit
 def load_value(x, now, loss_scale, at, mask, RESIDUAL: tl.constexpr):
-    """What is encoded of the elements ``at``, in fp32: x, or x + loss_scale · now."""
+    """Return the values to encode of the elements ``at``, in fp32: x, or x + loss_scale · now."""
     value = tl.load(x + at, mask=mask, other=None if mask is None else 0.0).to(tl.float32)
     if RESIDUAL:
         value = value + tl.load(now + at, mask=mask, other=None if mask is None else 0.0) * loss_scale
@@ -66,7 +67,7 @@ def load_value(x, now, loss_scale, at, mask, RESIDUAL: tl.constexpr):
 def load_parts(
     x, now, loss_scale, left, BITS: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr, RESIDUAL: tl.constexpr
 ):
-    """The tile's values as fp32: a tuple of (GROUPS, width) tensors; 0 from element ``left`` on."""
+    """Return the tile's values as fp32: a tuple of (GROUPS, width) tensors; 0 from element ``left`` on."""
     PARTS: tl.constexpr = 2 if BITS % 4 == 0 else 4 if BITS % 2 == 0 else 8
     WIDTH: tl.constexpr = 128 // PARTS
     at = tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, WIDTH)[None, :]
@@ -81,7 +82,7 @@ def load_parts(
 
 @triton.jit
 def draws_of(counter, p: tl.constexpr, k0, k1, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
-    """16 random bits (int32) for the elements of part ``p``, and for those 64 places behind."""
+    """Return 16 random bits (int32) for the elements of part ``p``, and for those 64 places behind."""
     group = tl.arange(0, GROUPS)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
     word = mix3(counter.to(tl.uint32) + (group * 64 + p * WIDTH + column).to(tl.uint32), k0, k1)
@@ -93,7 +94,7 @@ def quantize_parts(
     parts, lows, units, inverses, counter, left, k0, k1,
     SCHEME: tl.constexpr, ROUNDING: tl.constexpr, OFFSET2: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Codes (int32) of each part, whose scales are the part's own in ``lows``, ``units`` and ``inverses``."""
+    """Return the codes (int32) of each part, whose scales are in ``lows``, ``units`` and ``inverses``."""
     PARTS: tl.constexpr = len(parts)
     HALF: tl.constexpr = PARTS // 2
     WIDTH: tl.constexpr = 128 // PARTS
@@ -143,7 +144,7 @@ def quantize(
 
 @triton.jit
 def put_residual(next, loss_scale, parts, codes, lows, units, left, EVEN: tl.constexpr):
-    """What each value lost, over the loss scale. ``lows`` are those that were sent."""
+    """Write the error of each value over the loss scale. ``lows`` are those that were sent."""
     tl.debug_barrier()  # ``next`` may be what other threads, whose work is the same, still read
     PARTS: tl.constexpr = len(parts)
     WIDTH: tl.constexpr = 128 // PARTS
@@ -160,7 +161,7 @@ def put_residual(next, loss_scale, parts, codes, lows, units, left, EVEN: tl.con
 
 @triton.jit
 def pack_parts(to, codes, left, BITS: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr):
-    """Stores the planes of the groups that begin before element ``left``: thinwire.kernels.reference.pack."""
+    """Write the planes of the groups that begin before element ``left``: thinwire.kernels.reference.pack."""
     if BITS & 8:
         pack_plane(to, codes, left, BITS, GROUPS, 8, EVEN)
     if BITS & 4:
@@ -175,7 +176,7 @@ def pack_parts(to, codes, left, BITS: tl.constexpr, GROUPS: tl.constexpr, EVEN: 
 def pack_plane(
     to, codes, left, BITS: tl.constexpr, GROUPS: tl.constexpr, PLANE: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
-    """The plane of ``PLANE`` bits, behind the wider ones, which hold the lower bits."""
+    """Write the plane of ``PLANE`` bits, behind the wider ones, which contain the lower bits."""
     LOW: tl.constexpr = BITS // (2 * PLANE) * (2 * PLANE)
     PARTS: tl.constexpr = len(codes)
     WIDTH: tl.constexpr = 128 // PARTS
@@ -195,7 +196,7 @@ def pack_plane(
 
 @triton.jit
 def unpack_parts(packed, left, BITS: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr):
-    """The inverse of :func:`pack_parts`: a tuple of (GROUPS, width) int32 tensors."""
+    """Invert :func:`pack_parts`: return a tuple of (GROUPS, width) int32 tensors."""
     PARTS: tl.constexpr = 2 if BITS % 4 == 0 else 4 if BITS % 2 == 0 else 8
     codes = ()
     for p in tl.static_range(PARTS):
@@ -217,7 +218,7 @@ def unpack_plane(
     packed, left, BITS: tl.constexpr, GROUPS: tl.constexpr, PLANE: tl.constexpr, PARTS: tl.constexpr,
     p: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The fields of part ``p`` in one plane, at their place in the codes."""
+    """Return the fields of part ``p`` in one plane, at their place in the codes."""
     LOW: tl.constexpr = BITS // (2 * PLANE) * (2 * PLANE)
     WIDTH: tl.constexpr = 128 // PARTS
     PIECES: tl.constexpr = PARTS * PLANE // 8
@@ -232,7 +233,7 @@ def unpack_plane(
 
 @triton.jit
 def dequantize(code, low, unit):
-    """lo + code · unit, rounded twice."""
+    """Return lo + code · unit, rounded twice."""
     return low + code.to(tl.float32) * unit
 
 

@@ -40,7 +40,7 @@ STALE = (
     "thinwire's native CPU core was built from other sources than these, so its kernels run as torch operations, many "
     "times slower. Build it again: python -m pip install -e . in thinwire's checkout"
 )
-"""Its warning where sources have changed since."""
+"""The warning of :func:`load` where sources have changed since the build."""
 
 
 def load() -> ModuleType | None:
@@ -95,15 +95,15 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def torch_or_triton(reference: ModuleType, triton: str, tensor: Tensor) -> ModuleType:
-    """The implementation for a tensor that the core does not process: ``reference``, or on a GPU that in ``triton``, a
-    module of this package, which is imported then."""
+    """Return the implementation for a tensor that the core does not process: ``reference``, or on a GPU the module of
+    this package named ``triton``, which is imported then."""
     return import_module(f"thinwire.kernels.{triton}") if asynchronous(tensor) else reference
 
 
 def address(name: str, tensor: Tensor, dtype: torch.dtype, numel: int, strides: tuple[int, ...] | None = None) -> int:
-    """The address of a tensor of which the core reads or writes ``numel`` elements of ``dtype``, one after another.
+    """Return the address of a tensor of which the core reads or writes ``numel`` elements of ``dtype``, in a row.
 
-    The core believes what it is told: through a tensor of another size it would write over what lies behind. A tensor
+    The core does not check: through a tensor of another size it would write over what lies behind. A tensor
     with ``strides`` need not be contiguous. Raises ``TypeError`` for another dtype or device and ``ValueError`` for
     fewer elements or another layout.
     """
@@ -118,7 +118,7 @@ def address(name: str, tensor: Tensor, dtype: torch.dtype, numel: int, strides: 
 
 
 def values(name: str, tensor: Tensor, numel: int) -> tuple[int, int]:
-    """The arguments of ``numel`` values of any dtype that the core takes. Raises as :func:`address` does."""
+    """Return the arguments of ``numel`` values of any dtype that the core takes. Raises as :func:`address` does."""
     code = CODES.get(tensor.dtype)
     if code is None:
         raise TypeError(f"{name} is {tensor.dtype}; the native core takes float32, bfloat16 and float16")
@@ -126,12 +126,12 @@ def values(name: str, tensor: Tensor, numel: int) -> tuple[int, int]:
 
 
 def source(name: str, x: Tensor, table: Table) -> tuple[int, int, int, int]:
-    """The arguments of values that a table's segments are read from."""
+    """Return the arguments of values that a table's segments are read from."""
     return *values(name, x, table.num_elements), table.pointer, len(table.segments)
 
 
 def target(table: Table, y: Tensor) -> tuple[int, int, int, int]:
-    """The arguments of values that a table's segments are written to."""
+    """Return the arguments of values that a table's segments are written to."""
     return table.pointer, len(table.segments), *values("y", y, table.num_elements)
 
 
@@ -153,7 +153,7 @@ def core() -> ModuleType:
 
 
 def addresses(residual: Residual | None, table: Table) -> tuple[int, int, float]:
-    """The arguments of a residual: two addresses, 0 without one, and its factor."""
+    """Return the arguments of a residual: two addresses, 0 without one, and its factor."""
     if residual is None:
         return 0, 0, 1.0
     both = (("residual.now", residual.now), ("residual.next", residual.next))
@@ -162,7 +162,7 @@ def addresses(residual: Residual | None, table: Table) -> tuple[int, int, float]
 
 
 def messages(tensors: Iterable[Tensor], num_bytes: int) -> list[int]:
-    """The addresses of messages, of so many bytes each."""
+    """Return the addresses of messages of ``num_bytes`` bytes each."""
     return [address("each message", message, torch.uint8, num_bytes) for message in tensors]
 
 

@@ -15,19 +15,19 @@ from torch import Tensor
 from thinwire.kernels import native
 
 _SQUARE_LANES = 1 << 16
-"""Elements that are summed side by side, with few operations for many elements: 8 bytes each, twice."""
+"""Number of elements that are summed side by side, in few operations for many elements: 8 bytes each, twice."""
 
 
 class SignedSum(NamedTuple):
-    """How :func:`signed_sums` adds up the elements of a vector."""
+    """Lanes and signs with which :func:`signed_sums` adds up the elements of a vector."""
 
     runs: Sequence[tuple[int, int]]
-    """Of every run of as many elements as there are lanes, a sign, and the lane of its first element: the next ones are
-    in the next lanes, and after the last comes the first one."""
+    """Sign of every run of as many elements as there are lanes, and the lane of its first element: the next ones are in
+    the next lanes, and after the last one follows the first."""
     order: Tensor
-    """int64, the lanes as they are halved until ``size`` are left: a power of two, as ``size`` is."""
+    """Order (int64) in which the lanes are halved until ``size`` are left: a power of two, as ``size`` is."""
     signs: Tensor
-    """fp32, of each lane."""
+    """Sign of each lane, fp32."""
     size: int
 
 

@@ -14,7 +14,7 @@ from thinwire.kernels.native import MASK64
 from thinwire.kernels.table import Table
 
 torch_or_triton = partial(native.torch_or_triton, reference, "gpu")
-"""The implementation for tensors that the native core does not process."""
+"""Returns the implementation for tensors that the native core does not process."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -25,7 +25,7 @@ def bucketed_encode(
     """Quantize the table's segments of ``x`` into their payloads in ``message``, as :class:`Format` says.
 
     Codes are rounded with draws that depend only on ``key``, the row's site and the element's index in its layer. A
-    bucket that holds NaN or Inf, or whose values on arrival could overflow fp32, decodes to NaN throughout; one
+    bucket with NaN or Inf, or whose decoded values could overflow fp32, decodes to NaN throughout; one
     whose range (minmax) or a (maxabs, norm) is below 2^-100 decodes to its minimum or to zeros.
 
     With ``residual``, ``x + loss_scale · residual.now`` is encoded, and its error, divided by ``loss_scale``, is
@@ -83,7 +83,7 @@ def bucketed_reduce(
     key: int,
     residual: Residual | None = None,
 ) -> None:
-    """What the owner of a chunk does in a scatter-reduce-all-gather: sum, encode, and decode as all others will.
+    """Sum, encode, and decode as all others will: the work of a chunk's owner in a scatter-reduce-all-gather.
 
     ``s = scale · (own + Σ v_j)`` over ``messages`` in the order given, in fp32; ``out_message`` receives the payloads
     of ``s``, ``y`` its decoded value. ``y`` may be ``own`` itself; otherwise the two must not overlap, and
@@ -114,7 +114,7 @@ def bucketed_reduce(
 def bucketed_sum(
     messages: Sequence[Tensor], own: Tensor | None, table: Table, y: Tensor, form: Format, *, scale: float = 1.0
 ) -> None:
-    """``y = scale · (own + Σ v_j)`` over ``messages`` in the order given; without ``own`` the sum starts at 0.
+    """Set ``y = scale · (own + Σ v_j)`` over ``messages`` in the order given; without ``own`` the sum starts at 0.
 
     Where the scale is below 1, as of a mean, terms are multiplied by a power of two first: the sum of finite values
     overflows only if their mean does.
@@ -137,7 +137,7 @@ def bucketed_sum(
 
 
 def checksum(message: Tensor) -> int:
-    """``Σ w_i · (2i + 1) mod 2^64`` over the little-endian 32-bit words of a message.
+    """Return ``Σ w_i · (2i + 1) mod 2^64`` over the little-endian 32-bit words of a message.
 
     Any one or two flipped bits change it (for messages below 2^31 words).
     ``message`` is a contiguous uint8 tensor of shape (bytes,), bytes a multiple of 4. Raises ``TypeError`` or

@@ -3,7 +3,7 @@
 Also the fallback where no native core is built and no Triton runs. Takes fp32, bf16 and fp16 tensors (fp64 in tests)
 on any device; the arithmetic is fp32 throughout, one rounding per operation, but for sums (:func:`lane_sums`).
 
-A payload of n elements holds the scales of its ceil(n / bucket) buckets: ``lo`` of all of them, then ``unit`` of all,
+A payload of n elements has the scales of its ceil(n / bucket) buckets: ``lo`` of all of them, then ``unit`` of all,
 or ``unit`` alone where the format has one scale (fp32, little-endian); zeros up to a multiple of 64 bytes; the codes in
 groups of 128 (:func:`pack`), and zeros up to a multiple of 64 bytes.
 """
@@ -21,30 +21,31 @@ from thinwire.kernels.rng import random16, row_key
 from thinwire.kernels.table import Row, Table
 
 TINY_RANGE = 2.0**-100
-"""A smaller range, or a, counts as zero: its inverse could overflow. Values become the one nearest to zero."""
+"""Range, or a, below which it counts as zero: its inverse could overflow. Values become the one nearest to zero."""
 
 ONE = 1 << 16
-"""Positions between two codes are in 16-bit fixed point."""
+"""Number of positions between two codes, in 16-bit fixed point."""
 
 CHECKED = 1 << 22
-"""Words that a checksum takes at a time."""
+"""Number of words that a checksum takes at a time."""
 
 LANES = 16
-"""Sums are taken in this many lanes."""
+"""Number of lanes in which sums are taken."""
 
 
 class Scales(NamedTuple):
-    """Of every bucket, fp32. NaN in ``unit`` (and ``low``, where it is sent) says that the bucket decodes to NaN."""
+    """Scales of every bucket, fp32. A NaN in ``unit`` (and ``low``, where it is sent) makes the bucket decode to
+    NaN."""
 
     low: Tensor
-    """What is subtracted before coding: the minimum, or 0 for codes on both sides of zero."""
+    """The number subtracted before coding: the minimum, or 0 for codes on both sides of zero."""
     unit: Tensor
     inverse: Tensor
-    """From value to 16.16 code; 0 where all of a bucket gets one code."""
+    """Factor from value to 16.16 code; 0 where all of a bucket gets one code."""
 
 
 def numerator(steps: int) -> float:
-    """What a range of ``steps`` units divides to give the factor from value to 16.16 code.
+    """Return the number that a range of ``steps`` units divides to give the factor from value to 16.16 code.
 
     It lies 2^-22 below steps · 2^16, so that rounding can never reach one more code and no clip is needed.
     Exactly representable in fp32 after one rounding.
@@ -53,7 +54,7 @@ def numerator(steps: int) -> float:
 
 
 def scales(x: Tensor, form: Format) -> Scales:
-    """The scales of every bucket of the flat fp32 tensor ``x`` (not empty)."""
+    """Return the scales of every bucket of the flat fp32 tensor ``x`` (not empty)."""
     if form.scheme == "minmax":
         low, high = torch.aminmax(_bucketed(x, form.bucket, fill=x[-1]), dim=1)
         low, high = low + 0.0, high + 0.0  # −0 becomes +0: which of the two aminmax picks is not defined
@@ -76,7 +77,7 @@ def scales(x: Tensor, form: Format) -> Scales:
 
 
 def _ranged(low: Tensor, span: Tensor, form: Format, *, bad: Tensor) -> Scales:
-    """``unit`` and ``inverse`` of ``form.steps`` steps over ``span``."""
+    """Return the scales with ``unit`` and ``inverse`` of ``form.steps`` steps over ``span``."""
     flat = bad | (span < TINY_RANGE)
     divisor = torch.where(flat, 1.0, span)
     unit = divisor / torch.full_like(divisor, form.steps)  # by a tensor: a scalar may become a reciprocal
@@ -86,12 +87,12 @@ def _ranged(low: Tensor, span: Tensor, form: Format, *, bad: Tensor) -> Scales:
 
 
 def nearest_to_zero(low: Tensor, high: Tensor) -> Tensor:
-    """The value between ``low`` and ``high`` that is nearest to zero: no error is then larger than its value."""
+    """Return the value between ``low`` and ``high`` that is nearest to zero: no error is then larger than its value."""
     return torch.where(low > 0, low, torch.where(high < 0, high, 0.0))
 
 
 def _largest(x: Tensor, form: Format) -> Tensor:
-    """a of every bucket: the value that the outermost code stands for, or the outermost interval ends at."""
+    """Return a of every bucket: the value of the outermost code, or the end of the outermost interval."""
     if form.scheme == "norm":
         return lane_sums(x.double().square(), form.bucket).sqrt().to(torch.float32)
     largest = _bucketed(x.abs(), form.bucket).amax(dim=1)
@@ -103,7 +104,7 @@ def _largest(x: Tensor, form: Format) -> Tensor:
 
 
 def _sides(x: Tensor, bucket: int) -> tuple[Tensor, Tensor]:
-    """Means of the negative values and of the others; a side that is empty takes the other's."""
+    """Return the means of the negative values and of the others; a side that is empty takes the other's."""
     upper = x >= 0
     counts = _counts(x, bucket)
     above = _bucketed(upper.double(), bucket).sum(dim=1)
@@ -118,7 +119,7 @@ def _or_nan(value: Tensor, bad: Tensor) -> Tensor:
 
 
 def _bucketed(x: Tensor, bucket: int, fill: Tensor | float = 0.0) -> Tensor:
-    """The values as rows of one bucket each; what the last one lacks is ``fill``."""
+    """Return the values as rows of one bucket each, the last one completed with ``fill``."""
     bucket = min(bucket, x.numel())
     padded = torch.empty(num_buckets(x.numel(), bucket) * bucket, dtype=x.dtype, device=x.device)
     padded[: x.numel()] = x
@@ -127,15 +128,15 @@ def _bucketed(x: Tensor, bucket: int, fill: Tensor | float = 0.0) -> Tensor:
 
 
 def _counts(x: Tensor, bucket: int) -> Tensor:
-    """Elements of every bucket, fp64."""
+    """Return the number of elements of every bucket, fp64."""
     counts = x.new_full((num_buckets(x.numel(), bucket),), min(bucket, x.numel()), dtype=torch.float64)
     counts[-1] = x.numel() - (counts.numel() - 1) * min(bucket, x.numel())
     return counts
 
 
 def lane_sums(x: Tensor, bucket: int) -> Tensor:
-    """The sum of every bucket, fp64, in an order that all executions keep: element i of a bucket is added to lane
-    i % 16, one after the other; then lane j takes lane j + 8, then j + 4, j + 2, and j + 1.
+    """Return the sum of every bucket, fp64, in an order that all executions keep: element i of a bucket is added to
+    lane i % 16, one after the other; then lane j takes lane j + 8, then j + 4, j + 2, and j + 1.
     """
     rows = _bucketed(x.double(), bucket)
     steps = -(-rows.shape[1] // LANES)
@@ -149,19 +150,19 @@ def lane_sums(x: Tensor, bucket: int) -> Tensor:
 
 
 def sent_low(scales: Scales, form: Format, k0: int) -> Tensor:
-    """``lo`` as it is sent: with rounding "shift", moved by as much as the lattice is, −½ to ½ units."""
+    """Return ``lo`` as it is sent: with rounding "shift", moved by as much as the lattice is, −½ to ½ units."""
     if form.rounding != "shift":
         return scales.low
     return scales.low + scales.unit * torch.full_like(scales.unit, 0.5 - (k0 & 0xFFFF) / ONE)
 
 
 def per_element(value: Tensor, numel: int, bucket: int) -> Tensor:
-    """The value of each element's bucket: shape (numel,)."""
+    """Return the value of each element's bucket: shape (numel,)."""
     return value.repeat_interleave(min(bucket, numel))[:numel]
 
 
 def quantize(x: Tensor, scales: Scales, form: Format, noise: Tensor | int) -> Tensor:
-    """Codes (uint8) of the flat fp32 tensor ``x``: position in 16.16 fixed point plus ``noise`` (16 bits), cut off.
+    """Return codes (uint8) of the flat fp32 tensor ``x``: 16.16 positions plus ``noise`` (16 bits), cut off.
 
     Buckets that decode to NaN have codes 0.
     """
@@ -179,7 +180,7 @@ def quantize(x: Tensor, scales: Scales, form: Format, noise: Tensor | int) -> Te
 
 
 def noise16(form: Format, row: Row, numel: int, key: int, device: torch.device) -> Tensor | int:
-    """What is added to positions in units of 2^-16 codes before they are cut off."""
+    """Return the noise that is added to positions, in units of 2^-16 codes, before they are cut off."""
     k0, k1 = row_key(key, row.site)
     if form.rounding == "stochastic":
         return random16(row.index0, numel, k0, k1, device)
@@ -187,7 +188,7 @@ def noise16(form: Format, row: Row, numel: int, key: int, device: torch.device) 
 
 
 def planes(bits: int) -> list[tuple[int, int]]:
-    """The planes that carry codes of ``bits`` bits, as (width, lowest bit): 4, 2, 1 wide, low bits first."""
+    """Return the planes that carry codes of ``bits`` bits, as (width, lowest bit): 4, 2, 1 wide, low bits first."""
     widths, low = [], 0
     for width in (8, 4, 2, 1):
         if bits & width:
@@ -197,7 +198,7 @@ def planes(bits: int) -> list[tuple[int, int]]:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes (uint8) to bytes: per group of 128, each plane of width w takes 16·w bytes.
+    """Pack codes (uint8) into bytes: per group of 128, each plane of width w takes 16·w bytes.
 
     Byte j of a plane holds the field of code j + 16·w·k at bits k·w, for all k. Missing codes of the last group are 0.
     """
@@ -215,7 +216,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, numel: int, bits: int) -> Tensor:
-    """The inverse of :func:`pack`: ``numel`` codes (uint8)."""
+    """Invert :func:`pack`: return ``numel`` codes (uint8)."""
     groups = packed.view(-1, 16 * bits)
     codes = packed.new_zeros(groups.shape[0], GROUP)
     at = 0
@@ -228,7 +229,7 @@ def unpack(packed: Tensor, numel: int, bits: int) -> Tensor:
 
 
 def encode_row(x: Tensor, row: Row, form: Format, *, key: int) -> Tensor:
-    """The payload (uint8) of one segment; ``x`` holds its elements in fp32."""
+    """Return the payload (uint8) of one segment; ``x`` contains its elements in fp32."""
     row_scales = scales(x, form)
     codes = quantize(x, row_scales, form, noise16(form, row, x.numel(), key, x.device))
     payload = torch.zeros(bucketed_bytes(x.numel(), form), dtype=torch.uint8, device=x.device)
@@ -242,7 +243,7 @@ def encode_row(x: Tensor, row: Row, form: Format, *, key: int) -> Tensor:
 
 
 def decode_row(message: Tensor, row: Row, form: Format) -> Tensor:
-    """The values (fp32) of one segment: ``lo + code · unit``, rounded after each of the two operations.
+    """Return the values (fp32) of one segment: ``lo + code · unit``, rounded after each of the two operations.
 
     With one scale, ``lo = −(offset · unit)``, so that the code ``offset`` is received as 0.
     """
@@ -258,7 +259,7 @@ def decode_row(message: Tensor, row: Row, form: Format) -> Tensor:
 
 
 def send_row(values: Tensor, row: Row, message: Tensor, form: Format, *, key: int, residual: Residual | None) -> Tensor:
-    """Put the payload of a segment with these values (fp32) into ``message``; returns them as they will be decoded."""
+    """Put the payload of a segment with these values (fp32) into ``message``; return the values that it decodes to."""
     span = slice(row.start, row.start + row.numel)
     if residual is not None:
         values = values + scaled(residual.now[span], residual.loss_scale)
@@ -324,7 +325,7 @@ def bucketed_reduce(
 def sum_row(
     messages: Sequence[Tensor], own: Tensor | None, row: Row, device: torch.device, form: Format, *, scale: float
 ) -> Tensor:
-    """``scale`` times ``own`` (or 0) and the decoded messages, added in the order given, fp32."""
+    """Return ``scale`` times the sum of ``own`` (or 0) and the decoded messages, added in the order given, fp32."""
     before = before_sum(scale)
     if own is None:
         total = torch.zeros(row.numel, dtype=torch.float32, device=device)
@@ -336,7 +337,7 @@ def sum_row(
 
 
 def scaled(value: Tensor, scale: float) -> Tensor:
-    """``value · scale`` with the scale rounded to fp32 first."""
+    """Return ``value · scale`` with the scale rounded to fp32 first."""
     return value * torch.full_like(value[:1], scale)
 
 

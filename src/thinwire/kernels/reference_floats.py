@@ -15,28 +15,29 @@ from thinwire.kernels.rng import random16, row_key
 from thinwire.kernels.table import Row, Table
 
 HEADER = ALIGN
-"""Bytes of the header."""
+"""Size of the header."""
 
 MAGNITUDE = 0x7FFFFFFF
 INFINITY = 0x7F800000
 TINY_RANGE = 2.0**-100
 
 NATURAL_LOWEST, NATURAL_STEPS = 18, 127
-"""What rounds to this biased exponent or below becomes 0; what rounds to more than so many above it saturates."""
+"""Biased exponent from which on down values become 0, and the number of exponents above it beyond which they
+saturate."""
 NATURAL_SHIFTS = -18, 109
-"""How far the exponents may be moved."""
+"""Least and largest shift of the exponents."""
 
 TRUNCATE, NEAREST, STOCHASTIC = range(3)
 ROUNDINGS = {"truncate": TRUNCATE, "nearest": NEAREST, "stochastic": STOCHASTIC}
 
 
 def bits_of(x: Tensor) -> Tensor:
-    """The bits of |x| as integers (int64)."""
+    """Return the bits of |x| as integers (int64)."""
     return x.contiguous().view(torch.int32).to(torch.int64) & MAGNITUDE
 
 
 def header(nonfinite: Tensor, saturated: Tensor, a: Tensor | None = None, b: Tensor | None = None) -> Tensor:
-    """The 64 bytes at the start of a payload; all arguments are scalars."""
+    """Return the 64 bytes at the start of a payload; all arguments are scalars."""
     words = torch.zeros(HEADER // 4, dtype=torch.int32, device=nonfinite.device)
     words[0] = nonfinite.any()
     words[1] = saturated.sum().clamp(max=0xFFFFFFFF)
@@ -47,12 +48,12 @@ def header(nonfinite: Tensor, saturated: Tensor, a: Tensor | None = None, b: Ten
 
 
 def draws_of(row: Row, key: int, device: torch.device) -> Tensor:
-    """16 random bits for each element of a row (int64)."""
+    """Return 16 random bits for each element of a row (int64)."""
     return random16(row.index0, row.numel, *row_key(key, row.site), device).to(torch.int64)
 
 
 def values_of(x: Tensor, row: Row) -> Tensor:
-    """The row's elements as contiguous fp32."""
+    """Return the row's elements as contiguous fp32."""
     return x[row.start : row.start + row.numel].to(torch.float32).contiguous()
 
 
@@ -70,12 +71,12 @@ def write(value: Tensor, row: Row, y: Tensor, add: bool, scale: float) -> None:
 
 
 def from_bits(bits: Tensor) -> Tensor:
-    """fp32 from its bits (integers below 2^32)."""
+    """Return fp32 from its bits (integers below 2^32)."""
     return bits.to(torch.int32).view(torch.float32)
 
 
 def words_of(message: Tensor, at: int, count: int) -> Tensor:
-    """``count`` little-endian 32-bit words (int32) at byte ``at``."""
+    """Return ``count`` little-endian 32-bit words (int32) at byte ``at``."""
     return message[at : at + 4 * count].clone().view(torch.int32)
 
 
@@ -118,7 +119,7 @@ def natural_decode(message: Tensor, table: Table, y: Tensor, *, add: bool, scale
 
 
 def rangefloat_first(largest: Tensor, mantissa: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``p``, the shift 23 − m (int64 scalars) and whether they are valid, of ``max`` (fp32) and ``m`` (int64)."""
+    """Return ``p``, the shift 23 − m and whether both are valid, of ``max`` (fp32) and ``m`` (int64): scalars."""
     valid = (mantissa >= 0) & (mantissa <= 22)
     shift = 23 - torch.where(valid, mantissa, 0)
     word = largest.reshape(1).view(torch.int32)[0].to(torch.int64)
@@ -127,7 +128,7 @@ def rangefloat_first(largest: Tensor, mantissa: Tensor, bits: int) -> tuple[Tens
 
 
 def rangefloat_codes(x: Tensor, largest: Tensor, mantissa: Tensor, bits: int, rounding: int, draws: Tensor) -> Tensor:
-    """Codes (int64) of the finite fp32 tensor ``x`` in a valid format; ``draws`` are 16 random bits an element."""
+    """Return codes (int64) of the finite fp32 ``x`` in a valid format; ``draws`` are 16 random bits an element."""
     positives = (1 << (bits - 1)) - 1
     first, shift, _ = rangefloat_first(largest, mantissa, bits)
     top = first + positives - 1
@@ -182,7 +183,7 @@ def rangefloat_decode(message: Tensor, table: Table, y: Tensor, *, bits: int, ad
 
 
 def rangefloat_values(codes: Tensor, first: Tensor, shift: Tensor, valid: Tensor, bits: int) -> Tensor:
-    """What codes (int64) stand for: fp32."""
+    """Return the values (fp32) that codes (int64) stand for."""
     positives = (1 << (bits - 1)) - 1
     negative = codes > positives
     step = torch.where(negative, codes - positives, codes) + first - 1
@@ -192,12 +193,12 @@ def rangefloat_values(codes: Tensor, first: Tensor, shift: Tensor, valid: Tensor
 
 
 def rangefloat_size(numel: int, bits: int) -> int:
-    """Payload bytes of ``numel`` elements."""
+    """Return the payload bytes of ``numel`` elements."""
     return HEADER + align(-(-numel // GROUP) * 16 * bits) if numel else 0
 
 
 def pack_wide(codes: Tensor, bits: int) -> Tensor:
-    """Codes (int64) of up to 15 bits to bytes: per group of 128, a byte each if bits >= 8, then narrower planes."""
+    """Pack codes (int64) of up to 15 bits: per group of 128, a byte each if bits >= 8, then narrower planes."""
     low = pack((codes & 255).to(torch.uint8), min(bits, 8)).view(-1, 16 * min(bits, 8))
     if bits <= 8:
         return low.view(-1)
@@ -206,7 +207,7 @@ def pack_wide(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_wide(packed: Tensor, numel: int, bits: int) -> Tensor:
-    """The inverse of :func:`pack_wide`: ``numel`` codes (int64)."""
+    """Invert :func:`pack_wide`: return ``numel`` codes (int64)."""
     if bits <= 8:
         return unpack(packed, numel, bits).to(torch.int64)
     groups = packed.view(-1, 16 * bits)
@@ -218,7 +219,7 @@ def unpack_wide(packed: Tensor, numel: int, bits: int) -> Tensor:
 
 
 def levels_parts(numel: int, bits: int, bucket: int) -> tuple[int, int, int]:
-    """Where the buckets' lo and range start in a payload, where the codes do, and its size."""
+    """Return the bytes at which the buckets' lo and range, and the codes, start in a payload, and its size."""
     meta = align(4 << bits)
     codes = meta + align(8 * -(-numel // bucket))
     return meta, codes, codes + align(-(-numel // GROUP) * 16 * bits)
@@ -274,7 +275,7 @@ def levels_decode(message: Tensor, table: Table, y: Tensor, *, bits: int, bucket
 
 
 def magnitudes_parts(numel: int, bits: int, bucket: int) -> tuple[int, int]:
-    """Where the codes start in a payload, and its size."""
+    """Return the byte at which the codes start in a payload, and its size."""
     codes = align(4 * -(-numel // bucket))
     return codes, codes + align(-(-numel // GROUP) * 16 * bits)
 
@@ -336,7 +337,7 @@ def magnitudes_decode(
 
 
 def int_round(x: Tensor, table: Table, alphas: Tensor, out: Tensor, *, clip: float, key: int, nearest: bool) -> Tensor:
-    """See :func:`thinwire.kernels.int_round`; ``clip`` is an integer that fp32 holds."""
+    """See :func:`thinwire.kernels.int_round`; ``clip`` is an integer that fp32 represents."""
     clipped = torch.zeros(len(table), dtype=torch.int64, device=x.device)
     for i, row in enumerate(table.segments):
         if not row.numel:

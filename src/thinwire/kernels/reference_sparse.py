@@ -13,7 +13,7 @@ INFINITY = 0x7F800000
 NAN_KEY = INFINITY + 1
 BINS = 2048
 BLOCK = 65536
-"""Elements whose indices in a list share a count, and take 16 bits each."""
+"""Number of elements whose indices in a list share a count, and take 16 bits each."""
 
 
 class Sample(NamedTuple):
@@ -26,7 +26,7 @@ class Sample(NamedTuple):
 
 
 def magnitudes(x: Tensor) -> Tensor:
-    """Integers (int32) ordered as |x|; infinity above all numbers, and NaN above that."""
+    """Return integers (int32) ordered as |x|; infinity above all numbers, and NaN above that."""
     return (x.to(torch.float32).contiguous().view(torch.int32) & 0x7FFFFFFF).clamp(max=NAN_KEY)
 
 

@@ -21,7 +21,7 @@ SHIFTS = (17, 11, 15, 14)
 
 
 def splitmix64(value: int) -> int:
-    """The finalizer of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit integers."""
+    """Apply the finalizer of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit integers."""
     value &= MASK64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK64
@@ -29,7 +29,7 @@ def splitmix64(value: int) -> int:
 
 
 def derive_key(*parts: int) -> int:
-    """A 64-bit key from any number of integers (seed, step, rank, stream …); their order matters.
+    """Return a 64-bit key from any number of integers (seed, step, rank, stream …); their order matters.
 
     Each part is taken modulo 2^64. Returns an unsigned 64-bit integer.
     """
@@ -40,19 +40,19 @@ def derive_key(*parts: int) -> int:
 
 
 def site_id(name: str) -> int:
-    """The 63-bit number of a name (a layer's, say), the same on every machine; it fits an int64 tensor."""
+    """Return the 63-bit number of a name (a layer's, say), the same on every machine; it fits an int64 tensor."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def row_key(key: int, site: int) -> tuple[int, int]:
-    """The two 32-bit key words of one row: the operation's key, separated by the row's site."""
+    """Return the two 32-bit key words of one row: the operation's key, separated by the row's site."""
     mixed = splitmix64(key + site * GOLDEN)
     return mixed & 0xFFFFFFFF, mixed >> 32
 
 
 def mix3(counter: Tensor, k0: int, k1: int) -> Tensor:
-    """32 random bits for every 32-bit counter (int64 tensor in, int64 tensor out).
+    """Return 32 random bits for every 32-bit counter (int64 tensor in, int64 tensor out).
 
     The rounds are those of triple32 (Wellons 2018); ``k0`` goes in before the first and ``k1`` before the second,
     so that two keys do not merely permute each other's draws.
@@ -69,7 +69,7 @@ def mix3(counter: Tensor, k0: int, k1: int) -> Tensor:
 
 
 def random16(index0: int, numel: int, k0: int, k1: int, device: torch.device) -> Tensor:
-    """16 random bits (int32, 0..65535) for each of the layer's elements ``index0 .. index0 + numel``.
+    """Return 16 random bits (int32, 0..65535) for each of the layer's elements ``index0 .. index0 + numel``.
 
     Within each group of 128 elements one hash serves two: its low half the element at position p < 64, its high half
     the one at p + 64. ``index0`` is a multiple of 128.

@@ -47,7 +47,7 @@ def raw_decode(message: Tensor, table: Table, y: Tensor, *, add: bool = False, s
 def raw_sum(
     messages: Sequence[Tensor], own: Tensor, table: Table, y: Tensor, *, scale: float, out_message: Tensor | None = None
 ) -> None:
-    """``y = scale · (own + Σ messages)``, summed in fp32 (or wider) in their order, and the same to ``out_message``.
+    """Set ``y = scale · (own + Σ messages)``, in fp32 (or wider), in their order, and the same to ``out_message``.
 
     ``y`` may be ``own``, which may be of a wider dtype; messages have that of ``y``. Shapes and errors are those of
     :func:`raw_encode`.
@@ -65,7 +65,7 @@ def raw_sum(
 
 
 def rows_add(x: Tensor, other: Tensor, table: Table, out: Tensor, *, alpha: float = 1.0) -> None:
-    """``out = x + alpha · other`` on the table's segments, in fp32; ``out`` may be either. Flat, fp32 or narrower.
+    """Set ``out = x + alpha · other`` on the table's segments, in fp32. ``out`` may be either. Flat, fp32 or narrower.
 
     Raises ``ValueError`` where a segment lies outside a tensor.
     """
@@ -79,8 +79,8 @@ def rows_add(x: Tensor, other: Tensor, table: Table, out: Tensor, *, alpha: floa
 
 
 def rows_scale(x: Tensor, table: Table, out: Tensor, *, by: float = 1.0, over: float = 1.0) -> None:
-    """``out = x · by / over`` on the table's segments; ``out`` may be ``x``. One of the two factors is 1. Products are
-    taken in fp32; ``x`` is fp32 where ``over`` is not 1. Errors are those of :func:`rows_add`."""
+    """Set ``out = x · by / over`` on the table's segments; ``out`` may be ``x``. One of the two factors is 1. Products
+    are taken in fp32; ``x`` is fp32 where ``over`` is not 1. Errors are those of :func:`rows_add`."""
     if out is x and by == over == 1.0:
         return
     for values in (x, out):
@@ -93,7 +93,7 @@ def rows_scale(x: Tensor, table: Table, out: Tensor, *, by: float = 1.0, over: f
 
 
 def torch_or_triton(tensor: Tensor) -> ModuleType:
-    """The implementation for a tensor that the native core does not process."""
+    """Return the implementation for a tensor that the native core does not process."""
     # Only `raw` takes fp64, whose scalars would lose half of their digits as arguments of a kernel.
     takes = tensor.dtype in DTYPES
     return native.torch_or_triton(reference, "gpu_rows", tensor) if takes else reference

@@ -17,7 +17,7 @@ class Word:
     """A counter of 32 bits at ``offset`` in ``memory``, which it keeps alive. Values are taken modulo 2^32.
 
     ``memory``: (bytes,) uint8 on the CPU; shared by the processes that use the word, or by threads of one. Raises
-    ``RuntimeError`` without the native core, ``ValueError`` for a place that is none.
+    ``RuntimeError`` without the native core, ``ValueError`` for an invalid place.
     """
 
     __slots__ = ("_address", "_core", "_memory")
@@ -37,13 +37,13 @@ class Word:
         return self._core.shared_read(self._address)
 
     def post(self, value: int) -> None:
-        """Set it and wake waiting threads. Whoever reads the value also sees what this thread wrote before."""
+        """Set the counter and wake waiting threads. Readers of the value see what this thread wrote before."""
         self._core.shared_post(self._address, value & _MASK32)
 
     def wait(self, value: int, *, timeout_s: float, spin_s: float = 0.0) -> bool:
-        """Whether it has reached ``value`` (is less than 2^31 past it) within ``timeout_s``, or has by then.
+        """Return whether the counter reaches ``value`` (is less than 2^31 past it) within ``timeout_s``.
 
-        Looks again and again for ``spin_s``, then sleeps in the kernel. Other Python threads run meanwhile.
+        Polls for ``spin_s``, then sleeps in the kernel. Other Python threads run meanwhile.
         """
         timeout_ns, spin_ns = (min(max(0, int(s * 1e9)), _MAX_WAIT_NS) for s in (timeout_s, spin_s))
         return self._core.shared_wait(self._address, value & _MASK32, timeout_ns, spin_ns)

@@ -14,15 +14,15 @@ from thinwire.kernels.reference_sparse import BINS, BLOCK, Sample, magnitudes
 from thinwire.kernels.rng import splitmix64
 
 _SAMPLE = 16384
-"""The threshold is estimated from at most this many elements."""
+"""Largest number of elements from which the threshold is estimated."""
 
 _SMALL = 8192
-"""The threshold is not estimated for fewer elements than this."""
+"""Number of elements below which the threshold is not estimated."""
 
 NO_SAMPLE = Sample(0, 1, 0, 0)
 
 MAX_NUMEL = 2**31 - 1
-"""Indices are int32."""
+"""Largest number of elements of a segment, whose indices are int32."""
 
 
 def _check_span(name: str, tensor: Tensor, start: int, numel: int) -> None:
@@ -101,7 +101,7 @@ def _pick(
 def select_threshold(
     x: Tensor, start: int, numel: int, threshold: float, capacity: int
 ) -> tuple[Tensor, Tensor, bool, int]:
-    """All |x| > threshold of a segment, as :func:`select_topk` gives them; if more than ``capacity``, its largest.
+    """Return all |x| > threshold of a segment, as :func:`select_topk` does; if more than ``capacity``, its largest.
 
     The fourth result says how many were left out. NaN is above every threshold.
 
@@ -121,7 +121,7 @@ def select_threshold(
 
 
 def abs_histogram(x: Tensor, start: int, numel: int) -> Tensor:
-    """How many values of a segment have which ``bits32(|x|) >> 20``: int32 (2048,); eight bins an octave.
+    """Count the values of a segment by ``bits32(|x|) >> 20``: int32 (2048,); eight bins an octave.
 
     Errors are those of :func:`select_topk`.
     """
@@ -139,7 +139,7 @@ def packs_bitmap(numel: int, k: int) -> bool:
 
 
 def index_bytes(numel: int, k: int) -> int:
-    """Bytes of up to ``k`` packed indices below ``numel``: a multiple of 64.
+    """Return the bytes of up to ``k`` packed indices below ``numel``: a multiple of 64.
 
     A bitmap (bit i % 8 of byte i // 8), or where that is longer a list: u32 counts of the blocks of 65536 elements,
     then the u16 offsets inside them, in order.
@@ -173,7 +173,7 @@ def pack_indices(indices: Tensor, numel: int, k: int, message: Tensor, at: int) 
 
 
 def unpack_indices(message: Tensor, at: int, numel: int, k: int) -> Tensor:
-    """The indices (int32, ascending, at most k, all below ``numel``) that :func:`pack_indices` wrote at byte ``at``.
+    """Return the indices that :func:`pack_indices` wrote at byte ``at``: int32, ascending, at most k, below ``numel``.
 
     Every content of the bytes gives such indices. Raises as :func:`pack_indices` does.
     """
@@ -192,7 +192,7 @@ def unpack_indices(message: Tensor, at: int, numel: int, k: int) -> Tensor:
 
 
 def sparse_add(y: Tensor, start: int, numel: int, indices: Tensor, values: Tensor, scale: float = 1.0) -> None:
-    """``y[start + i] += value · scale`` for distinct ``indices`` (int32) and their ``values`` (fp32).
+    """Add ``value · scale`` to ``y[start + i]`` for distinct ``indices`` (int32) and their ``values`` (fp32).
 
     ``y`` (elements,) fp32, bf16 or fp16, contiguous; arithmetic in fp32. Raises ``TypeError`` for a wrong dtype, and
     ``ValueError`` before anything is written unless all indices are between 0 and numel − 1.
@@ -204,7 +204,7 @@ def sparse_add(y: Tensor, start: int, numel: int, indices: Tensor, values: Tenso
 
 
 def sparse_zero(y: Tensor, start: int, numel: int, indices: Tensor) -> None:
-    """``y[start + i] = 0`` for all ``indices`` (int32). Errors are those of :func:`sparse_add`."""
+    """Set ``y[start + i] = 0`` for all ``indices`` (int32). Errors are those of :func:`sparse_add`."""
     _check_span("y", y, start, numel)
     _check_picks(indices, y)
     if not _scatter(y, start, numel, indices, None, 1.0):
@@ -212,7 +212,7 @@ def sparse_zero(y: Tensor, start: int, numel: int, indices: Tensor) -> None:
 
 
 def _scatter(y: Tensor, start: int, numel: int, indices: Tensor, values: Tensor | None, scale: float) -> bool:
-    """Adds the values, or zeroes, in the native core; False: nothing but the check was done."""
+    """Add the values, or zeroes, in the native core; False if only the check was done."""
     if native.computes(y):
         count = indices.numel()
         span = *native.values("y", y, start + numel), start, numel

@@ -54,7 +54,7 @@ def signal(components: Tensor, numel: int, block: int) -> Tensor:
 def spectrum_encode(
     x: Tensor, table: Table, message: Tensor, parts: Tensor, *, block: int, kept: Sequence[int]
 ) -> list[float]:
-    """Write which components of each segment of ``x`` are the largest into ``message``, and themselves into ``parts``.
+    """Write the largest components of each segment of ``x``: their indices into ``message``, themselves into ``parts``.
 
     A segment is cut into blocks of ``block`` elements (a shorter one is a block of its own), the last completed with
     zeros, and each is transformed by an orthonormal real FFT. Of segment i the ``kept[i]`` components of largest

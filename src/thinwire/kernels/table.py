@@ -1,4 +1,4 @@
-"""Where the segments of one message lie: checked once, reused at every step."""
+"""Positions of the segments of one message: checked once, reused at every step."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Extent:
-    """What a table needs of a message in one format."""
+    """Requirements of a table for its message in one format."""
 
     message_bytes: int
-    """A message must have at least this many bytes."""
+    """Least number of bytes of a message."""
 
 
 class Table:
@@ -62,7 +62,7 @@ class Table:
         self.numel = sum(row.numel for row in self.segments)
         self.largest = max((row.numel for row in self.segments), default=0)
         self.num_elements = max((row.start + row.numel for row in self.segments if row.numel), default=0)
-        """A tensor must have at least this many elements to hold all segments."""
+        """Least number of elements of a tensor that contains all segments."""
         self.pointer = native.address("rows", self.rows, torch.int64, self.rows.numel())
         self._extents: dict[Format, Extent] = {}
         self._copies: dict[torch.device, Tensor] = {}
@@ -78,7 +78,7 @@ class Table:
         return f"Table({len(self)} segments, {self.numel} elements)"
 
     def on(self, device: torch.device | str) -> Tensor:
-        """The rows as a tensor on ``device``, copied there once."""
+        """Return the rows as a tensor on ``device``, copied there once."""
         where = torch.device(device)
         if where.type == "cpu":
             return self.rows
@@ -87,7 +87,7 @@ class Table:
         return self._copies[where]
 
     def extent(self, form: Format) -> Extent:
-        """What the segments need in the format ``form``.
+        """Return what the segments need in the format ``form``.
 
         Raises ``ValueError`` for an ``index0`` off the format's grain, or payloads that overlap.
         """
@@ -126,10 +126,10 @@ class Table:
         return Extent(message_bytes=max((end for _, end in spans), default=0))
 
     def pieces(self, device: torch.device, size: int, each: int = 1) -> Tensor:
-        """How the segments fall into pieces of ``size`` elements, ``each`` of them counted so many times.
+        """Cut the segments into pieces of ``size`` elements, each counted ``each`` times.
 
-        An int64 tensor (pieces, 2) on ``device`` of (row, piece inside the row): what the programs of a GPU launch
-        work on. Made once.
+        Returns an int64 tensor (pieces, 2) on ``device`` of (row, piece inside the row): the work of the programs of a
+        GPU launch. Made once.
         """
         key = (device, size, each)
         if key not in self._pieces:
@@ -142,7 +142,7 @@ class Table:
         return self._pieces[key]
 
     def bucket_firsts(self, device: torch.device, bucket: int) -> tuple[Tensor, int]:
-        """For each segment the number of buckets before it (int64, on ``device``), and that of all. Made once."""
+        """Return the number of buckets before each segment (int64, on ``device``), and the number of all. Made once."""
         key = (device, bucket)
         if key not in self._firsts:
             counts = torch.tensor(
@@ -152,7 +152,7 @@ class Table:
         return self._firsts[key]
 
     def kept(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What ``make`` gives, kept for each ``key``: for what else the programs of a GPU launch look up.
+        """Return the result of ``make``, kept for each ``key``: for what else the programs of a GPU launch look up.
 
         The core gets addresses of it: of threads that ask for it at the same time, all must get the one that is kept.
         """
@@ -161,11 +161,11 @@ class Table:
         return self._kept.setdefault(key, make())
 
     def clamped(self, bucket: int) -> int:
-        """A bucket larger than every segment is as good as the largest segment, rounded up to whole groups."""
+        """Return ``bucket``, or if it is larger than every segment the largest segment, rounded up to whole groups."""
         return min(bucket, -(-self.largest // GROUP) * GROUP or GROUP)
 
     def message_bytes(self, form: Hashable, num_bytes: Callable[[int], int], grain: int = GROUP) -> int:
-        """Bytes that a message needs in a format, named by ``form``, with payloads of ``num_bytes(numel)``. Found once.
+        """Return the bytes of a message in a format, named by ``form``, of payloads of ``num_bytes(numel)``. Made once.
 
         Raises ``ValueError`` for an ``index0`` off the grain, or payloads that overlap.
         """

@@ -15,7 +15,7 @@ _silent: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def send_nothing(ddp: DistributedDataParallel) -> None:
-    """Have ``ddp`` leave each rank its own gradients. It must have no communication hook yet."""
+    """Make ``ddp`` leave each rank its own gradients. It must have no communication hook yet."""
     ddp.register_comm_hook(None, _keep)
     _silent.add(ddp)
 

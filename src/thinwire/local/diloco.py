@@ -57,7 +57,7 @@ class DiLoCo:
             local.step()          # exchanges every 25th time
         local.finish()            # all workers end with the same weights
 
-    All workers hold the same *shared* weights A (fp32). Every ``every`` steps a worker sends its pseudo-gradient
+    All workers have the same *shared* weights A (fp32). Every ``every`` steps a worker sends its pseudo-gradient
     ``A − w``, compressed as gradients are, with error feedback; the mean d over all workers moves the shared weights by
     ``outer``, and training goes on from them. The inner optimizer's state stays with its worker. With ``fragments`` the
     model is exchanged part by part, and with ``overlap`` an exchange takes place while the next steps are computed
@@ -72,7 +72,7 @@ class DiLoCo:
 
     Args:
         model: the module whose trainable parameters are exchanged. Workers start from rank 0's.
-        inner_optimizer: the optimizer that trains it on this worker; it must hold all of these parameters.
+        inner_optimizer: the optimizer that trains it on this worker; it must have all of these parameters.
         every: inner steps from one exchange of a parameter to its next (H).
         outer: the outer optimizer; by default ``Nesterov(lr=0.7, momentum=0.5)``, or plain averages,
             ``Nesterov(lr=1, momentum=0)``, where ``total_steps`` leaves fewer than 20 exchanges.
@@ -82,10 +82,10 @@ class DiLoCo:
         fragments: parts of the model that are exchanged in turn, ``every / fragments`` steps apart; must divide
             ``every``.
         overlap: inner steps between sending a fragment and using its mean (τ); below ``every / fragments``.
-        mix: what an arriving mean does to the worker's own progress since it was sent: ``"keep"`` adds it to the new
+        mix: how a received mean is combined with the worker's own progress since it sent: ``"keep"`` adds it to the new
             shared weights; a number α mixes, ``α·w + (1 − α)·A``. Without ``overlap``, ``"keep"`` takes A.
         weighted: weight workers by the tokens that they say with ``step(tokens=...)``, for unequal batches.
-        group: process group of the workers; all ranks by default. For workers that come and go there is
+        group: process group of the workers; all ranks by default. For workers that join and leave there is
             `ManagedDiLoCo`.
         network: collective algorithm, transport and timeout of the exchanges, as for `thinwire.compress`. Where no
             algorithm is given, two workers gather each other's messages (``allgather``): the bytes are those of other
@@ -139,7 +139,7 @@ class DiLoCo:
             names = balanced_fragments({name: math.prod(shape) for name, shape in shapes.items()}, fragments)
             device = None if outer_device is None else torch.device(outer_device)
             self.wire = _open_wire(plan, shapes, group, network, seed, self._arguments(fragments))
-            """The handle of the exchanges: ``wire.stats``, ``wire.plan``."""
+            """Handle of the exchanges: ``wire.stats``, ``wire.plan``."""
         self._buffers = [b for b in self._module.buffers() if b.is_floating_point()]
         with torch.no_grad():
             for tensor in (*parameters.values(), *self._module.buffers()):
@@ -150,13 +150,13 @@ class DiLoCo:
         ]
         self._steps = 0
         self._tokens = 0
-        """This worker's since the last exchange, of whichever fragment."""
+        """Tokens of this worker since the last exchange, of whichever fragment."""
         self._share = 1.0
-        """Its weight in that exchange, 1 on average."""
+        """Weight of this worker in that exchange, 1 on average."""
         self._next = 0
         self._pending: _Exchange | None = None
         self.skipped_rounds = 0
-        """Exchanges that were dropped because some worker's weights were not finite."""
+        """Number of exchanges that were dropped because some worker's weights were not finite."""
 
     def _check(self, parameters: Mapping[str, nn.Parameter], fragments: int) -> None:
         check_int("fragments", fragments, 1)
@@ -174,12 +174,12 @@ class DiLoCo:
             raise ValueError("the model is sharded: give group=, the process group of the ranks with the same shards")
 
     def _arguments(self, fragments: int) -> dict[str, str]:
-        """What all workers must have in common beside the plan and the seed."""
+        """Return the arguments that all workers must have in common, other than the plan and the seed."""
         names = ("every", "outer", "overlap", "mix", "weighted")
         return {name: str(getattr(self, name)) for name in names} | {"fragments": str(fragments)}
 
     def __repr__(self) -> str:
-        """Workers, steps between exchanges, compressors, bytes, and the fragments if there are several."""
+        """Return the workers, steps between exchanges, compressors, bytes, and the fragments if there are several."""
         return described(
             type(self).__name__,
             self._fragments,
@@ -197,12 +197,12 @@ class DiLoCo:
 
     @property
     def interval(self) -> int:
-        """Inner steps between two exchanges, of whichever fragment."""
+        """Number of inner steps between two exchanges, of whichever fragment."""
         return self.every // len(self._fragments)
 
     @property
     def steps(self) -> int:
-        """Inner steps so far."""
+        """Number of inner steps so far."""
         return self._steps
 
     @property
@@ -212,12 +212,12 @@ class DiLoCo:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes that this worker sends in the largest exchange: what the link must carry in one burst."""
+        """Bytes that this worker sends in the largest exchange, which the link must carry in one burst."""
         return max(self._exchange_bytes(fragment) for fragment in self._fragments)
 
     @property
     def bytes_per_step(self) -> float:
-        """Bytes that this worker sends an inner step, on average."""
+        """Bytes that this worker sends in an inner step, on average."""
         return sum(self._exchange_bytes(fragment) for fragment in self._fragments) / self.every
 
     def _exchange_bytes(self, fragment: Fragment) -> int:
@@ -227,7 +227,7 @@ class DiLoCo:
         """Count an inner step, and exchange a fragment if it is time. Call it after the inner optimizer's step.
 
         Args:
-            tokens: with ``weighted=True``, how much data this worker's step has seen.
+            tokens: with ``weighted=True``, the amount of data in this worker's step.
 
         Raises:
             ValueError: ``tokens`` is missing with ``weighted=True``, or given without.
@@ -245,7 +245,7 @@ class DiLoCo:
     def finish(self) -> None:
         """Exchange what every worker has learned since its last exchange; all workers end with the shared weights.
 
-        Call it once after the last `step`, on every worker. Training may go on afterwards.
+        Call it once after the last `step`, on every worker. Training may continue afterwards.
         """
         with on_the_host():
             self._finish()
@@ -284,10 +284,10 @@ class DiLoCo:
         self._next = (index + 1) % len(self._fragments)
 
     def _next_share(self) -> float:
-        """This worker's weight in the mean, 1 on average: its tokens since the last exchange over the mean.
+        """Return this worker's weight in the mean, 1 on average: its tokens since the last exchange over the mean.
 
         Where there were none, as for the fragments that `finish` exchanges after another one, the last exchange's
-        weight still holds: its tokens are also theirs.
+        weight still counts: its tokens are also theirs.
         """
         total = torch.tensor([float(self._tokens)], dtype=torch.float32, device="cpu")
         dist.all_reduce(total, group=self.group)
@@ -297,7 +297,7 @@ class DiLoCo:
         return self._share
 
     def _receive(self) -> None:
-        """Wait for the exchange under way, if there is one, and go on from its result."""
+        """Wait for the exchange under way, if there is one, and continue from its result."""
         if self._pending is None:
             return
         index, self._pending = self._pending.wait(), None
@@ -313,7 +313,7 @@ class DiLoCo:
                 values.div_(self.wire.world_size)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This worker's state, for its own checkpoint beside the model's and the inner optimizer's.
+        """Return this worker's state, for its own checkpoint, next to the model's and the inner optimizer's.
 
         Waits for an exchange under way; its result is part of the state. A training that resumes with it, with as many
         workers, continues bit for bit.
@@ -322,7 +322,7 @@ class DiLoCo:
             return self._own_state() | {f"wire/{key}": value for key, value in self.wire.state_dict().items()}
 
     def gather_state_dict(self) -> dict[str, Tensor]:
-        """The state of all workers merged, on every worker: for one file, written by one rank. Collective.
+        """Return the state of all workers merged, on every worker: for one file, written by one rank. Collective.
 
         Workers that load it, however many, start from the shared weights: what each has learned since its last exchange
         is not in it. Right after an exchange of the whole model (``fragments=1``, ``overlap=0``) nothing is lost.
@@ -353,9 +353,9 @@ class DiLoCo:
 
         Raises:
             ValueError: the state is of another model or of another number of fragments, or was damaged.
-            PeerFailedError: it is so on another worker.
+            PeerFailedError: the state of another worker is.
             DisagreementError: workers loaded states with other shared weights, as of different runs. Where any of these
-                is raised, no worker has taken anything of it.
+                is raised, no worker has changed.
         """
         with on_the_host():
             self._continue_from(state)
@@ -371,7 +371,7 @@ class DiLoCo:
         for own, values in loaded.values.values():
             own.copy_(values)
         self._steps, self._tokens, self._next = loaded.steps, loaded.tokens, loaded.next
-        # Of a merged state all workers have one worker's, which are not 1 on average.
+        # In a merged state all workers have one worker's tokens and share, which are not 1 on average.
         self._share = 1.0 if loaded.gathered else loaded.share
         if loaded.pending >= 0:
             self._pending = _Exchange(loaded.pending)
@@ -407,13 +407,13 @@ class DiLoCo:
 
 @dataclass
 class _Exchange:
-    """The exchange of a fragment: under way, or, without a future, arrived."""
+    """The exchange of a fragment: under way, or, without a future, received."""
 
     index: int
     future: torch.futures.Future[Tensor] | None = None
 
     def wait(self) -> int:
-        """Wait until the mean is there; returns the fragment's index."""
+        """Wait until the mean is received; return the fragment's index."""
         if self.future is not None:
             self.future.wait()
         return self.index
@@ -427,22 +427,22 @@ class _Loaded:
     tokens: int
     next: int
     pending: int
-    """The fragment whose exchange had arrived and was not used, or −1."""
+    """Fragment whose exchange was received and not used, or −1."""
     gathered: int
-    """The number of workers whose states were merged; 0 if it is one worker's own."""
+    """Number of workers whose states were merged; 0 if the state is one worker's own."""
     share: float
-    """This worker's weight in the last exchange."""
+    """Weight of this worker in the last exchange."""
     sent_at: tuple[int, ...]
     values: dict[str, tuple[Tensor, Tensor]]
-    """Parts of the outer state here, each with what it becomes."""
+    """Parts of the present outer state, each with its new value."""
 
     def record(self) -> dict[str, str]:
-        """What all workers must have in common beside `shared`; not the steps, which they make alone."""
+        """Return what all workers must have in common other than `shared`; not the steps, which they make alone."""
         return {name: str(getattr(self, name)) for name in ("gathered", "pending", "next")}
 
     @property
     def shared(self) -> dict[str, Tensor]:
-        """The parts of the outer state that are alike on all workers: all but the weights that each has sent."""
+        """Parts of the outer state that are equal on all workers: all but the weights that each has sent."""
         return {name: value for name, (_, value) in self.values.items() if not name.startswith("sent/")}
 
 
@@ -476,7 +476,7 @@ _PRESETS = MappingProxyType(
 
 
 def preset(name: str, **changes: Any) -> dict[str, Any]:
-    """The arguments of `DiLoCo` for a known method, with ``changes``.
+    """Return the arguments of `DiLoCo` for a known method, with ``changes``.
 
     ::
 

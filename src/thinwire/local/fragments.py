@@ -1,4 +1,4 @@
-"""Fragments: the parts of a model that are exchanged one after the other (Streaming DiLoCo, Douillard et al. 2025)."""
+"""Fragments: parts of a model that are exchanged one after the other (Streaming DiLoCo, Douillard et al. 2025)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from thinwire.plan import Filter, Plan, named_parameters
 from thinwire.runtime.warning import warn_caller
 
 FEW_BITS = "gaussian(bits=2, bucket=256)"
-"""What pseudo-gradients are sent in where no compressor was chosen."""
+"""Compressor of pseudo-gradients where none was chosen."""
 
 
 def balanced_fragments(sizes: Mapping[str, int], count: int) -> list[list[str]]:
@@ -29,7 +29,7 @@ def balanced_fragments(sizes: Mapping[str, int], count: int) -> list[list[str]]:
 
     Layers are placed by decreasing size, each into the smallest fragment so far; layers of equal size therefore go to
     the fragments in turn, which is the strided pattern that the paper prefers (section 3.3). Within a fragment layers
-    keep their order. The result depends on names and sizes alone, so all ranks make the same one.
+    keep their order. The result depends on names and sizes alone, so all ranks return the same.
 
     Args:
         sizes: elements by layer name, in the order of the model.
@@ -58,15 +58,15 @@ class Fragment:
 
     parameters: Mapping[str, nn.Parameter]
     keeps: bool = False
-    """Whether the weights at sending are needed when the mean arrives."""
+    """Whether the weights at sending are needed when the mean is received."""
     device: torch.device | None = None
-    """Where the outer state is; None: where the parameters are."""
+    """Device of the outer state; None for that of the parameters."""
     sent_at: int = 0
-    """The inner step after which it was sent last."""
+    """Inner step after which the fragment was sent last."""
     anchor: Tensor = field(init=False)
     momentum: Tensor = field(init=False)
     mean: Tensor = field(init=False)
-    """The pseudo-gradient, and once it has arrived its mean over workers."""
+    """Pseudo-gradient, and once it is received its mean over workers."""
     sent: Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -81,20 +81,20 @@ class Fragment:
 
     @property
     def layers(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Name and shape of each parameter, in the order in which they lie in the flat tensors."""
+        """Name and shape of each parameter, in the order of the flat tensors."""
         return tuple((name, tuple(local_values(p).shape)) for name, p in self.parameters.items())
 
     def read(self) -> Tensor:
-        """The worker's weights, flat, in fp32, beside the outer state."""
+        """Return the worker's weights, flat, in fp32, on the device of the outer state."""
         flat = torch.cat([local_values(p).reshape(-1).float() for p in self.parameters.values()])
         return flat if self.device is None else flat.to(self.device)
 
     def apply(self, outer: Nesterov, mix: Literal["keep"] | float, step: int) -> bool:
-        """Move the shared weights by the mean that has arrived, and go on from them; whether the mean is finite."""
-        # A sum costs a tenth of a look at every value. If it is finite they all are; it may overflow where they are.
+        """Move the shared weights by the received mean, and continue from them; return whether the mean is finite."""
+        # Summing takes a tenth of the time of `isfinite`. Finite values may have an infinite sum, not the converse.
         finite = bool(torch.isfinite(self.mean.sum())) or bool(torch.isfinite(self.mean).all())
         if not finite:
-            # The same on every worker, and the Wire leaves its residuals alone: as if the round had not been.
+            # All workers do the same, and the Wire leaves its residuals alone: the round changes nothing.
             warn_caller(
                 f"an exchange at step {step} was dropped: a worker's weights are not finite. All workers "
                 "go on from the shared weights; that worker's optimizer may hold NaN still"
@@ -112,14 +112,14 @@ class Fragment:
             local_values(parameter).copy_(values.view(local_values(parameter).shape))
 
     def take_shared(self, mix: Literal["keep"] | float) -> None:
-        """Go on from the shared weights, with what the worker has learned since it sent its own."""
+        """Continue from the shared weights, with what the worker has learned since it sent its own."""
         if mix == "keep":
             self.write(self.anchor if self.sent is None else self.anchor + (self.read() - self.sent))
         else:
             self.write(self.anchor.lerp(self.read(), float(mix)))
 
     def saved(self, *, with_mean: bool) -> dict[str, Tensor]:
-        """Views of the outer state, by parameter; the last exchange's only while it is under way."""
+        """Return views of the outer state, by parameter; the last exchange's only while it is under way."""
         kinds = {"anchor": self.anchor, "momentum": self.momentum}
         if with_mean:
             kinds |= {"mean": self.mean} | ({"sent": self.sent} if self.sent is not None else {})
@@ -134,12 +134,12 @@ class Fragment:
 
 
 def local_values(parameter: Tensor) -> Tensor:
-    """This rank's values of a parameter or buffer, without its gradient's history."""
+    """Return this rank's values of a parameter or buffer, without its gradient's history."""
     return local(parameter.detach())
 
 
 def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters of ``model`` that are exchanged: those that are trained, and of which this rank has values.
+    """Return the parameters of ``model`` that are exchanged: those that are trained, and of which this rank has values.
 
     Where the optimizer is a `CompressedAdamW`, it is marked as one whose updates no Wire sends.
 
@@ -160,14 +160,14 @@ def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 
 
 def sent_shapes(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, ...]]:
-    """The shapes that this rank sends, by name."""
+    """Return the shapes that this rank sends, by name."""
     return {name: tuple(local_values(p).shape) for name, p in parameters.items()}
 
 
 def exchange_plan(
     shapes: Mapping[str, Sequence[int]], compressor: str | Compressor = FEW_BITS, *, feedback: bool = True
 ) -> Plan:
-    """The compressor of each parameter's pseudo-gradient.
+    """Return the compressor of each parameter's pseudo-gradient.
 
     Gradients leave biases, norms and small layers raw. Here a quantizer with error feedback takes those that it makes
     smaller, too: in a model of a hundred thousand weights they would be a fifth of what 2 bits send.
@@ -183,7 +183,7 @@ def exchange_plan(
 
 
 def sent_in_exchange(fragment: Fragment, plan: Plan, num_workers: int) -> int:
-    """Bytes that a worker sends in an exchange of a fragment, by formula."""
+    """Return the bytes that a worker sends in an exchange of a fragment, by formula."""
     payloads = sum(plan[name].wire_bytes(shape) for name, shape in fragment.layers)
     return math.ceil(payloads * 2 * (num_workers - 1) / num_workers)
 
@@ -199,7 +199,7 @@ def described(
     overlap: int = 0,
     weighted: bool = False,
 ) -> str:
-    """What ``print`` shows of local updates: who exchanges what, how often, and the bytes of it."""
+    """Return the text that ``print`` shows of local updates: workers, interval, bytes, compressors and fragments."""
     raw = Plan(dict.fromkeys(plan.layers, Raw()))
     now, fp32 = (sum(sent_in_exchange(f, p, num_workers) for f in fragments) for p in (plan, raw))
     who = "one worker, which sends nothing" if num_workers == 1 else f"{num_workers} workers"
@@ -221,7 +221,7 @@ def described(
 
 
 def exchange_algorithm(num_workers: int) -> str:
-    """The collective algorithm of exchanges for which none was chosen.
+    """Return the collective algorithm of exchanges for which none was chosen.
 
     Two workers gather each other's messages: the bytes are those of other algorithms, and means are not coded again.
     """
@@ -242,7 +242,7 @@ def shared_weights(fragments: Sequence[Fragment]) -> Iterator[None]:
 
 
 def check_tokens(tokens: int | None, *, weighted: bool) -> None:
-    """Raise ``ValueError`` unless ``step(tokens=...)`` was given them where they count, and there alone."""
+    """Raise ``ValueError`` unless ``step(tokens=...)`` is given tokens where they count, and there alone."""
     if (tokens is None) == weighted:
         needed = "step(tokens=...) is needed" if weighted else "step() takes no tokens"
         raise ValueError(f"{needed} with weighted={weighted}")

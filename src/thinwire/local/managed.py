@@ -1,4 +1,4 @@
-"""Local updates among workers that come and go, in a group that torchft manages."""
+"""Local updates among workers that join and leave, in a group that torchft manages."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from thinwire.runtime.consistency import signed_checksum
 
 _ATTEMPTS = 3
 _MOST_ATTEMPTS = 12
-"""With those that failed because of another worker, which ends after its own three."""
+"""Largest number of attempts, including those that failed because of another worker, which ends after its own three."""
 
 
 class ManagedDiLoCo:
-    """`DiLoCo` for workers that come and go: torchft decides who takes part in an exchange.
+    """`DiLoCo` for workers that join and leave: torchft decides who takes part in an exchange.
 
     ::
 
@@ -53,7 +53,7 @@ class ManagedDiLoCo:
 
     Args:
         model: the module whose trainable parameters are exchanged.
-        inner_optimizer: the optimizer that trains it on this worker; it must hold all of these parameters.
+        inner_optimizer: the optimizer that trains it on this worker; it must have all of these parameters.
         manager: the ``torchft.Manager`` of this worker, made with ``use_async_quorum=False``.
         group: the ``torchft.ProcessGroupGloo`` that the manager was made with.
         every, outer, compressor, feedback, seed, outer_device, total_steps: as for `DiLoCo`.
@@ -63,7 +63,7 @@ class ManagedDiLoCo:
         ValueError: an argument is outside its range, or the optimizer lacks a parameter.
         TypeError: the parameters are not floating point, ``outer`` is no `Nesterov`, or ``group`` is not torchft's.
         DisagreementError: workers gave different arguments.
-        CommunicationError: this worker cannot join the others: three attempts have failed, beside those that failed
+        CommunicationError: this worker cannot join the others: three attempts have failed, other than those that failed
             because nobody can connect to another one.
     """
 
@@ -94,21 +94,21 @@ class ManagedDiLoCo:
         self._fragment = Fragment(parameters, device=None if outer_device is None else torch.device(outer_device))
         self._steps = 0
         self._rounds = 0
-        """Exchanges whose means are in the shared weights."""
+        """Number of exchanges whose means are in the shared weights."""
         self._last_exchange = 0
-        """The number of the last of them."""
+        """Number that identifies the last of those exchanges."""
         self._work = 0
-        """Inner steps, or tokens, of this worker that are in none of them."""
+        """Inner steps, or tokens, of this worker that are in no exchange."""
         self._unsettled: tuple[int, Tensor, int] | None = None
         """Number, sent weights and work of an exchange that failed here: it may have succeeded on others."""
         self.skipped_rounds = 0
-        """Exchanges that were dropped because some worker's weights were not finite."""
+        """Number of exchanges that were dropped because some worker's weights were not finite."""
         shapes = sent_shapes(parameters)
         plan = exchange_plan(shapes, compressor, feedback=feedback)
         arguments = {"every": str(every), "outer": str(self.outer), "weighted": str(weighted)}
 
         def open_wire(transport: ProcessGroupTransport) -> Wire:
-            # A number of its own for each set of workers, or draws would repeat.
+            # Each set of workers has a number of its own, or draws would repeat.
             with on_the_host():
                 agree(arguments | {"round": str(self._rounds)}, transport)
                 own_seed = (seed + self._rounds) % 2**63
@@ -117,11 +117,11 @@ class ManagedDiLoCo:
                 return Wire(BucketEngine(plan, shapes, transport, settings))
 
         self.members = Members(manager, group, open_wire=open_wire, save=self.state_dict, load=self._take_shared_state)
-        """Who takes part: ``members.names``, and counts of who ``came`` and ``left``."""
+        """Workers that take part: ``members.names``, and counts of workers that ``came`` and ``left``."""
         self._join()
 
     def __repr__(self) -> str:
-        """The workers of the last exchange, steps between exchanges, compressors and bytes."""
+        """Return the workers of the last exchange, steps between exchanges, compressors and bytes."""
         wire = self.wire
         return described(
             type(self).__name__,
@@ -149,22 +149,22 @@ class ManagedDiLoCo:
 
     @property
     def wire(self) -> Wire:
-        """The handle of the exchanges among the present workers: ``wire.stats``, ``wire.plan``."""
+        """Handle of the exchanges among the present workers: ``wire.stats``, ``wire.plan``."""
         return self.members.wire
 
     @property
     def steps(self) -> int:
-        """Inner steps so far, of the worker that has trained longest in this training."""
+        """Number of inner steps so far, of the worker that has trained longest in this training."""
         return self._steps
 
     def step(self, tokens: int | None = None) -> None:
         """Count an inner step, and exchange if it is time. Call it after the inner optimizer's step.
 
-        An exchange that fails is left out: this worker goes on from its own weights, and what it has learned is part of
+        An exchange that fails is left out: this worker continues from its weights, and what it has learned is part of
         its next exchange.
 
         Args:
-            tokens: with ``weighted=True``, how much data this worker's step has seen.
+            tokens: with ``weighted=True``, the amount of data in this worker's step.
 
         Raises:
             ValueError: ``tokens`` is missing with ``weighted=True``, or given without.
@@ -177,7 +177,7 @@ class ManagedDiLoCo:
             self._exchange()
 
     def finish(self) -> None:
-        """Exchange what has been learned since the last exchange, until that succeeds with those who are there.
+        """Exchange what has been learned since the last exchange, until that succeeds with the present workers.
 
         Call it once after the last `step`, on every worker: all of them end with the shared weights.
         """
@@ -191,7 +191,7 @@ class ManagedDiLoCo:
             yield
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What all workers have in common after an exchange, without residuals: one of them saves it, and all load it.
+        """Return the state that all workers share after an exchange, without residuals: one saves it, and all load it.
 
         torchft copies it to workers that lack it.
         """
@@ -204,7 +204,7 @@ class ManagedDiLoCo:
         """Continue from a state, on every worker, after the model's and the inner optimizer's were loaded.
 
         Raises:
-            ValueError: the state is of another model, or was damaged; nothing of it was taken.
+            ValueError: the state is of another model, or was damaged; nothing was changed.
         """
         self._load(state)
         self._work, self._unsettled = 0, None
@@ -215,7 +215,7 @@ class ManagedDiLoCo:
         self.wire.detach()
 
     def _exchange(self) -> bool:
-        """Exchange the model with the workers that are there; whether it counts.
+        """Exchange the model with the present workers; return whether the exchange counts.
 
         One that fails changes nothing here. It may have succeeded on another worker. Then all of this worker's message
         was in it, for nobody has the mean without everybody's message, and `_take_shared_state` brings the result.
@@ -250,7 +250,7 @@ class ManagedDiLoCo:
         return True
 
     def _take_shared_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from the shared state of other workers, which have made exchanges that this one has not.
+        """Continue from the shared state of other workers, which have made exchanges that this one has not.
 
         What this worker has learned since its last exchange goes into the next one if it has missed one at most, and is
         dropped if it was away for longer. Where the one it missed has its message, only what came later is left.
@@ -266,7 +266,7 @@ class ManagedDiLoCo:
         fragment.write(fragment.anchor + (weights - base))
 
     def _load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a shared state, but for the worker's own weights; nothing of it if it raises ``ValueError``."""
+        """Load a shared state, but for the worker's own weights; nothing of it if it raises ``ValueError``."""
         check_sealed(state, [key for key in state if key != "checksums"])
         rounds, number, steps = (int(state_entry(state, name, ())) for name in ("rounds", "exchange", "steps"))
         values = [(own, state_entry(state, name, own.shape)) for name, own in self._shared().items()]
@@ -275,6 +275,6 @@ class ManagedDiLoCo:
         self._rounds, self._last_exchange, self._steps = rounds, number, steps
 
     def _shared(self) -> dict[str, Tensor]:
-        """The tensors that are alike on all workers."""
+        """Return the tensors that are equal on all workers."""
         buffers = {f"buffer/{i}": buffer for i, buffer in enumerate(self._buffers)}
         return buffers | self._fragment.saved(with_mean=False)

@@ -1,7 +1,7 @@
-"""Workers that come and go: the quorums of a torchft manager, and a Wire among those who are there.
+"""Workers that join and leave: the quorums of a torchft manager, and a Wire among the present ones.
 
 torchft decides who takes part (its lighthouse), replaces the process group when that changes, and copies the shared
-state to whoever lacks it (its manager). Nothing of torchft is imported here: the user makes the manager and the group,
+state to any that lack it (its manager). Nothing of torchft is imported here: the user makes the manager and the group,
 and `Manager` and `Group` list what is used of them, all of it public.
 """
 
@@ -30,7 +30,7 @@ _NONCE_BITS = 62
 
 
 class Manager(Protocol):
-    """What is used of a ``torchft.Manager``."""
+    """The members of a ``torchft.Manager`` that are used."""
 
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
@@ -44,7 +44,7 @@ class Manager(Protocol):
 
 
 class Group(Protocol):
-    """What is used of a ``torchft.ProcessGroupGloo``, which makes a new process group for every quorum."""
+    """Members of ``torchft.ProcessGroupGloo`` that are used. It makes a new process group for every quorum."""
 
     @property
     def parent(self) -> dist.ProcessGroup: ...
@@ -81,29 +81,29 @@ class Members:
         self._wire: Wire | None = None
         self._names: tuple[str, ...] = ()
         self.came = 0
-        """Workers that have joined since this one did."""
+        """Number of workers that have joined since this one did."""
         self.left = 0
-        """Workers that have left since this one joined; each took its residual along."""
+        """Number of workers that have left since this one joined; each took its residual along."""
         self.failed = 0
-        """Exchanges that this worker could not complete."""
+        """Number of exchanges that this worker could not complete."""
         self.failure = ""
-        """Why the last of them failed."""
+        """Reason of the last failed exchange."""
         self.excused = False
-        """Whether another worker is why, to which nobody can connect."""
-        # The manager calls it for every quorum. What it raises there fails the exchange, as gloo's errors do.
+        """Whether the reason is another worker, to which nobody can connect."""
+        # The manager calls this for every quorum. An error there fails the exchange, as gloo's errors do.
         self._configure = group.configure
         group.configure = self._check_and_configure  # pyright: ignore[reportAttributeAccessIssue]
         manager.register_state_dict_fn("thinwire", load, save)
 
     @property
     def wire(self) -> Wire:
-        """The Wire among the present workers. Its statistics begin when they met."""
+        """Wire among the present workers. Its statistics begin when they met."""
         assert self._wire is not None, "workers have met"
         return self._wire
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The present workers, by rank: an identifier, the process, the machine."""
+        """Names of the present workers, by rank: an identifier, the process, the machine."""
         return self._names
 
     def start_quorum(self) -> None:
@@ -119,7 +119,7 @@ class Members:
     def _check_and_configure(
         self, store_addr: str, replica_id: str, rank: int, world_size: int, *more: Any, **named: Any
     ) -> None:
-        """What ``configure`` of the group does, once all its workers have connected to each other both ways.
+        """Run ``configure`` of the group, once all its workers have connected to each other both ways.
 
         gloo connects each pair one way only, and waits for all of its timeout where it cannot.
         """
@@ -132,15 +132,15 @@ class Members:
         self._configure(store_addr, replica_id, rank, world_size, *more, **named)
 
     def meet(self, work: int, shared: int, steps: int) -> tuple[float, int, int]:
-        """Compare notes with the workers of the quorum, over a new Wire if they are others than before.
+        """Exchange counts with the workers of the quorum, over a new Wire if they are others than before.
 
         Args:
-            work: how much this worker has trained since its last exchange: steps, or tokens.
-            shared: a checksum of the shared state, which all must hold alike.
-            steps: how many steps this worker counts. One that has joined in an exchange that failed counts fewer.
+            work: steps, or tokens, of this worker since its last exchange.
+            shared: a checksum of the shared state, which must be equal on all.
+            steps: the steps that this worker counts. One that has joined in an exchange that failed counts fewer.
 
         Returns:
-            This worker's weight in the mean, 1 on average; a number for the exchange, by which it is known later; and
+            This worker's weight in the mean, 1 on average; a number that identifies the exchange; and
             the steps of the worker that counts most.
 
         Raises:
@@ -186,7 +186,7 @@ class Members:
         self._inner, self._transport, self._wire, self._names = inner, transport, wire, names
 
     def average(self, values: list[Tensor], weight: float) -> list[Tensor]:
-        """The means of ``values`` over the workers, each counted with its ``weight`` from `meet`."""
+        """Return the means of ``values`` over the workers, each counted with its ``weight`` from `meet`."""
         assert self._transport is not None
         means = [(value * (weight / self._transport.world_size)).contiguous() for value in values]
         for mean in means:
@@ -202,7 +202,7 @@ class Members:
             self._wire.detach()
         self._inner = self._transport = None
         self._group.abort()
-        # gloo closes connections when nothing holds the process group, and the frames that raised this do.
+        # gloo closes connections when nothing references the process group, and the frames that raised this do.
         cause: BaseException | None = error
         while cause is not None:
             traceback.clear_frames(cause.__traceback__)

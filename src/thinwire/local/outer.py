@@ -1,4 +1,4 @@
-"""The outer optimizer: what the shared weights do with the mean pseudo-gradient of a round."""
+"""The outer optimizer: the change of the shared weights by the mean pseudo-gradient of a round."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Nesterov:
 
     @property
     def gain(self) -> float:
-        """``η / (1 − μ)``: how far repeated equal pseudo-gradients move the shared weights, a round."""
+        """Factor ``η / (1 − μ)`` by which repeated equal pseudo-gradients move the shared weights, a round."""
         return self.lr / (1 - self.momentum)
 
     def update(self, anchor: Tensor, momentum: Tensor, mean: Tensor) -> None:
@@ -57,9 +57,9 @@ class Nesterov:
 
 
 def chosen_outer(outer: Nesterov | None, every: int, total_steps: int | None) -> Nesterov:
-    """The outer optimizer that was asked for, or the default for an exchange ``every`` so many of ``total_steps``.
+    """Return the outer optimizer as given, or the default for an exchange ``every`` so many of ``total_steps``.
 
-    A momentum needs exchanges to build up, and what it holds after the last one is lost: below 20 exchanges plain
+    A momentum needs exchanges to build up, and its value after the last one is lost: below 20 exchanges plain
     averages of the weights, ``Nesterov(lr=1, momentum=0)``, end at a lower loss. Warns where exchanges
     are too few for the optimizer, or for learning at all.
 
@@ -85,7 +85,7 @@ def chosen_outer(outer: Nesterov | None, every: int, total_steps: int | None) ->
 
 
 def warn_of_other_workers(before: int, now: int) -> None:
-    """Warn where a training goes on with another number of workers than before."""
+    """Warn where a training continues with another number of workers than before."""
     if before != now:
         warn_caller(
             f"the state is of {before} workers, and now there are {now}: tune the inner learning rate again. The mean "

@@ -1,4 +1,4 @@
-"""Whether the workers of a quorum can connect to each other, in both directions, and whose fault it is where not."""
+"""Checks of the connections between the workers of a quorum, in both directions, and of who is at fault."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch.distributed as dist
 from thinwire.collectives import CommunicationError
 
 ANSWER_S = 10.0
-"""For how long the others' answers are waited for."""
+"""Seconds that the others' answers are waited for."""
 CONNECT_S = 5.0
-"""After how long a connection that is neither accepted nor refused counts as impossible."""
+"""Seconds after which a connection that is neither accepted nor refused counts as impossible."""
 _MOST_CONNECTIONS = 16
 _LONGEST_ANSWER_BYTES = 4096
 
@@ -36,11 +36,11 @@ def check_connections(store_addr: str, rank: int, world_size: int) -> None:
 
     Args:
         store_addr: where the workers of this quorum meet: ``host:port/prefix``, with a prefix of its own.
-        rank: this worker's, in the quorum.
-        world_size: how many they are.
+        rank: this worker's rank in the quorum.
+        world_size: the number of workers.
 
     Raises:
-        Unreachable: some pair of workers has no connection; the message says who.
+        Unreachable: some pair of workers has no connection; the message names it.
     """
     place, _, prefix = store_addr.partition("/")
     host, _, port = place.rpartition(":")
@@ -73,10 +73,10 @@ def judge(rank: int, world_size: int, unreached: Mapping[int, set[int]], address
     """Raise `Unreachable` unless every worker has reached every other one.
 
     Args:
-        rank: this worker's.
-        world_size: how many they are.
-        unreached: for every worker that has answered, those to which it could not connect.
-        addresses: of the workers that have come.
+        rank: this worker's rank.
+        world_size: the number of workers.
+        unreached: the workers to which each worker that has answered could not connect.
+        addresses: the addresses of the workers that have answered.
     """
     if len(unreached) == world_size and not any(unreached.values()):
         return
@@ -99,14 +99,14 @@ def judge(rank: int, world_size: int, unreached: Mapping[int, set[int]], address
 
 
 def listening() -> socket.socket:
-    """A socket that accepts connections on all interfaces: what the kernel does for it is enough."""
+    """Return a socket that accepts connections on all interfaces, which the kernel does by itself."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("::", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=1024)
 
 
 def own_host(store_host: str, store_port: int) -> str:
-    """The address that this machine has in the network of the store; that machine's own is the one that others use."""
+    """Return the address of this machine in the store's network; on the store's machine, the one that others use."""
     family, kind, _, _, to = socket.getaddrinfo(store_host, store_port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(to)  # sends nothing
@@ -115,7 +115,7 @@ def own_host(store_host: str, store_port: int) -> str:
 
 
 def _answers(store: Any, what: str, ranks: Iterable[int], seconds: float) -> dict[int, str]:
-    """What workers have set under ``what/rank``, without those that have not within so many seconds."""
+    """Return the values that workers have set under ``what/rank`` within so many seconds."""
     end, found = time.monotonic() + seconds, {}
     for rank in ranks:
         key = f"{what}/{rank}"

@@ -25,12 +25,12 @@ class _Next:
     sent: bool = False
 
 
-class Due(NamedTuple):
-    """A parameter whose gradient is turned into an update, or that steps by one. All tensors have one shape."""
+class ParameterStep(NamedTuple):
+    """A parameter, and a gradient that becomes its update or an update that it steps by. All tensors have one shape."""
 
     parameter: Tensor
     values: Tensor
-    """The gradient, or the mean update; of the whole layer, or of this rank's shard of it."""
+    """Gradient, or mean update, of the whole layer or of this rank's shard of it."""
     group: Mapping[str, Any]
 
 
@@ -51,16 +51,16 @@ class CompressedAdamW(torch.optim.Optimizer):
         v = β2·v + (1 − β2)·g²,   x = lr·g / (√(v / (1 − β2^t)) + eps)
         m = β1·m + (1 − β1)·d,   w = (1 − lr·weight_decay)·w − m / (1 − β1^t)
 
-    The momentum comes after the mean and smooths what compression adds. ``order="update"`` sends Adam's whole update,
+    The momentum follows the mean and smooths what compression adds. ``order="update"`` sends Adam's whole update,
     whose momentum is then each rank's own; sparse compressors need that, because a value that is sent once in a hundred
-    steps would otherwise leave the momentum before the next one arrives:
+    steps would otherwise leave the momentum before the next one is received:
 
         m = β1·m + (1 − β1)·g,   x = lr·m̂ / (√v̂ + eps),   w = (1 − lr·weight_decay)·w − d
 
     Without `thinwire.compress`, or on one rank, the same steps are taken with the gradient at hand: Adam with the
     momentum behind the normalization (LaProp, Ziyin et al. 2020), or AdamW.
 
-    After a compressed backward pass, ``grad`` holds the mean update d (times a `GradScaler`'s scale). Its norm is not
+    After a compressed backward pass, ``grad`` is the mean update d (times a `GradScaler`'s scale). Its norm is not
     that of the gradient, so `torch.nn.utils.clip_grad_norm_` does not apply: give ``clip``. To accumulate gradients,
     use ``model.no_sync()``: a second backward pass without it would add a gradient to an update.
 
@@ -107,28 +107,28 @@ class CompressedAdamW(torch.optim.Optimizer):
         super().__init__(params, defaults | {"order": order, "clip": clip})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Called by `load_state_dict`, copy and pickle: they replace groups and moments."""
+        """Replace groups and moments. Called by `load_state_dict`, copy and pickle."""
         super().__setstate__(state)
         self._next, self._group_of = {}, {}
         self._loaded = getattr(self, "_loaded", {})
         self._expects_wire = getattr(self, "_expects_wire", True)
 
     def expect_no_wire(self) -> None:
-        """Do not warn that nothing compresses gradients: a Wire is attached, or ranks train alone by intention."""
+        """Do not warn that nothing compresses gradients: a Wire is attached, or ranks are to train alone."""
         self._expects_wire = False
 
     @torch.no_grad()
     def outgoing(self, gradients: Sequence[tuple[Tensor, Tensor]], scale: float) -> None:
-        """Replace local gradients by what this rank sends of their parameters.
+        """Replace local gradients by the updates that this rank sends.
 
-        ``gradients``: parameters, each with its gradient, of its shape and ``scale`` times its size, which what is sent
-        is, too. Of a sharded parameter it is that of the whole layer.
+        ``gradients``: parameters, each with its gradient, of its shape and ``scale`` times its size, as the update is,
+        too. That of a sharded parameter is that of the whole layer.
         """
         due = []
         for parameter, gradient in gradients:
             self._after_next_step(parameter, whole=True)
             own = _like(parameter, gradient)
-            due.append(Due(parameter, own if scale == 1.0 else own.div_(scale), self._group(parameter)))
+            due.append(ParameterStep(parameter, own if scale == 1.0 else own.div_(scale), self._group(parameter)))
         self._make_updates(due)
         for (parameter, gradient), (_, own, _) in zip(gradients, due, strict=True):
             if scale != 1.0:
@@ -142,16 +142,16 @@ class CompressedAdamW(torch.optim.Optimizer):
         self._next.clear()
 
     def local_moments(self, parameter: Tensor) -> tuple[str, ...]:
-        """The names of the moments that each rank has for itself."""
+        """Return the names of the moments that each rank has for itself."""
         return ("exp_avg_sq",) if self._group(parameter)["order"] == "pre" else ("exp_avg_sq", "exp_avg")
 
     def local_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The moments that this rank has for itself, of whole layers, flat, by name."""
+        """Return the moments that this rank has for itself, of whole layers, flat, by name."""
         state = self._state_of(parameter, whole=True)
         return {name: state[name].detach().reshape(-1).clone() for name in self.local_moments(parameter)}
 
     def load_local_state(self, parameter: Tensor, moments: Mapping[str, Tensor]) -> None:
-        """Continue with these, of whole layers, at the next step, whether `load_state_dict` comes before or after."""
+        """Continue with these moments, of whole layers, at the next step, before or after `load_state_dict`."""
         self._loaded[parameter] = dict(moments)
 
     @torch.no_grad()
@@ -169,7 +169,12 @@ class CompressedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        due = [Due(p, p.grad, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        due = [
+            ParameterStep(p, p.grad, group)
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         if any(gradient.is_sparse for _, gradient, _ in due):
             raise TypeError("CompressedAdamW takes dense gradients: make the embedding dense (sparse=False)")
         received = []
@@ -179,10 +184,10 @@ class CompressedAdamW(torch.optim.Optimizer):
             update = _like(parameter, local(gradient))
             if sent:
                 self._advance(parameter)
-                received.append(Due(parameter, update, group))
+                received.append(ParameterStep(parameter, update, group))
                 continue
-            # One by one: each takes as much memory as its parameter.
-            own = Due(parameter, torch.empty_like(local(parameter)).copy_(update), group)
+            # One at a time: each takes as much memory as its parameter.
+            own = ParameterStep(parameter, torch.empty_like(local(parameter)).copy_(update), group)
             self._make_updates([own])
             self._advance(parameter)
             self._take([own])
@@ -192,14 +197,14 @@ class CompressedAdamW(torch.optim.Optimizer):
         return loss
 
     def _advance(self, parameter: Tensor) -> None:
-        """Let the moments that the present step leaves count."""
+        """Replace the moments by those that the present step leaves."""
         state, after = self.state[parameter], self._next[parameter].moments
         state["step"] += 1
         for name in after:
             state[name], after[name] = after[name], state[name]
 
-    def _take(self, due: Sequence[Due]) -> None:
-        """Change parameters by the mean of all ranks' updates, of this rank's shard of each, and let them decay."""
+    def _take(self, due: Sequence[ParameterStep]) -> None:
+        """Change parameters by the mean of all ranks' updates, of this rank's shard of each, and apply weight decay."""
         steps = []
         for parameter, update, group in due:
             state, kept = self.state[parameter], 1 - group["lr"] * group["weight_decay"]
@@ -211,8 +216,8 @@ class CompressedAdamW(torch.optim.Optimizer):
             steps.append(AdamStep(local(parameter), update, mean, kept, size))
         adam_apply(steps)
 
-    def _make_updates(self, due: Sequence[Due]) -> None:
-        """Replace this rank's gradients by what it contributes to the mean. The moments that they leave count once the
+    def _make_updates(self, due: Sequence[ParameterStep]) -> None:
+        """Replace this rank's gradients by its contributions to the mean. The moments that they leave count once the
         step is taken."""
         adam_normalize([self._unlimited(*one) for one in due])
         for parameter, update, group in due:
@@ -225,7 +230,7 @@ class CompressedAdamW(torch.optim.Optimizer):
             update.mul_((group["clip"] / rms).clamp_(max=1.0).mul_(group["lr"]))
 
     def _unlimited(self, parameter: Tensor, gradient: Tensor, group: Mapping[str, Any]) -> AdamGradient:
-        """How a gradient becomes an update; where updates are limited, one in units of the learning rate."""
+        """Return the conversion of a gradient to an update, in units of the learning rate if those are limited."""
         state, moments = self.state[parameter], self._next[parameter].moments
         (beta1, beta2), step = group["betas"], state["step"] + 1
         square = Moving(local(state["exp_avg_sq"]), local(moments["exp_avg_sq"]), beta2)
@@ -250,8 +255,8 @@ class CompressedAdamW(torch.optim.Optimizer):
         return after
 
     def _state_of(self, parameter: Tensor, *, whole: bool) -> dict[str, Any]:
-        """The state of a parameter. Of a sharded one, the moments that each rank has for itself are of the whole layer
-        if ``whole``, and otherwise of this rank's shard; turning a shard's into the layer's is a collective call."""
+        """Return the state of a parameter. Moments that each rank of a sharded one has for itself are of the whole
+        layer if ``whole``, otherwise of this rank's shard; turning a shard's into the layer's is a collective call."""
         state = self.state[parameter]
         names = self.local_moments(parameter)
         if not state:
@@ -271,7 +276,7 @@ class CompressedAdamW(torch.optim.Optimizer):
 
 
 def _zeros(parameter: Tensor, *, whole: bool) -> Tensor:
-    """Zeros for each element of a parameter, which lie in memory as it does; of a sharded one for the whole layer if
+    """Return zeros for each element of a parameter, with its memory layout; of a sharded one for the whole layer if
     ``whole``."""
     if whole and is_sharded(parameter):
         return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
@@ -279,8 +284,8 @@ def _zeros(parameter: Tensor, *, whole: bool) -> Tensor:
 
 
 def _like(parameter: Tensor, values: Tensor) -> Tensor:
-    """Values in the dtype of a parameter."""
-    # Without need ``to`` would take microseconds, too: after a pass over memory no cache holds PyTorch's dispatcher.
+    """Return values in the dtype of a parameter."""
+    # An unneeded ``to`` takes microseconds, too: after a pass over memory no cache holds PyTorch's dispatcher.
     return values if values.dtype == parameter.dtype else values.to(parameter.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Muon for whole models: orthogonalised momentum for hidden matrices, AdamW for everything else."""
+"""Muon for whole models: orthogonalized momentum for hidden matrices, AdamW for everything else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from thinwire.compat import unwrapped
 from thinwire.optim.shards import as_whole, is_sharded, local, sharded_like
 
 _OUTPUT_HEADS = ("*head.weight", "*output.weight")
-"""The usual names of output heads."""
+"""Usual names of output heads."""
 _STEP_RMS = 0.2
 """Root mean square of a step by polar factors, in units of the learning rate: about AdamW's (Liu et al. 2025,
 2502.16982)."""
@@ -27,10 +27,10 @@ _COEFFICIENTS = (
     (3.714570, -2.778125, 0.542939),
     (2.781950, -2.074927, 0.463501),
 )
-"""Of each iteration's quintic: of what the iterations before it leave of singular values from 0.002 to 1, it brings the
-farthest nearest to 1 (Polar Express, Amsel et al. 2025, 2505.16932)."""
+"""Coefficients of each iteration's quintic: of the singular values, from 0.002 to 1 at first, that the iterations
+before it leave, it brings the farthest nearest to 1 (Polar Express, Amsel et al. 2025, 2505.16932)."""
 _ROOM = 1.01
-"""For rounding: above 1, the first quintic grows fast."""
+"""Margin for rounding: above 1, the first quintic grows fast."""
 _TINY = 1e-7
 
 
@@ -59,7 +59,7 @@ class Muon(Optimizer):
         lr: learning rate of both, on AdamW's scale.
         weight_decay: decoupled weight decay of both.
         momentum: Nesterov momentum of Muon.
-        betas: of AdamW.
+        betas: AdamW's.
         adamw: names or patterns of further two-dimensional parameters for AdamW. By default output heads are found by
             the usual names, ``head``, ``lm_head`` and ``output``.
         group: ranks that have the same gradients and divide the iterations among them.
@@ -100,7 +100,7 @@ class Muon(Optimizer):
         hidden, *others = self.param_groups
         self._step_matrices(hidden)
         if self._adamw is not None:
-            # Loading a state replaces groups and state: AdamW works on whatever is there now.
+            # Loading a state replaces groups and state, so AdamW is given the present ones.
             self._adamw.param_groups, self._adamw.state = others, self.state
             self._adamw.step()
         return loss
@@ -120,7 +120,7 @@ class Muon(Optimizer):
 
 
 def _split_parameters(model: nn.Module, adamw: Sequence[str]) -> tuple[list[Tensor], list[Tensor]]:
-    """The trained parameters of a model: its hidden matrices, and all others, which AdamW trains.
+    """Return the trained parameters of a model: its hidden matrices, and all others, which AdamW trains.
 
     The others are embeddings, biases, norms, and matrices whose names match one of the patterns ``adamw``.
     """
@@ -136,7 +136,7 @@ def _split_parameters(model: nn.Module, adamw: Sequence[str]) -> tuple[list[Tens
 
 
 def newton_schulz(matrices: Tensor) -> Tensor:
-    """The polar factors of matrices (k, m, n) with m <= n, in their dtype: U·Vᵀ, where U·S·Vᵀ is such a matrix.
+    """Return the polar factors of matrices (k, m, n) with m <= n, in their dtype: U·Vᵀ, where U·S·Vᵀ is such a matrix.
 
     Singular values from 0.002 of the Frobenius norm on end between 0.67 and 1.33, smaller ones below; those that are 0
     stay 0. Four iterations of ``x = a·x + (b·x·xᵀ + c·(x·xᵀ)²)·x``, each with its own coefficients, do what five of
@@ -151,7 +151,7 @@ def newton_schulz(matrices: Tensor) -> Tensor:
 
 
 def polar_factors(matrices: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """The polar factor of each matrix (m, n), in bfloat16; matrices of one shape are iterated together.
+    """Return the polar factor of each matrix (m, n), in bfloat16; matrices of one shape are iterated together.
 
     With ``group``, whose ranks give the same matrices, each rank computes a part of them and gathers the others, 2
     bytes an element: every rank then has the same bits.
@@ -189,8 +189,8 @@ def _by_shape(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def iteration_dtype(device: torch.device) -> torch.dtype:
-    """The dtype in which matrices are iterated: bfloat16, but fp32 on a CPU that has no instructions for bfloat16 and
-    takes two to twelve times as long with it."""
+    """Return the dtype in which matrices are iterated: bfloat16, but fp32 on a CPU that has no instructions for
+    bfloat16 and takes two to twelve times as long with it."""
     return torch.float32 if device.type == "cpu" and not _cpu_has_bfloat16() else torch.bfloat16
 
 
@@ -202,7 +202,7 @@ def _cpu_has_bfloat16() -> bool:
 
 
 def _owners(matrices: Sequence[Tensor], ranks: int) -> list[int]:
-    """The rank that computes each matrix: the largest first, each given to the rank with the least to do."""
+    """Return the rank that computes each matrix: the largest first, each given to the rank with the least to do."""
     work = [0] * ranks
     owners = [0] * len(matrices)
     costs = [min(m.shape) * m.numel() for m in matrices]

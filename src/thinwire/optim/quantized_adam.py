@@ -17,15 +17,15 @@ from thinwire.optim.compressed_adamw import check_adam
 from thinwire.optim.shards import local, over_shards
 
 _STABLE = 0.96
-"""The variance is stable once its norm keeps this share over 1/(1 − β2) steps (1-bit Adam, section 7.1)."""
+"""Share of its norm that the variance keeps over 1/(1 − β2) steps once it is stable (1-bit Adam, section 7.1)."""
 _AT_ONCE = 1 << 22
-"""Elements after which pending steps are taken: the gradients of those are copied."""
+"""Number of elements after which pending steps are taken: their gradients are copied."""
 
 
 class QuantizedAdam(torch.optim.Optimizer):
     """AdamW that freezes its variance after a warm-up, so that its momentum can be sent in few bits.
 
-    Under Adam, error feedback divides a delayed gradient by the variance of the step in which it arrives, so residuals
+    Under Adam, error feedback divides a delayed gradient by the variance of the step that receives it, so residuals
     are not made up for. With a frozen variance the update is linear in the momentum m, and they are.
 
         model = DistributedDataParallel(model)
@@ -41,7 +41,7 @@ class QuantizedAdam(torch.optim.Optimizer):
 
     with the variance of step T, in which it was frozen, and its bias correction for T: that for t would let steps grow.
     Under FSDP2 gradients are sent in the place of momenta, with error feedback: the momentum is linear in them, so
-    that it gets late what they bring late.
+    that late gradients only make it late.
 
     A parameter whose gradients start late, or are zero at first, counts its own steps: its variance is frozen once it
     has had gradients for as many steps as the warm-up.
@@ -98,16 +98,16 @@ class QuantizedAdam(torch.optim.Optimizer):
 
     @property
     def frozen_at(self) -> int | None:
-        """The step (counted from 1) whose variance is kept; None before."""
+        """Step (counted from 1) whose variance is kept; None before."""
         return self.param_groups[0]["frozen_at"] or None
 
     def momentum(self, parameter: Tensor) -> Tensor | None:
-        """The momentum m of a parameter; None if it never had a gradient."""
+        """Return the momentum m of a parameter; None if it never had a gradient."""
         state = self.state.get(parameter)
         return state["exp_avg"] if state else None
 
     def beta1(self, parameter: Tensor) -> float:
-        """β1 of a parameter's group."""
+        """Return β1 of a parameter's group."""
         for group in self.param_groups:
             if any(parameter is other for other in group["params"]):
                 return float(group["betas"][0])
@@ -143,9 +143,9 @@ class QuantizedAdam(torch.optim.Optimizer):
         return loss
 
     def _note_first_gradients(self) -> None:
-        """Make the states of parameters that have a gradient, and let those begin to count whose gradient is not zero.
+        """Make the states of parameters that have a gradient, and start the counts of those with a nonzero one.
 
-        Of a sharded parameter all ranks must find the same.
+        All ranks must agree about a sharded parameter.
         """
         unseen = []
         for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
@@ -155,7 +155,7 @@ class QuantizedAdam(torch.optim.Optimizer):
             if not state:
                 state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                # Its own number of steps, those since its first nonzero gradient, and the step of the frozen variance.
+                # The parameter's steps, those since its first nonzero gradient, and the step of the frozen variance.
                 state |= {"step": 0, "seen": 0, "frozen_at": 0}
             if not state["frozen_at"] and not state["seen"]:
                 unseen.append(parameter)
@@ -164,7 +164,7 @@ class QuantizedAdam(torch.optim.Optimizer):
             for parameter, nonzero in zip(
                 unseen, over_shards(nonzeros, unseen, dist.ReduceOp.MAX).tolist(), strict=True
             ):
-                # Its update makes a 1 of it.
+                # Its update increases this to 1.
                 self.state[parameter]["seen"] = 0 if nonzero else -1
 
     def _keep_variances(self) -> None:
@@ -182,7 +182,7 @@ class QuantizedAdam(torch.optim.Optimizer):
         ]
         if not ready:
             return
-        # Summed in a fixed order: the floor must be the same on all ranks.
+        # A fixed order of summation: the floor must be the same on all ranks.
         sums = square_sums([local(self.state[p]["exp_avg_sq"]).sqrt() for p, _ in ready])
         totals = over_shards(sums, [p for p, _ in ready], dist.ReduceOp.SUM).tolist()
         for (parameter, floor), total in zip(ready, totals, strict=True):
@@ -192,7 +192,7 @@ class QuantizedAdam(torch.optim.Optimizer):
             local(state["exp_avg_sq"]).clamp_(min=(floor * mean) ** 2)
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> tuple[AdamGradient, AdamStep]:
-        """What a copy of a gradient becomes, and the step that is taken with it."""
+        """Return the conversion of a copied gradient to an update, and the step that is taken with it."""
         state, lr = self.state[parameter], group["lr"]
         beta1, beta2 = group["betas"]
         weights = local(parameter)
@@ -213,7 +213,7 @@ class QuantizedAdam(torch.optim.Optimizer):
         return normalized, AdamStep(weights, update, None, 1 - lr * group["weight_decay"], lr)
 
     def _is_stable(self, steps: int) -> bool:
-        """Whether the variance is to be frozen in this step. The same on all ranks, whose variances are equal."""
+        """Whether the variance is to be frozen in this step. All ranks agree, because their variances are equal."""
         group = self.param_groups[0]
         if group["warmup"] is None:
             return False
@@ -222,7 +222,7 @@ class QuantizedAdam(torch.optim.Optimizer):
         window = max(1, round(1 / (1 - group["betas"][1])))
         if steps % window:
             return False
-        # Summed in a fixed order: ranks that decided differently would wait for each other for ever.
+        # A fixed order of summation: ranks that decided differently would wait for each other for ever.
         held = [p for g in self.param_groups for p in g["params"] if self.state.get(p)]
         if not held:
             return False
@@ -236,7 +236,7 @@ class QuantizedAdam(torch.optim.Optimizer):
 
 
 def _take(due: list[tuple[AdamGradient, AdamStep]]) -> None:
-    """Take these steps, and forget them."""
+    """Take these steps, and remove them from the list."""
     adam_normalize([gradient for gradient, _ in due])
     adam_apply([step for _, step in due])
     due.clear()

@@ -9,24 +9,24 @@ from torch import Tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a DTensor."""
-    # Without having imported it, which costs a second, there is none.
+    """Whether a tensor is a DTensor."""
+    # Importing DTensor takes a second, and before it is imported no tensor is one.
     distributed = getattr(dist, "tensor", None)
     return distributed is not None and isinstance(tensor, distributed.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, which shares its memory; any other tensor itself."""
+    """Return this rank's part of a DTensor, which shares its memory; any other tensor itself."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
 
 
 def as_whole(tensor: Tensor) -> Tensor:
-    """A DTensor put together from all ranks' shards, a collective call; any other tensor itself."""
+    """Return a DTensor put together from all ranks' shards, a collective call; any other tensor itself."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
 
 
 def sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """``tensor``, which every rank has whole, sharded as the DTensor ``parameter`` is: each rank keeps its own part."""
+    """Return ``tensor``, which every rank has whole, sharded as the DTensor ``parameter`` is."""
     if is_sharded(tensor):
         return tensor
     from torch.distributed.tensor import distribute_tensor  # who has a DTensor has imported it already
@@ -36,7 +36,7 @@ def sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def over_shards(values: Tensor, parameters: Sequence[Tensor], op: dist.ReduceOp.RedOpType) -> Tensor:
-    """Replace one value (parameters,) of each parameter's local part by that of the whole: their sum, say.
+    """Replace one value (parameters,) of each parameter's local part by that of the whole, such as their sum.
 
     Every rank calls it with the same parameters.
     """
@@ -53,7 +53,7 @@ def over_shards(values: Tensor, parameters: Sequence[Tensor], op: dist.ReduceOp.
 
 
 def _groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The process groups over which a parameter is sharded."""
+    """Return the process groups over which a parameter is sharded."""
     if not is_sharded(parameter):
         return ()
     placements = enumerate(parameter.placements)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,2 +1,2 @@
-"""Activations that ranks send each other, compressed. `stage` has what pipelines use, `tensor_parallel` what tensor
-parallelism does; both import what takes longer than all of thinwire, so nothing is imported here."""
+"""Compressed activations between ranks: `stage` for pipelines, `tensor_parallel` for tensor parallelism. Both import
+modules that take longer than all of thinwire, so nothing is imported here."""

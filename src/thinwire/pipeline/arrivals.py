@@ -1,4 +1,4 @@
-"""The messages that arrive at one side of a stage boundary: a thread waits for them and decodes them ahead."""
+"""Receives at one side of a stage boundary: a thread waits for messages and decodes them ahead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire import threads
 from thinwire.collectives import Pending, TransportError
 
 AHEAD = 2
-"""Micro-batches that are decoded before the stage works on them: more would hold what GPipe receives twice."""
+"""Micro-batches that are decoded ahead of the stage: more would double the memory of GPipe's receives."""
 
 
 class Arrivals:
@@ -21,12 +21,12 @@ class Arrivals:
 
     A thread of their own waits for them in the order of micro-batches, and decodes each while the stage computes. If a
     schedule works on another micro-batch first, the training's thread waits for that message and decodes it itself:
-    what the thread waits for may be sent only after that.
+    the thread's message may be sent only after that.
 
     Args:
-        receives: By micro-batch.
+        receives: The pending receive of each micro-batch.
         decode: Decodes the message of a micro-batch, on the host.
-        expected: How many messages the thread waits for, in its order, from the beginning. `expect` adds to them: the
+        expected: Messages that the thread waits for, in its order, from the beginning. `expect` adds to them: the
             group's timeout counts from when a message is waited for.
     """
 
@@ -37,9 +37,9 @@ class Arrivals:
         self._decoded: dict[int, Future[list[Tensor]]] = {}
         self._taken: set[int] = set()
         self._next = 0
-        """The micro-batch that the thread waits for, decodes, or turns to once there is room."""
+        """Micro-batch that the thread waits for, decodes, or turns to once there is room."""
         self._wanted: int | None = None
-        """The one that the training's thread waits for."""
+        """Micro-batch that the training's thread waits for."""
         self._stopped = False
         threads.start(self._run, name="thinwire arrivals", end=self._end)
 
@@ -49,17 +49,17 @@ class Arrivals:
         return len(self._taken) == len(self._receives)
 
     def expect(self) -> None:
-        """Wait for one more message, if it is not there yet."""
+        """Wait for one more message."""
         with self._changed:
             self._expected += 1
             self._changed.notify_all()
 
     def take(self, chunk: int) -> list[Tensor]:
-        """The tensors of a micro-batch, once they have arrived. They are taken once.
+        """Return the tensors of a micro-batch, once they are received. They are taken once.
 
         Raises:
-            TransportError: The message did not come.
-            PeerFailedError, MessageError: It is not what was expected.
+            TransportError: The message was not received.
+            PeerFailedError, MessageError: The message is not the expected one.
         """
         with self._changed:
             self._taken.add(chunk)
@@ -75,7 +75,7 @@ class Arrivals:
             return self._decode(chunk)
 
     def stop(self) -> None:
-        """Decode nothing from now on: the step is given up. What is being decoded is finished before this returns.
+        """Decode nothing from now on: the step is given up. A decoding under way is finished before this returns.
 
         The thread may still wait for a message. The neighbor, which gives up as well, sends a failed one in place of
         the next, so that this wait ends.
@@ -109,7 +109,7 @@ class Arrivals:
                 del decoded  # which would live on while the thread waits for the next one
 
     def _turn(self) -> int | None:
-        """The next micro-batch, once there is room for it; None when there is none left to wait for."""
+        """Return the next micro-batch, once there is room for it; None when there is none left to wait for."""
 
         def due() -> bool:
             room = self._next < self._expected and len(self._decoded) < AHEAD
@@ -120,7 +120,7 @@ class Arrivals:
             return None if self._stopped or self._next == len(self._receives) else self._next
 
     def _wait(self, chunk: int) -> bool:
-        """Wait for a message. False if that fails in a step that was given up: nobody asks why."""
+        """Wait for a message. Return False if that fails in a step that was given up: nobody needs the error."""
         try:
             self._receives[chunk].wait()
         except TransportError:
@@ -130,5 +130,5 @@ class Arrivals:
         return True
 
     def _after(self, chunk: int) -> int:
-        """The first micro-batch behind this one that the training's thread has not taken itself."""
+        """Return the first micro-batch behind this one that the training's thread has not taken itself."""
         return next((i for i in range(chunk + 1, len(self._receives)) if i not in self._taken), len(self._receives))

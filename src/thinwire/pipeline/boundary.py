@@ -22,18 +22,18 @@ from thinwire.threads import Worker
 _DRAWS = {"forward": 1, "backward": 2, "evaluation": 4}
 UNSEEN = 2**63 - 1
 _AHEAD = 2
-"""Micro-batches whose messages m(ξ) are loaded before they are needed."""
+"""Number of micro-batches whose messages m(ξ) are loaded before they are needed."""
 
 
 class _Change(NamedTuple):
-    """The facts of which a message of changes was made."""
+    """The data from which a message of changes was made."""
 
     layout: MessageLayout
     message: Tensor
     m: Tensor
-    """m(ξ) of the samples, as both sides had it."""
+    """Messages m(ξ) of the samples, as both sides had them."""
     values: Tensor
-    """The activations."""
+    """Activations of the samples."""
     change: Tensor
     choices: Tensor | None
 
@@ -44,23 +44,23 @@ class BoundarySide:
     Messages of a step go through it in the order of the schedule. The two sides agree beforehand on how each sample
     is sent (`decide_encodings`), so that either knows the size of every message.
 
-    ``beside`` is the thread that loads and saves records, and that calls `pack` and `keep`. `unpack` is called in the
+    ``worker`` is the thread that loads and saves records, and that calls `pack` and `keep`. `unpack` is called in the
     thread of this side's `Arrivals`. All other calls are the training's, those between two steps with nothing left in
     either.
     """
 
     def __init__(
-        self, boundary: int, earlier: bool, options: PipelineOptions, stats: PipelineStats, beside: Worker
+        self, boundary: int, earlier: bool, options: PipelineOptions, stats: PipelineStats, worker: Worker
     ) -> None:
-        self._beside = beside
+        self._worker = worker
         self._loads: dict[int, Future[Tensor]] = {}
         self.saves: list[Future[None]] = []
-        """The records of this step that are being saved."""
+        """Records of this step that are being saved."""
         self.boundary = boundary
         self.earlier = earlier
         self.options = options
         self.seed = options.seed
-        """The seed of the random draws, another one in each replica of a pipeline."""
+        """Seed of the random draws, another one in each replica of a pipeline."""
         self.stats = stats
         self.store: Store | None = None
         self._crossings: dict[Direction, BoundaryTensors] = {}
@@ -71,25 +71,25 @@ class BoundarySide:
         self._warm: frozenset[int] = frozenset()
         self._refused: frozenset[int] = frozenset()
         self._visits: dict[int, int] = {}
-        """Of the step's samples, how often both sides have seen them; 0 if they are sent whole."""
+        """Number of times that both sides have seen each of the step's samples; 0 if it is sent whole."""
         self._kept: frozenset[int] = frozenset()
-        """Those for which this side keeps something."""
+        """Samples of the step of which this side keeps something."""
         self._buffers: dict[tuple[Direction, int], Tensor] = {}
         self._layouts: dict[tuple[Direction, int], MessageLayout] = {}
         self._scratch_tensors: dict[str, Tensor] = {}
         self._packed: _Change | None = None
-        """The changes in the last message, until they are kept."""
+        """Changes in the last message, until they are kept."""
         self._step: ScheduleStep | None = None
         self._num_chunks = 1
 
     @property
     def outward(self) -> Direction:
-        """The direction of the messages that this side sends."""
+        """Direction of the messages that this side sends."""
         return "forward" if self.earlier else "backward"
 
     @property
     def inward(self) -> Direction:
-        """The direction of the messages that come to this side."""
+        """Direction of the messages that this side receives."""
         return "backward" if self.earlier else "forward"
 
     @property
@@ -127,7 +127,7 @@ class BoundarySide:
         return (direction == "forward" or self._step.training) and bool(self._crossings[direction].specs)
 
     def choice_bytes(self, direction: Direction) -> list[int]:
-        """By choice of compressor, the bytes of a micro-batch's message in which all samples are compressed."""
+        """Return the bytes of a micro-batch's message with all samples compressed, for each choice of compressor."""
         crossing = self._crossings[direction]
         parts, num_bytes = crossing.parts(crossing.length), []
         for choice in range(len(self.options.choices(direction))):
@@ -140,7 +140,7 @@ class BoundarySide:
         return num_bytes
 
     def record_format(self) -> RecordFormat:
-        """The format of this boundary's records: of samples of ``max_length`` positions, or of as many as now."""
+        """Return the format of this boundary's records: of samples of ``max_length`` positions, or as long as now."""
         crossing = self._crossings["forward"]
         parts = crossing.parts(self.options.max_length or crossing.length)
         half = "float16" if crossing.dtype == torch.float16 else "bfloat16"
@@ -159,7 +159,7 @@ class BoundarySide:
             return [UNSEEN if view is None else view >> 2 for view in views.values()]
 
     def decide_encodings(self, samples: Sequence[int], same: Sequence[bool]) -> None:
-        """Decide how each sample is sent.
+        """Decide the encoding of each sample.
 
         Args:
             samples: All samples of the step.
@@ -185,7 +185,7 @@ class BoundarySide:
             self._load_ahead(chunk)
 
     def message(self, direction: Direction, chunk: int) -> Tensor:
-        """The buffer of a micro-batch's message (uint8), the same memory in every step of the same size."""
+        """Return the buffer of a micro-batch's message (uint8), the same memory in every step of the same size."""
         num_bytes = self.layout(direction, chunk).num_bytes
         buffer = self._buffers.get((direction, chunk))
         if buffer is None or buffer.numel() != num_bytes:
@@ -197,7 +197,7 @@ class BoundarySide:
         self._buffers.clear()
 
     def layout(self, direction: Direction, chunk: int) -> MessageLayout:
-        """The layout of a micro-batch's message."""
+        """Return the layout of a micro-batch's message."""
         layout = self._layouts.get((direction, chunk))
         if layout is None:
             layout = self._layouts[direction, chunk] = self._layout(direction, chunk)
@@ -219,7 +219,7 @@ class BoundarySide:
         return MessageLayout.build(crossing, rows, kinds, self._coders[direction, True], chooses=chooses, site=site)
 
     def room(self, direction: Direction, chunk: int) -> list[Tensor]:
-        """Tensors, on the host, for those of a micro-batch."""
+        """Return tensors, on the host, for those of a micro-batch."""
         _, crossing, rows = self._present(direction, chunk)
         shapes = crossing.shapes(len(rows.samples), rows.padded)
         return [
@@ -233,7 +233,7 @@ class BoundarySide:
         return self._step, crossing, self._step.rows(chunk, self._num_chunks, forward.batch, forward.length)
 
     def prepare(self, direction: Direction, chunk: int, tensors: Sequence[Tensor]) -> None:
-        """Check the tensors of a micro-batch, which `pack` is to get in the thread beside, and have that load what
+        """Check the tensors of a micro-batch, which `pack` is to get in the worker's thread, and make that load what
         comes after them.
 
         Raises:
@@ -246,8 +246,7 @@ class BoundarySide:
             self._load_ahead(chunk + _AHEAD)
 
     def pack(self, direction: Direction, chunk: int, tensors: Sequence[Tensor], message: Tensor) -> None:
-        """Write the message of a micro-batch's tensors, which were checked. `keep` comes next, once it is on its
-        way."""
+        """Write the message of a micro-batch's tensors, which were checked. `keep` must follow, once it is sent."""
         step, crossing, rows = self._present(direction, chunk)
         layout, self._packed = self.layout(direction, chunk), None
         with self.stats.timed("encode"):
@@ -263,7 +262,7 @@ class BoundarySide:
         self.stats.add(**{"dense_bytes": dense_bytes, f"{direction}_sent_bytes": message.numel()})
 
     def keep(self) -> None:
-        """Keep what the other side will of the message that was packed last."""
+        """Keep what the other side will keep of the message that was packed last."""
         packed, self._packed = self._packed, None
         if packed is None:
             return
@@ -319,24 +318,24 @@ class BoundarySide:
         m = self._loaded(chunk, layout, choices)
         layout.decode(message, m, add=True)
         kept, records = self._renew(m, whole.float(), layout)
-        self.saves.append(self._beside.submit(lambda: self._timed_save(kept, records, layout, choices)))
-        return m  # the next stage computes on it as it was before it was rounded to be kept
+        self.saves.append(self._worker.submit(lambda: self._timed_save(kept, records, layout, choices)))
+        return m  # The next stage computes on m(ξ) before it is rounded for the store.
 
     def _load_ahead(self, chunk: int) -> None:
-        # Called before `pack` of an earlier micro-batch is submitted, which would otherwise wait for what is behind it.
+        # `pack` of an earlier micro-batch is submitted later: it would otherwise wait for the loads behind it.
         assert self._step is not None
         if self.store is None or self.store.chooses:
             return
         if self._step.training and chunk < self._num_chunks:
-            self._loads[chunk] = self._beside.submit(lambda: self._load(self.layout("forward", chunk), None))
+            self._loads[chunk] = self._worker.submit(lambda: self._load(self.layout("forward", chunk), None))
 
     def _loaded(self, chunk: int, layout: MessageLayout, choices: Tensor | None) -> Tensor:
-        """m(ξ) of the micro-batch's samples, which was loaded ahead unless the sender chooses it."""
+        """Return m(ξ) of the micro-batch's samples, which was loaded ahead unless the sender chooses it."""
         ahead = self._loads.pop(chunk, None)
         return self._load(layout, choices) if ahead is None else ahead.result()
 
     def _load(self, layout: MessageLayout, choices: Tensor | None) -> Tensor:
-        """m(ξ) of the micro-batch's samples; zero where nothing is kept."""
+        """Return m(ξ) of the micro-batch's samples; zero where nothing is kept."""
         assert self.store is not None
         coded, rows = layout.rows_sent_as(Encoding.CODED), layout.rows
         with self.stats.timed("store"):
@@ -349,7 +348,7 @@ class BoundarySide:
             return m
 
     def _renew(self, m: Tensor, values: Tensor, layout: MessageLayout) -> tuple[Tensor, Tensor]:
-        """The micro-batch's new m(ξ) as it is kept, and its records; ``m`` becomes what is kept, before it is rounded.
+        """Return the micro-batch's new m(ξ) as it is kept, and its records; ``m`` becomes m(ξ) before it is rounded.
 
         ``values`` are the samples that were sent raw. Both sides have the same, and make the same records of them.
         """
@@ -381,7 +380,7 @@ class BoundarySide:
         self.store.save(records, _some(rows, keep), self._step.training_step, choices)
 
     def _note(self, values: Tensor, change: Tensor, layout: MessageLayout) -> None:
-        """Count how large activations are and how far they moved (AQ-SGD, Figure 1b)."""
+        """Count the magnitudes of activations and of their changes (AQ-SGD, Figure 1b)."""
         rows = layout.rows
         if not rows.samples:
             return
@@ -394,7 +393,7 @@ class BoundarySide:
             self.stats.note(visits, [table[0][i]], [moved], numel)
 
     def _scratch(self, name: str, like: Tensor) -> Tensor:
-        """Scratch memory of the shape of ``like``, kept from call to call: fresh pages cost more than the encoding."""
+        """Return memory of the shape of ``like``, kept from call to call: fresh pages cost more than the encoding."""
         scratch = self._scratch_tensors.get(name)
         if scratch is None or scratch.shape != like.shape:
             scratch = self._scratch_tensors[name] = torch.empty_like(like, memory_format=torch.contiguous_format)
@@ -405,7 +404,7 @@ class BoundarySide:
         return derive_key(self.seed, self._step.training_step, self.boundary, _DRAWS[draws])
 
     def _header(self, layout: MessageLayout, direction: Direction, chunk: int, *, sent: bool) -> dict[str, int]:
-        """``source`` is the stage that made the message, ``phase`` its number among those of the step."""
+        """Return the header's fields: ``source`` made the message, ``phase`` is its number among those of the step."""
         assert self._step is not None
         mine = self.boundary if self.earlier else self.boundary + 1
         other = self.boundary + 1 if self.earlier else self.boundary

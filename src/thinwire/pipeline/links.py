@@ -24,10 +24,10 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 @dataclass
 class LinkChoices:
-    """The choices for all boundaries, the same on every rank."""
+    """Choices for all boundaries, the same on every rank."""
 
     step: int | None = None
-    """The training step before which they were made."""
+    """Training step before which the choices were made."""
     rows: dict[int, dict[Direction, int]] = field(default_factory=dict)
     """Index into the lists of `thinwire.policies.ByLink`, by boundary and direction."""
 
@@ -38,14 +38,14 @@ class LinkChoices:
         return self.step is None or (every is not None and step >= self.step + every)
 
     def to_tensor(self, num_boundaries: int) -> Tensor:
-        """Shape ``(1 + boundaries, 2)``, int64; -1 where nothing was chosen."""
+        """Return the choices as int64 of shape ``(1 + boundaries, 2)``; -1 where nothing was chosen."""
         rows = [[self.rows.get(b, {}).get(direction, -1) for direction in DIRECTIONS] for b in range(num_boundaries)]
         step = -1 if self.step is None else self.step
         return torch.tensor([[step, step], *rows], dtype=torch.int64, device="cpu")
 
     @staticmethod
     def from_tensor(x: Tensor, num_boundaries: int, counts: Mapping[Direction, int]) -> LinkChoices:
-        """The choices in a tensor that `to_tensor` made. ``counts``: the compressors to choose from, by direction.
+        """Return the choices in a tensor of `to_tensor`. ``counts``: the compressors to choose from, by direction.
 
         Raises:
             ValueError: It is not such a tensor, or has an index that is out of range.
@@ -108,8 +108,8 @@ def choose(stages: Sequence[StageCompression], transport: Transport, step: int) 
 def _gather(
     stages: Sequence[StageCompression], transport: Transport, boundaries: Sequence[int]
 ) -> tuple[dict[Direction, float], dict[Direction, list[list[float]]]]:
-    """By direction: the seconds that the slowest rank computes for a micro-batch, and, by boundary and choice, the
-    bytes of a message, which the boundary's earlier side knows."""
+    """Return, by direction, the seconds that the slowest rank computes for a micro-batch, and, by boundary and choice,
+    the bytes of a message, which the boundary's earlier side knows."""
     counts = {direction: len(stages[0].options.choices(direction)) for direction in DIRECTIONS}
     own = {
         direction: torch.zeros(len(boundaries), counts[direction], dtype=torch.float64, device="cpu")

@@ -1,4 +1,4 @@
-"""What crosses a stage boundary, and a micro-batch's message: where samples lie in it, and how they are encoded."""
+"""Tensors at a stage boundary, and a micro-batch's message: the places of samples in it, and their encodings."""
 
 from __future__ import annotations
 
@@ -59,24 +59,24 @@ class BoundaryTensors:
 
     @cached_property
     def floats(self) -> tuple[int, ...]:
-        """Indices of the tensors that hold activations."""
+        """Indices of the tensors that are activations."""
         kinds = [spec.dtype for spec in self.specs]
         return tuple(i for i, dtype in enumerate(kinds) if dtype.is_floating_point or dtype.is_complex)
 
     @cached_property
     def others(self) -> tuple[int, ...]:
-        """Indices of the tensors that do not: integers and bools."""
+        """Indices of the tensors that are integers or bools."""
         return tuple(i for i in range(len(self.specs)) if i not in self.floats)
 
     @cached_property
     def batch(self) -> int:
-        """Samples of a micro-batch, as set up."""
+        """Number of samples of a micro-batch, as set up."""
         shapes = [self.specs[i].shape for i in (*self.floats, *self.others)]
         return shapes[0][0] if shapes and shapes[0] else 0
 
     @cached_property
     def length(self) -> int:
-        """Positions of a sample, as set up; 0 if none has any."""
+        """Number of positions of a sample, as set up; 0 if none has any."""
         return next((shape[1] for shape in (self.specs[i].shape for i in self.floats) if len(shape) > 2), 0)
 
     @cached_property
@@ -86,7 +86,7 @@ class BoundaryTensors:
         return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
     def shapes(self, count: int, length: int) -> list[tuple[int, ...]]:
-        """Shapes of all tensors in a micro-batch of ``count`` samples, padded to ``length`` positions."""
+        """Return the shapes of all tensors in a micro-batch of ``count`` samples, padded to ``length`` positions."""
         return [self._shape(i, count, length) for i in range(len(self.specs))]
 
     def _shape(self, i: int, count: int, length: int) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ class BoundaryTensors:
         return bool(self.length) and len(shape) > 1 and shape[1] == self.length
 
     def parts(self, length: int) -> tuple[Part, ...]:
-        """The part that a sample has in each activation tensor, at ``length`` positions."""
+        """Return the part of a sample in each activation tensor, at ``length`` positions."""
         parts = []
         for i in self.floats:
             own = self._shape(i, 1, length)[1:]
@@ -121,7 +121,7 @@ class BoundaryTensors:
             )
 
     def flatten(self, tensors: Sequence[Tensor], rows: Rows) -> Tensor:
-        """The activations of a micro-batch, sample by sample, on the host: flat, of `dtype`; zero behind each length.
+        """Return a micro-batch's activations, sample by sample, on the host: flat, of `dtype`, zero behind each length.
 
         It may share memory with the only tensor.
         """
@@ -140,7 +140,7 @@ class BoundaryTensors:
         return flat
 
     def unflatten(self, flat: Tensor, rows: Rows) -> list[Tensor]:
-        """The activations in a flat tensor, as (samples, elements) each."""
+        """Return the activations in a flat tensor, as (samples, elements) each."""
         return [tensor for tensor, _ in self._views(flat, rows)]
 
     def _views(self, flat: Tensor, rows: Rows) -> list[tuple[Tensor, Part]]:
@@ -150,22 +150,22 @@ class BoundaryTensors:
 
 
 def chunk_sizes(count: int, num_chunks: int) -> list[int]:
-    """Samples of each micro-batch of a batch, as ``torch.tensor_split`` cuts it."""
+    """Return the samples of each micro-batch of a batch, as ``torch.tensor_split`` cuts it."""
     each, more = divmod(count, num_chunks)
     return [each + (i < more) for i in range(num_chunks)]
 
 
 class Encoding(IntEnum):
-    """How a sample is sent."""
+    """The encoding of a sample."""
 
     RAW = 0
-    """In full precision: on its first visit, and while it is warmed up."""
+    """Full precision: on the sample's first visit, and while it is warmed up."""
     CODED = 1
-    """Compressed: the activation, or its change since the last visit."""
+    """The activation, or its change since the last visit, compressed."""
 
 
 class _Other(NamedTuple):
-    """Where a tensor that holds no activations lies."""
+    """The place of a tensor without activations in a message."""
 
     tensor: int
     start: int
@@ -174,8 +174,7 @@ class _Other(NamedTuple):
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """Where each sample and tensor lies in the message of one micro-batch. Both sides compute it from the same
-    facts."""
+    """Places of samples and tensors in the message of one micro-batch. Both sides compute them from the same facts."""
 
     crossing: BoundaryTensors
     rows: Rows
@@ -183,8 +182,8 @@ class MessageLayout:
     raw: Segments
     coded: tuple[tuple[Coded, Segments], ...]
     chosen: tuple[int, Tensor] | None
-    """The byte at which the sender's choices start, and of which vectors they are: bool (samples, vectors of each).
-    None where a store leaves no choice, or nothing is compressed."""
+    """Byte at which the sender's choices start, and the vectors that they are of: bool (samples, vectors of each). None
+    where a store leaves no choice, or nothing is compressed."""
     others: tuple[_Other, ...]
     num_bytes: int
     digest: int
@@ -199,14 +198,14 @@ class MessageLayout:
         chooses: bool = False,
         site: str = "",
     ) -> MessageLayout:
-        """The layout for these samples.
+        """Return the layout for these samples.
 
         Args:
             crossing: The tensors that cross the boundary.
             rows: The samples of the micro-batch.
-            kinds: How each of them is sent.
+            kinds: The encoding of each of them.
             coders: A compressor for each activation tensor.
-            chooses: Whether the sender chooses what the changes of vectors are taken from: a byte for each.
+            chooses: Whether the sender chooses the reference of each vector's change, in a byte.
             site: Distinguishes the random draws of this boundary from those of others.
         """
         at = HEADER_BYTES
@@ -250,7 +249,7 @@ class MessageLayout:
         )
 
     def rows_sent_as(self, kind: Encoding) -> list[int]:
-        """Indices of the samples in the micro-batch that are sent as ``kind``."""
+        """Return the indices of the samples in the micro-batch that are sent as ``kind``."""
         return [i for i, own in enumerate(self.kinds) if own is kind]
 
     def put_choices(self, choices: Tensor, message: Tensor) -> None:
@@ -261,7 +260,7 @@ class MessageLayout:
         message[start : start + len(made)] = made
 
     def take_choices(self, message: Tensor) -> Tensor | None:
-        """The sender's choices; 0 for vectors that have none. None where there are none."""
+        """Return the sender's choices; 0 for vectors that have none. None where there are none."""
         if self.chosen is None:
             return None
         start, which = self.chosen
@@ -270,13 +269,13 @@ class MessageLayout:
         return choices
 
     def put_others(self, tensors: Sequence[Tensor], message: Tensor) -> None:
-        """Copy the tensors that hold no activations into ``message``."""
+        """Copy the tensors without activations into ``message``."""
         for i, start, num_bytes in self.others:
             values = tensors[i].detach().to("cpu").contiguous().reshape(-1)
             message[start : start + num_bytes].view(values.dtype).copy_(values)
 
     def take_others(self, message: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Copy them from ``message`` into ``tensors``."""
+        """Copy the tensors without activations from ``message`` into ``tensors``."""
         for i, start, num_bytes in self.others:
             into = tensors[i]
             into.copy_(message[start : start + num_bytes].view(into.dtype).view(into.shape))
@@ -295,6 +294,6 @@ class MessageLayout:
             coder.encode(flat, message, CodecCall(segments, Key(key, key)))
 
     def decode(self, message: Tensor, flat: Tensor, *, add: bool = False) -> None:
-        """Decode those samples into ``flat``, or add them to it (``add``)."""
+        """Decode the compressed samples into ``flat``, or add them to it (``add``)."""
         for coder, segments in self.coded:
             coder.decode(message, flat, CodecCall(segments), add=add)

@@ -1,4 +1,4 @@
-"""How the stage boundaries of a pipeline are compressed."""
+"""Options of the compression at a pipeline's stage boundaries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from thinwire.policies import ByLink
 from thinwire.store import Memory, Place, check_precision
 
 Specs = str | Compressor | Sequence[str | Compressor]
-"""One for all boundaries, or one for each, the first stage's first."""
+"""A compressor for all boundaries, or one for each, the first stage's first."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ class PipelineOptions:
         return isinstance(self._forward[boundary % len(self._forward)], Delta)
 
     def choices(self, direction: Direction) -> tuple[Compressor, ...]:
-        """The compressors to choose from by link (``adapt``)."""
+        """Return the compressors to choose from by link (``adapt``)."""
         assert self.adapt is not None
         return tuple(parse(spec) for spec in (self.adapt.forward if direction == "forward" else self.adapt.backward))
 
     def coder_at(self, boundary: int, direction: Direction, choice: int | None = None) -> Coded:
-        """The compressor of activations, of their change, or of gradients at a boundary: one of `choices`, or by
+        """Return the compressor of activations, of their change, or of gradients at a boundary: one of `choices`, or by
         default the one that was given."""
         if choice is not None:
             compressor = self.choices(direction)[choice]
@@ -94,7 +94,7 @@ class PipelineOptions:
                 )
 
     def record(self, num_stages: int) -> dict[str, str]:
-        """The options that all ranks must have in common."""
+        """Return the options that all ranks must have in common."""
         place = {"kind": type(self.store).__name__, **self.store.facts()}
         return {
             "wire format": str(FORMAT_VERSION),
@@ -137,7 +137,7 @@ def _listed(specs: Specs) -> Sequence[str | Compressor]:
 
 
 def coded(name: str, compressor: Compressor) -> Coded:
-    """``compressor``, if activations or gradients can be sent in it.
+    """Return ``compressor``, if activations or gradients can be sent in it.
 
     Raises:
         ValueError: They cannot; ``name`` is that of the option.
@@ -153,7 +153,7 @@ def coded(name: str, compressor: Compressor) -> Coded:
 
 
 def fitted(coder: Coded, crossing: BoundaryTensors) -> tuple[Coded, ...]:
-    """The compressor of each activation that crosses, as it is for samples of that shape.
+    """Return the compressor of each activation that crosses, for samples of that shape.
 
     Raises:
         ValueError: It cannot take such samples.

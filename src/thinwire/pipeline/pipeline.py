@@ -1,4 +1,4 @@
-"""The stages of one rank in a pipeline: what they agree on before each step, and the messages that they exchange."""
+"""The stages of one rank in a pipeline: their agreement on each step, and the messages that they exchange."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ _MOST_BYTES = 1 << 28
 """Largest size of an announcement."""
 _MISSING = -(2**63)
 _FAILURE_TIMEOUT = timedelta(seconds=2)
-"""How long a stage that fails waits until its neighbors have received that: its own error must not come late."""
+"""Time that a stage that fails waits for its neighbors to receive that: its own error must not be late."""
 
 _forming: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[Pipeline]] = weakref.WeakKeyDictionary()
-"""The pipeline that was made last, by process group: other stages of this rank may join it in its first step."""
+"""Last pipeline of each process group: other stages of this rank may join it in its first step."""
 
 
 class Pipeline:
-    """The stages of this rank in one pipeline: a transport, a thread beside the training's, and the step under way.
+    """The stages of this rank in one pipeline: a transport, a worker's thread, and the step under way.
 
     Before the first micro-batch of a step, the first stage's rank announces the samples; then, if messages are kept,
     one all-reduce of a few words for each sample shows both sides of each boundary which samples they keep alike. If a
-    rank cannot go on, all raise.
+    rank cannot continue, all raise.
 
-    Messages are compressed and sent by a thread beside the training's. The receives of a whole step are posted when it
+    Messages are compressed and sent by the worker's thread. The receives of a whole step are posted when it
     begins, and other threads wait for them.
     """
 
@@ -56,12 +56,12 @@ class Pipeline:
 
         Raises:
             PeerFailedError: Another rank failed before its first step.
-            TransportError: Another rank did not come in time, or is gone.
+            TransportError: Another rank did not join in time, or is gone.
         """
-        # Of its own: messages of others may be under way in the pipeline's group, and may have the same tags.
+        # The group is the pipeline's own: messages of others in the user's group may have the same tags.
         self.transport = bare_transport(group, group_timeout(group))
-        self.beside = Worker("thinwire pipeline")
-        """Compresses and sends messages, loads and saves records, while the training's thread computes.
+        self.worker = Worker("thinwire pipeline")
+        """Worker that compresses and sends messages, loads and saves records, while the training's thread computes.
 
         Nothing else touches the stores during a step: a record that is loaded ahead and one that is saved behind cannot
         meet. The order of the jobs is that of the calls, so that both sides of a boundary, and a run that is resumed,
@@ -74,24 +74,24 @@ class Pipeline:
         self._compared = False
         self._room = _FIRST_ROOM
         self._present: dict[int, StageCompression] = {}
-        """The stages that are about to begin a step; none are kept alive afterwards."""
+        """Stages that are about to begin a step; none are kept alive afterwards."""
         self._sides: list[BoundarySide] = []
-        """The sides of the step under way."""
+        """Sides of the step under way."""
         self._stage_ranks: Mapping[int, int] = {}
-        """The rank, in the pipeline's group, that has each stage."""
+        """Rank, in the pipeline's group, of each stage."""
         self._num_chunks = 0
         self._tag = 0
         self._arrivals: dict[tuple[int, Direction], Arrivals] = {}
-        """The receives of this step, by boundary and direction."""
+        """Receives of this step, by boundary and direction."""
         self._sends: dict[tuple[int, int], Future[None]] = {}
-        """The messages of this step that were handed over to be sent, by boundary and micro-batch."""
+        """Messages of this step that were handed over to be sent, by boundary and micro-batch."""
         self._leaving: list[Pending] = []
-        """The messages of this step that are on their way."""
+        """Messages of this step that are being sent."""
         self._abandoned: list[object] = []
 
     @staticmethod
     def note(stage: StageCompression, group: dist.ProcessGroup | None) -> Pipeline:
-        """Called for each stage that is about to begin a step: for all of a rank, before the first one moves.
+        """Note a stage that is about to begin a step. Called for all of a rank, before the first one moves.
 
         The first call meets the other ranks, before PyTorch's own first messages: those would fail without a cause
         where another rank cannot take the step.
@@ -131,7 +131,7 @@ class Pipeline:
             step = self._announced(stages[0], first_micro_batch)
             self._number += 1
             self._num_chunks, self._stage_ranks = stages[0].num_chunks, stages[0].group_ranks
-            # Other ones than those of a step that was abandoned.
+            # Messages of a step that was abandoned have other tags.
             self._tag = self.transport.new_tag(max(1, 2 * (stages[0].num_stages - 1) * self._num_chunks))
             if step.error:
                 raise ValueError(f"the first stage cannot take this step: {step.error}")
@@ -152,12 +152,12 @@ class Pipeline:
             self.transport.detector.report(error)
 
     def attribute(self, error: PeerFailedError) -> PeerFailedError:
-        """``error`` with the rank that was the first to fail."""
+        """Return ``error`` with the rank that was the first to fail."""
         detector = self.transport.detector
         return error if detector is None else detector.attribute(error)
 
     def send(self, side: BoundarySide, chunk: int, tensors: Sequence[Tensor]) -> None:
-        """Compress the tensors of a micro-batch and send them, in the thread beside. `settle` waits for that.
+        """Compress the tensors of a micro-batch and send them, in the worker's thread. `settle` waits for that.
 
         Raises:
             ValueError: They are not of the shapes that the other side expects.
@@ -181,11 +181,11 @@ class Pipeline:
             self._start(side, chunk, message)
             side.keep()
 
-        self._sends[side.boundary, chunk] = self.beside.submit(pack_and_send)
+        self._sends[side.boundary, chunk] = self.worker.submit(pack_and_send)
         if (side.boundary, "backward") in self._arrivals and side.earlier:
             self._arrivals[side.boundary, "backward"].expect()
-        # A stage that gets gradients knows by them that its activations have arrived. What nobody answers must have
-        # left before the step ends, after which the training may.
+        # Gradients tell a stage that its activations were received. Messages without an answer must be sent before the
+        # step ends, after which the training may.
         last = sum(boundary == side.boundary for boundary, _ in self._sends) == self._num_chunks
         if last and not (side.earlier and side.crosses("backward")):
             self.settle()
@@ -195,34 +195,34 @@ class Pipeline:
         self._leaving.append(self.transport.send(message, self._peer(side), tag))
 
     def take(self, boundary: int, direction: Direction, chunk: int) -> list[Tensor] | None:
-        """The tensors of a micro-batch that cross a boundary to this rank, once they have arrived; None where nothing
+        """Return a micro-batch's tensors that cross a boundary to this rank, once they are received; None where nothing
         does.
 
         Raises:
-            TransportError: The message did not come.
-            PeerFailedError, MessageError: It is not what was expected.
+            TransportError: The message was not received.
+            PeerFailedError, MessageError: The message is not the expected one.
         """
         arrivals = self._arrivals.get((boundary, direction))
         return None if arrivals is None else arrivals.take(chunk)
 
     def check(self, *, wait: bool = False) -> None:
-        """Raise what went wrong in the thread beside so far, or, with ``wait``, until all its jobs are done."""
+        """Raise the error of the worker's thread so far, or, with ``wait``, once all its jobs are done."""
         for job in self._jobs:
             if wait or job.done():
                 job.result()
 
     @property
     def _jobs(self) -> list[Future[None]]:
-        """The jobs that this step has handed over to the thread beside."""
+        """Jobs that this step has handed over to the worker's thread."""
         return [*self._sends.values(), *(save for side in self._sides for save in side.saves)]
 
     def failure(self) -> BaseException | None:
-        """Wait for the thread beside, and return its first error, or None."""
-        self.beside.wait()
+        """Wait for the worker's thread, and return its first error, or None."""
+        self.worker.wait()
         return next((error for error in (job.exception() for job in self._jobs) if error is not None), None)
 
     def settle(self) -> None:
-        """Wait until all records are saved and all messages of this step have left.
+        """Wait until all records are saved and all messages of this step are sent.
 
         Raises:
             TransportError: A message could not be sent.
@@ -237,16 +237,16 @@ class Pipeline:
             pending.wait()
 
     def rest(self) -> None:
-        """Give up what has not arrived, if anything, and wait until no thread works on this rank's sides."""
+        """Give up the receives that are not complete, if any, and wait until no thread works on this rank's sides."""
         unfinished = [arrivals for arrivals in self._arrivals.values() if not arrivals.complete]
         for arrivals in unfinished:
             arrivals.stop()
         if unfinished:
-            # A receive of a step that was given up may not be let go of before it has ended, and its memory is its own.
+            # Keep the receives of an abandoned step, and their buffers, alive until they complete.
             self._abandoned += unfinished
             self._renew_messages()
         self._arrivals = {}
-        self.beside.wait()
+        self.worker.wait()
 
     def give_up(self) -> None:
         """Send the neighbors' stages a failed message in place of the next one: they raise, and do the same."""
@@ -259,16 +259,16 @@ class Pipeline:
             message = side.message(side.outward, left[0]).clone()
             side.fail(side.outward, left[0], message)
             self._abandoned.append(message)
-            # Not by `Transport.send`, which would look for who is to blame if this fails.
+            # `Transport.send` would look for the rank that is to blame if this fails.
             with suppress(RuntimeError):
                 tag = self._tag_of(side, side.outward, left[0])
                 sends.append(self.transport.group.send([message], self._peer(side), tag))
         for work in sends:
-            # Otherwise the process might end before the messages have left. A neighbor that is alive has posted the
+            # Otherwise the process might end before the messages are sent. A neighbor that is alive has posted the
             # receive; one that is gone does not need it.
             with suppress(RuntimeError):
                 work.wait(_FAILURE_TIMEOUT)
-        # Messages whose receive nobody waits for may be under way for long: their memory is no longer that of others.
+        # Messages whose receive nobody waits for may be under way for long: others must not use their memory.
         self._forget_jobs()
         self._abandoned += self._leaving
         self._leaving = []
@@ -285,7 +285,7 @@ class Pipeline:
             side.renew_messages()
 
     def _peer(self, side: BoundarySide) -> int:
-        """The rank, in the pipeline's group, on the other side of a boundary."""
+        """Return the rank, in the pipeline's group, on the other side of a boundary."""
         return self._stage_ranks[side.boundary + side.earlier]
 
     def _tag_of(self, side: BoundarySide, direction: Direction, chunk: int) -> int:
@@ -308,7 +308,7 @@ class Pipeline:
             self.transport.receive(message, self._peer(side), self._tag_of(side, direction, chunk))
             for chunk, message in enumerate(messages)
         ]
-        # A gradient cannot come before the activation has left.
+        # A gradient cannot be received before the activation is sent.
         expected = 0 if side.earlier else self._num_chunks
         self._arrivals[side.boundary, direction] = Arrivals(receives, decode, expected=expected)
 
@@ -331,7 +331,7 @@ class Pipeline:
             self._agreed = records[0]
 
     def _announced(self, stage: StageCompression, first_micro_batch: int | None) -> ScheduleStep:
-        """The step that the first stage's rank is about to take, as it tells all: the size, then JSON."""
+        """Return the step that the first stage's rank is about to take, as it announces it: the size, then JSON."""
         data = b""
         if stage.index == 0:
             text = self._prepared(stage, first_micro_batch).to_json()
@@ -346,7 +346,7 @@ class Pipeline:
         return ScheduleStep.from_json(received[_SIZE_BYTES:total])
 
     def _told(self, data: bytes, size: int) -> bytes:
-        """The first ``size`` bytes of the only rank's data that has any."""
+        """Return the first ``size`` bytes of the only rank's data that has any."""
         buffer = torch.frombuffer(bytearray(data[:size].ljust(size, b"\0")), dtype=torch.uint8)
         self.transport.all_reduce(buffer, op="max")
         return buffer.numpy().tobytes()
@@ -376,7 +376,7 @@ class Pipeline:
             self.settle()
             self._check(stages, step)
             for stage in stages:
-                stage.set_up(step, self.beside, group_seed(stage.options.seed, tuple(self._ranks)))
+                stage.set_up(step, self.worker, group_seed(stage.options.seed, tuple(self._ranks)))
             self._sides = [side for stage in stages for side in stage.sides]
             self._forget_jobs()
             if keeps:
@@ -395,7 +395,7 @@ class Pipeline:
                 side.store.prefetch(step.batch.upcoming)
 
     def _views(self, stages: list[StageCompression], step: ScheduleStep) -> dict[int, list[int]]:
-        """By boundary, what this rank's stores keep of the batch."""
+        """Return the fingerprints of the batch's samples in this rank's stores, by boundary."""
         batch, views = step.batch, {}
         assert batch is not None, "the first stage's rank checked"
         for stage in stages:
@@ -434,7 +434,7 @@ class Pipeline:
     def _compare(
         self, step: ScheduleStep, batch: Batch, num_stages: int, views: Mapping[int, list[int]], error: Exception | None
     ) -> list[list[bool]]:
-        """By boundary and sample, whether both sides keep the same message of it.
+        """Return whether both sides keep the same message of a sample, by boundary and sample.
 
         Each side gives a number and its negative: the largest of both cancel only where the two sides' are equal.
         """
@@ -463,7 +463,7 @@ def _new_run() -> int:
 
 
 def _check_first(stage: StageCompression, batch: Batch | None, num_samples: int | None) -> None:
-    """Raise unless the first micro-batch has as many samples as all ranks will take it to have."""
+    """Raise unless the first micro-batch has the number of samples that all ranks assume."""
     if num_samples is None:
         return
     expected = stage.first_size if batch is None else chunk_sizes(len(batch.samples), stage.num_chunks)[0]

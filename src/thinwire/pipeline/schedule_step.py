@@ -1,4 +1,4 @@
-"""What all ranks of a pipeline know of a step before its first micro-batch: its number and its batch."""
+"""The facts that all ranks of a pipeline share of a step before its first micro-batch: its number and its batch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from thinwire.pipeline.message import chunk_sizes
 from thinwire.store import LARGEST_SAMPLE, Corner, Rows
 
 Ids = Sequence[int] | Tensor
-"""One integer for each sample."""
+"""Integers, one for each sample."""
 Corners = Sequence[Sequence[int]] | Tensor
-"""Two integers for each sample: shape (samples, 2)."""
+"""Integers, two for each sample: shape (samples, 2)."""
 _MOST_TEXT = 1024
-"""Characters of an error that other ranks are told."""
+"""Largest number of characters of an error that other ranks are told."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Batch:
     def from_ids(
         samples: Ids, length: int | None, lengths: Ids | None, upcoming: Ids, corners: Corners | None = None
     ) -> Batch:
-        """The batch, after its ids and lengths are checked.
+        """Return the batch, after its ids and lengths are checked.
 
         Raises:
             TypeError: An id is not an integer.
@@ -78,7 +78,7 @@ def _integers(what: str, values: Ids) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ScheduleStep:
-    """One run of the schedule, a training step or an evaluation. It is the same on every rank."""
+    """One run of the schedule, a training step or an evaluation, the same on every rank."""
 
     number: int
     """Number of the run, evaluations included."""
@@ -86,24 +86,24 @@ class ScheduleStep:
     """Number of the training step."""
     training: bool
     run: int
-    """Identifies the training through all its restarts."""
+    """Number that identifies the training through all its restarts."""
     batch: Batch | None = None
-    """None where stages have the shapes that they were set up with and samples have no ids."""
+    """Samples of the step; None where stages have the shapes that they were set up with and samples have no ids."""
     error: str = ""
-    """Why the first stage's rank cannot take the step, if it cannot."""
+    """Reason why the first stage's rank cannot take the step, if it cannot."""
 
     def to_json(self) -> bytes:
-        """The announcement of the step, which `from_json` reads."""
+        """Return the announcement of the step, which `from_json` reads."""
         batch = None if self.batch is None else vars(self.batch)
         told = {**vars(self), "batch": batch, "error": self.error[:_MOST_TEXT]}
         return json.dumps(told, separators=(",", ":")).encode()
 
     @staticmethod
     def from_json(data: bytes) -> ScheduleStep:
-        """The step that another rank has announced. Everything in it is checked.
+        """Return the step that another rank has announced. Everything in it is checked.
 
         Raises:
-            ValueError: It is none.
+            ValueError: The data is no such step.
         """
         try:
             told = json.loads(data)
@@ -119,7 +119,7 @@ class ScheduleStep:
         return step
 
     def rows(self, chunk: int, num_chunks: int, count: int, length: int) -> Rows:
-        """The samples of micro-batch ``chunk``; ``count`` and ``length`` are those that the pipeline was set up
+        """Return the samples of micro-batch ``chunk``; ``count`` and ``length`` are those that the pipeline was set up
         with."""
         if self.batch is None:
             return Rows.uniform(range(chunk * count, (chunk + 1) * count), length)

@@ -28,12 +28,12 @@ from thinwire.policies import ByLink, LinkChoice
 from thinwire.store import Memory, Place, Store
 
 _BEGIN = "clear_runtime_states"
-"""The method of a stage with which schedules begin a run."""
+"""Method of a stage with which schedules begin a run."""
 
 
 class _Replaced:
-    """Stands in for the method with which a plain stage begins a run, and warns where that is a mistake: it trains, and
-    the compressed stage that was made of it has never run."""
+    """Substitute for the method with which a plain stage begins a run. It warns of a mistake: the stage trains, and the
+    compressed stage that was made of it has never run."""
 
     def __init__(self, stage: PipelineStage) -> None:
         self._stage = weakref.ref(stage)
@@ -56,15 +56,15 @@ class _Replaced:
 class CompressedStage(PipelineStage):
     """A stage of a pipeline whose messages to its neighbors are compressed: made by `thinwire.compress_stage`.
 
-    Schedules ask a stage for its sends and receives and then for its work on what came. They get none: one message of
-    all tensors is compressed and sent by a thread beside the training's, and receives of such messages are posted when
-    the step begins; other threads wait for them and decode what they bring. Gloo moves nothing before its receive is
-    posted, and schedules ask for each only when it is needed: the link would rest while a stage computes. And they wait
-    for a send before they go on with other work: the stage would rest while its link carries.
+    Schedules ask a stage for its sends and receives, and then for its work on the received tensors. They get no sends
+    and receives: a thread of its own compresses all tensors into one message and sends it, and receives of such
+    messages are posted when the step begins; other threads wait for them and decode them. Gloo moves nothing before its
+    receive is posted, and schedules ask for each only when it is needed: the link would rest while a stage computes.
+    And they wait for a send before they continue with other work: the stage would rest while its link carries.
     """
 
     def __init__(self, stage: PipelineStage, options: PipelineOptions) -> None:
-        # It takes the place of a stage that was set up already, whoever did it and with which arguments.
+        # It takes the place of a stage that was set up already, with any arguments.
         vars(self).update(vars(stage))
         if isinstance(vars(self).get(_BEGIN), _Replaced):  # compressed before, by a stage that this one replaces
             del vars(self)[_BEGIN]
@@ -95,50 +95,49 @@ class CompressedStage(PipelineStage):
 
         Args:
             ids: a number of 0 to 2^62 for each sample, its own in every epoch: its index in the data set.
-                `thinwire.data.Indexed` yields them. None twice in a batch.
+                `thinwire.data.Indexed` yields them. No number occurs twice in a batch.
             length: positions to which the batch is padded, the second dimension of activations (batch, length, ...);
                 only where it is not that of the first step. All micro-batches have it.
-            lengths: of each sample, where its padding (at the end) need not be sent: behind it, activations and
-                gradients arrive as zeros.
+            lengths: lengths of the samples, whose padding (at the end) need not be sent: in it, activations and
+                gradients are received as zeros.
             upcoming: ids of the batch after this one, whose messages are then read ahead.
-            corners: (samples, 2), where each image was cropped, for ``store=thinwire.store.Crops(...)``: pixels from
+            corners: (samples, 2), the place of each image's crop, for ``store=thinwire.store.Crops(...)``: pixels from
                 the padded image's upper left corner to that of the crop, down and to the right.
 
         Raises:
             TypeError, ValueError: these are no ids, lengths or corners.
         """
-        # Once the ranks have met, they learn of an error that ends this rank's program, and of none that it survives.
+        # Once the ranks have met, they learn only of an error that ends this rank's program.
         met = self._compression.pipeline is not None
         with nullcontext() if met else failing_before_meeting(self.group):
             self._compression.give_batch(Batch.from_ids(ids, length, lengths, upcoming, corners))
 
     @property
     def stats(self) -> PipelineStats:
-        """What this stage sent, saved and kept so far."""
+        """Totals of what this stage sent, saved and kept so far."""
         return self._compression.present_stats()
 
     @property
     def stores(self) -> dict[str, Store]:
-        """The stores of messages by the boundary and side that they are of, as ``"boundary0-earlier"``; none before the
-        first step."""
+        """Stores of messages by boundary and side, as ``"boundary0-earlier"``; none before the first step."""
         return {side.name: side.store for side in self._compression.sides if side.store is not None}
 
     @property
     def links(self) -> tuple[Mapping[Direction, LinkChoice], ...]:
-        """By boundary, the first stage's first, what ``adapt=ByLink()`` chose and why; empty before, and where the
-        choice came out of a checkpoint."""
+        """Choices of ``adapt=ByLink()`` with their measurements, by boundary, the first stage's first; empty before,
+        and where the choice was read from a checkpoint."""
         return self._compression.links
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Tensors from which a stage of the same rank, made alike, goes on bit by bit; save it beside the model.
+        """Return tensors from which an equal stage of the same rank continues bit by bit; save them with the model.
 
-        To be called on every rank between two steps. It holds the records in memory; of those on disk it lists which
+        Call it on every rank between two steps. It contains the records in memory; of those on disk it lists which
         they are, and they are kept until ``snapshots`` newer states were made (`thinwire.store.Disk`).
         """
         return self._compression.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a state, on every rank from the one it saved, before the first step of a new process or later.
+        """Continue from a state, on every rank from the one it saved, before the first step of a new process or later.
 
         Raises:
             ValueError: it is not the state of a stage, or one of another seed or wire format.
@@ -147,11 +146,11 @@ class CompressedStage(PipelineStage):
         self._compression.load_state_dict(state)
 
     def close_stores(self) -> None:
-        """Write what waits to be written and let go of files, at the end of a training. Later steps open them anew."""
+        """Write what waits to be written and close files, at the end of a training. Later steps open them again."""
         self._compression.close()
 
     def clear_runtime_states(self) -> None:
-        # A schedule begins each run with this, of all its stages before any moves.
+        # A schedule begins each run with this method, of all its stages before any moves.
         super().clear_runtime_states()
         self._replaced.needs_warning = False
         self._compression.pipeline = Pipeline.note(self._compression, self.group)
@@ -199,7 +198,7 @@ class CompressedStage(PipelineStage):
             pipeline.check()
             yield
         except Exception as error:
-            # Neighbors answer a failed message with failed ones: what this rank fails for itself comes first.
+            # Neighbors answer a failed message with failed ones: this rank's own error counts first.
             first = pipeline.failure() or error
             if not isinstance(first, PeerFailedError):
                 pipeline.report(first)
@@ -219,7 +218,7 @@ class CompressedStage(PipelineStage):
         return []
 
     def _take_in(self, direction: Direction, chunk: int, infos: Sequence[Any]) -> None:
-        """Put what arrived for a micro-batch where PyTorch's stage looks for it."""
+        """Put the tensors that were received for a micro-batch where PyTorch's stage looks for them."""
         boundary = self.stage_index - (direction == "forward")
         with self._compression.stats.timed("wait"):
             tensors = self._pipeline.take(boundary, direction, chunk)
@@ -264,7 +263,7 @@ def compress_stage(
     tensors over, and nothing is kept between them.
 
     Args:
-        stage: as PyTorch, or a framework, made it. It is left as it is, and the stage that is returned takes its place:
+        stage: a stage by PyTorch, or a framework. It is left unchanged, and the stage that is returned takes its place:
             a warning says so where a schedule trains this one, and the one that is returned has not run.
         forward: ``delta(...)`` sends the change of each sample's activation since its last visit (Algorithm 1); any
             other compressor, or ``direct(...)`` of one, sends the activation itself (DirectQ); ``raw`` as it is.
@@ -274,24 +273,24 @@ def compress_stage(
         store: where the messages of ``delta(...)`` are kept: ``thinwire.store.Memory()``,
             ``thinwire.store.Disk(path, ...)``, ``thinwire.store.Crops(...)`` for images that are cropped at random;
             ``thinwire.store.Centers()`` keeps cluster centers in their place.
-        precision: bits of a kept value: 32, 16, or 2 to 8. The next stage computes on what arrived, a first visit
+        precision: bits of a kept value: 32, 16, or 2 to 8. The next stage computes on received values, a first visit
             whole, and later m(ξ) with its change, before that is rounded to be kept.
-        seed: of the draws of stochastic rounding, which differ between replicas of a pipeline.
+        seed: the seed of stochastic rounding, which differ between replicas of a pipeline.
         warmup_epochs: visits of each sample, from its first, in which it is sent uncompressed both ways (AQ-SGD,
             appendix D, has one; Algorithm 1 none: the first activation is whole, its gradient compressed). Samples for
             which the store has no room are not warmed up.
         check_every: steps after which both sides compare checksums of the messages that they use; a difference makes
             these samples unseen on both, and is counted. What they compare in every step is when each was written.
-        evaluation: for activations of ``schedule.eval()``, which leaves the messages alone.
-        max_length: positions of the longest sample; of the first step if None.
+        evaluation: the compressor of activations of ``schedule.eval()``, which leaves the messages alone.
+        max_length: positions of the longest sample; None for those of the first step.
         adapt: ``thinwire.policies.ByLink()`` measures the links after some steps and gives each boundary as many bits
-            as cost no time; until then, ``forward`` and ``backward`` hold.
+            as cost no time; until then, ``forward`` and ``backward`` apply.
 
     Raises:
         TypeError: it is not a ``torch.distributed.pipelining.PipelineStage``, or an option is of the wrong type.
         ValueError: an option is invalid.
         RuntimeError: it is compressed already.
-        NotImplementedError: the process group cannot move what is on the host.
+        NotImplementedError: the process group cannot send tensors on the host.
         DisagreementError: in the first step, ranks were given different options.
     """
     # Ranks meet in the first step.
@@ -324,7 +323,7 @@ def compress_stage(
 
 @lru_cache
 def _compressed(kind: type[PipelineStage]) -> type[CompressedStage]:
-    """`CompressedStage` with what a subclass of PyTorch's stage does otherwise."""
+    """Return `CompressedStage` with the methods that a subclass of PyTorch's stage overrides."""
     if kind is PipelineStage:
         return CompressedStage
     return type(f"Compressed{kind.__name__}", (CompressedStage, kind), {})

@@ -1,4 +1,4 @@
-"""What a compressed stage adds to PyTorch's: its sides of the boundaries before and behind it, and their state."""
+"""The compression of a stage: its sides of the boundaries before and behind it, and their state."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ that of activations that are sent directly."""
 
 
 class StageCompression:
-    """What a compressed stage adds to PyTorch's: options, boundary sides, stores, statistics, and the state of them."""
+    """The compression of a stage: options, boundary sides, stores, statistics, and their state."""
 
     def __init__(self, stage: Any, options: PipelineOptions) -> None:
         self._stage = stage
         self.options = options
         self.pipeline: Pipeline | None = None
-        """That the stage has begun steps in."""
+        """Pipeline in which the stage has begun steps."""
         self.step = 0
-        """Training steps so far."""
+        """Number of training steps so far."""
         self.run = 0
-        """Identifies the training through all its restarts; 0 before the first step in which messages are kept."""
+        """Number that identifies the training through all restarts; 0 before the first step that keeps messages."""
         self.stats = PipelineStats()
         self.sides: list[BoundarySide] = []
         self._background: Background | None = None
@@ -55,7 +55,7 @@ class StageCompression:
         self._loaded: dict[str, dict[str, Tensor]] = {}
         self.choices = LinkChoices()
         self.links: tuple[Mapping[Direction, LinkChoice], ...] = ()
-        """By boundary, the measurements behind the choices, if this process made them."""
+        """Measurements behind the choices, by boundary, if this process made them."""
         self._computed: dict[Direction, deque[float]] = {name: deque(maxlen=_TIMED) for name in DIRECTIONS}
         self._changes_warned = False
 
@@ -69,7 +69,7 @@ class StageCompression:
 
     @property
     def group_ranks(self) -> Mapping[int, int]:
-        """The rank, in the pipeline's group, that has each stage."""
+        """Rank, in the pipeline's group, of each stage."""
         return self._stage.stage_index_to_group_rank
 
     @property
@@ -78,7 +78,7 @@ class StageCompression:
 
     @property
     def num_chunks(self) -> int:
-        """Micro-batches of a step."""
+        """Number of micro-batches of a step."""
         return self._stage.chunks or len(self._stage.args_recv_info)
 
     @property
@@ -89,7 +89,7 @@ class StageCompression:
 
     @contextmanager
     def computing(self, direction: Direction) -> Iterator[None]:
-        """Time what the stage computes for a micro-batch, if compressors are chosen by link."""
+        """Time the computation of the stage for a micro-batch, if compressors are chosen by link."""
         started = time.perf_counter()
         yield
         if self.options.adapt is not None and self.training:
@@ -98,7 +98,7 @@ class StageCompression:
             self._computed[direction].append(time.perf_counter() - started)
 
     def compute_s(self, direction: Direction) -> float:
-        """Median seconds of computation for a micro-batch; 0 if there was none."""
+        """Return the median seconds of computation for a micro-batch; 0 if there was none."""
         return median(self._computed[direction] or [0.0])
 
     def give_batch(self, batch: Batch | None) -> None:
@@ -106,16 +106,16 @@ class StageCompression:
         self._batch = batch
 
     def take_batch(self) -> Batch | None:
-        """The batch that was set for this step. It is used once."""
+        """Return the batch that was set for this step. It is used once."""
         batch, self._batch = self._batch, None
         return batch
 
-    def set_up(self, step: ScheduleStep, beside: Worker, seed: int) -> None:
+    def set_up(self, step: ScheduleStep, worker: Worker, seed: int) -> None:
         """Prepare the sides for a step. Neighbors on the same rank pass tensors directly and have no boundary.
 
         Args:
             step: The step.
-            beside: The thread that loads and saves records.
+            worker: The thread that loads and saves records.
             seed: The seed of the random draws.
         """
         ranks, mine = self._stage.stage_index_to_group_rank, self._stage.group_rank
@@ -129,7 +129,7 @@ class StageCompression:
         }
         if {side.boundary for side in self.sides} != set(wanted):
             self.sides = [
-                BoundarySide(boundary, earlier, self.options, self.stats, beside)
+                BoundarySide(boundary, earlier, self.options, self.stats, worker)
                 for boundary, earlier in wanted.items()
             ]
         tensors = stage_tensors(self._stage)
@@ -156,7 +156,7 @@ class StageCompression:
         )
 
     def existing_run(self) -> int | None:
-        """The run of the stores on disk that this training continues, if there are any."""
+        """Return the run of the stores on disk that this training continues, if there are any."""
         return self.options.store.run_of(self._folder(f"boundary{self.index}-earlier"))
 
     def open_stores(self) -> None:
@@ -176,9 +176,9 @@ class StageCompression:
         return f"rank{dist.get_rank()}-{name}"
 
     def present_stats(self) -> PipelineStats:
-        """A copy of the statistics, with what the stores hold now."""
+        """Return a copy of the statistics, with the present contents of the stores."""
         if self.pipeline is not None:
-            self.pipeline.beside.wait()
+            self.pipeline.worker.wait()
         return self.stats.holding([side.store for side in self.sides if side.store is not None])
 
     def _rest(self) -> None:
@@ -186,7 +186,7 @@ class StageCompression:
             self.pipeline.rest()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The step, the run, and the records of both sides (those on disk: which ones they are), as tensors."""
+        """Return the step, the run, and the records of both sides (those on disk: which ones they are), as tensors."""
         self._rest()
         state = {
             "step": torch.tensor(self.step, dtype=torch.int64, device="cpu"),
@@ -204,7 +204,7 @@ class StageCompression:
         return sealed(state)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a state.
+        """Continue from a state.
 
         Raises:
             ValueError: It is not the state of a stage, or one of another seed or wire format.

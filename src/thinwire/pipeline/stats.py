@@ -1,4 +1,4 @@
-"""What a pipeline stage did: bytes, times, and how far activations move between visits."""
+"""Statistics of a pipeline stage: bytes, times, and the changes of activations between visits."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from itertools import pairwise
 from thinwire.store import Store
 
 _FALLS = 0.8
-"""A change that is not below this share of the one of the visit before falls no more."""
+"""Ratio of a change to that of the visit before from which on changes count as constant."""
 _adding = threading.Lock()
-"""Held while something is added: several threads do."""
+"""Lock that is held while something is added, which several threads do."""
 
 
 @dataclass
 class EpochMeans:
-    """Of the samples that this stage sent at the same number of visits: Figure 1(b) of AQ-SGD."""
+    """Means of the samples that this stage sent at the same number of visits: Figure 1(b) of AQ-SGD."""
 
     activation: float = 0.0
-    """Mean magnitude of their activations, a value."""
+    """Mean magnitude of the activations, a value."""
     delta: float = 0.0
     """Mean magnitude of the change since the visit before; 0 in the first epoch and those of a warm-up."""
     samples: int = 0
 
     @property
     def share(self) -> float:
-        """The change as a share of the activation."""
+        """Change as a share of the activation."""
         return self.delta / self.activation if self.activation else 0.0
 
 
@@ -38,41 +38,41 @@ class PipelineStats:
     """Totals of one stage since it was made. Bytes are those of messages with their headers, without TCP's."""
 
     encode_s: float = 0.0
-    """Beside the training's thread, which computes meanwhile."""
+    """Seconds of encoding in the worker's thread, while the training's thread computes."""
     decode_s: float = 0.0
-    """Beside the training's thread, too, waiting for what is loaded ahead included."""
+    """Seconds of decoding in the receive thread, including waits for records that are being loaded."""
     wait_s: float = 0.0
-    """In the training's thread, until what it works on next has arrived and is decoded."""
+    """Seconds that the training's thread waits for its next input to be received and decoded."""
     store_s: float = 0.0
-    """In the message stores: loading and saving beside the training's thread, checking in it."""
+    """Seconds in the message stores: loading and saving in the worker's thread, checking in the training's."""
     agree_s: float = 0.0
-    """Before each step's first micro-batch, in which ranks exchange samples and what is known of them."""
+    """Seconds before each step's first micro-batch, in which ranks exchange samples and fingerprints."""
     steps: int = 0
     evaluations: int = 0
     forward_sent_bytes: int = 0
     backward_sent_bytes: int = 0
     received_bytes: int = 0
     dense_bytes: int = 0
-    """What the tensors that this stage sent take uncompressed."""
+    """Bytes of the tensors that this stage sent, uncompressed."""
     resets: int = 0
-    """Samples that were kept here and count as unseen again, because a record was corrupt or differed from the other
-    side's."""
+    """Number of samples that were kept here and count as unseen again, because a record was corrupt or differed from
+    the other side's."""
     corrupt: int = 0
-    """Of those, how many were corrupt here."""
+    """Number of those samples whose record was corrupt here."""
     nonfinite: int = 0
-    """Samples of which nothing was kept, because what arrived held NaN or Inf."""
+    """Number of samples of which nothing was kept, because their message had NaN or Inf."""
     evicted: int = 0
     turned_away: int = 0
-    """Visits of samples for which the store had no room."""
+    """Number of visits of samples for which the store had no room."""
     kept_samples: int = 0
-    """Samples in the stores of both sides of this stage now."""
+    """Number of samples in the stores of both sides of this stage now."""
     store_bytes: int = 0
-    """Bytes that these stores take now."""
+    """Bytes of these stores now."""
     epochs: list[EpochMeans] = field(default_factory=list)
-    """By visit, the first one first."""
+    """Means by visit, the first one first."""
 
     def holding(self, stores: Sequence[Store]) -> PipelineStats:
-        """A copy, with what these stores hold now."""
+        """Return a copy, with the present contents of these stores."""
         return replace(
             self,
             epochs=[replace(epoch) for epoch in self.epochs],
@@ -92,7 +92,7 @@ class PipelineStats:
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes were sent than uncompressed."""
+        """Ratio of the uncompressed bytes to those that were sent."""
         return self.dense_bytes / self.sent_bytes if self.sent_bytes else 1.0
 
     @contextmanager
@@ -111,7 +111,7 @@ class PipelineStats:
                 setattr(self, name, getattr(self, name) + value)
 
     def note(self, visit: int, activations: Sequence[float], deltas: Sequence[float], numel: int) -> None:
-        """Take in samples at their ``visit``-th visit (from 0): sums of magnitudes, each of ``numel`` values."""
+        """Add samples at their ``visit``-th visit (from 0): sums of magnitudes, each of ``numel`` values."""
         while len(self.epochs) <= visit:
             self.epochs.append(EpochMeans())
         means, more = self.epochs[visit], len(activations)
@@ -121,8 +121,8 @@ class PipelineStats:
         means.samples = total
 
     def lasting_change(self) -> float:
-        """The change between two visits, as a share of the activation, once it falls no more from visit to visit: from
-        the third visit on, and 0 before."""
+        """Return the change between two visits, as a share of the activation, once it falls no more from visit to
+        visit: from the third visit on, and 0 before."""
         lasting = 0.0
         for before, now in pairwise(self.epochs[1:]):
             if 2 * now.samples >= before.samples > 0:

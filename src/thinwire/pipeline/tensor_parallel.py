@@ -31,9 +31,9 @@ from thinwire.runtime.checkpoint import check_sealed, integers, sealed
 from thinwire.store import Background, Memory, Part, RecordFormat, Rows, Store
 
 _GRAIN = 128
-"""Elements to a multiple of which samples are cut, so that buckets are whole."""
+"""Number of elements to a multiple of which samples are cut, so that buckets are whole."""
 _PARTS, _SUM = 0, 1
-"""The phases of an exchange."""
+"""Phases of an exchange."""
 
 
 class SampleSum:
@@ -47,10 +47,10 @@ class SampleSum:
 
     Args:
         transport: The ranks.
-        compressor: ``delta(...)`` of what codes activations, or such a compressor alone, which keeps nothing.
+        compressor: ``delta(...)`` of a coded compressor, or such a compressor alone, which keeps nothing.
         place: Where records are kept.
         name: Distinguishes the layer from others, the same on all ranks.
-        seed: Of the draws of stochastic rounding.
+        seed: The seed of stochastic rounding.
         stats: Counts what this rank sends.
     """
 
@@ -70,13 +70,13 @@ class SampleSum:
         self.step = 0
 
     def __call__(self, x: Tensor, samples: Sequence[int]) -> Tensor:
-        """The sum of all ranks' ``x`` (samples, ...) as it arrives on every one, in fp32 on the host. ``samples`` are
+        """Return the sum of all ranks' ``x`` (samples, ...) as all receive it, in fp32 on the host. ``samples`` are
         their ids; only their number counts if nothing is kept.
 
         Raises:
             ValueError: ``x`` has another number of samples than ``samples``, or another shape than before.
             StoreError: There is no room for a sample.
-            TransportError, PeerFailedError, MessageError: A message did not come, or is not the expected one.
+            TransportError, PeerFailedError, MessageError: A message was not received, or is not the expected one.
         """
         self._set_up(x, len(samples))
         flat = x.detach().to("cpu", torch.float32).reshape(len(samples), -1)
@@ -135,8 +135,8 @@ class SampleSum:
         return MessageLayout.build(crossing, rows, kinds, fitted(self._coder, crossing), site=f"{self._name} {what}")
 
     def _load(self, rows: Rows, kinds: Sequence[Encoding], numel: int) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's parts as others know them, the sums, and what was left out of this rank's share of these; zero
-        where nothing is kept."""
+        """Return this rank's parts as others know them, the sums, and what was left out of this rank's share of these;
+        zero where nothing is kept."""
         widths = [numel, numel, self._share]
         records = torch.zeros(len(rows.samples), sum(widths), dtype=torch.float32, device="cpu")
         known = [i for i, kind in enumerate(kinds) if kind is Encoding.CODED]
@@ -161,8 +161,8 @@ class SampleSum:
             self.store.save(records, some, self.step)
 
     def _scatter(self, changes: Sequence[Tensor], layouts: Sequence[MessageLayout], part: Tensor) -> Tensor:
-        """Send every rank its share of this rank's changes, and add up those that arrive. ``part`` becomes what the
-        others know of this rank's."""
+        """Send every rank its share of this rank's changes, and add up those received. ``part`` becomes what the others
+        know of this rank's."""
         rank, ranks = self.transport.rank, self.transport.world_size
         messages = [self._encoded(own, layouts[peer], rank, _PARTS) for peer, own in enumerate(changes)]
         for (start, end), layout, message in zip(self._cuts, layouts, messages, strict=True):
@@ -178,7 +178,7 @@ class SampleSum:
         return total
 
     def _gather(self, own: Tensor, layouts: Sequence[MessageLayout]) -> list[Tensor]:
-        """Send this rank's share of the sum to all others; all shares as they arrive."""
+        """Send this rank's share of the sum to all others, and return all shares as received."""
         rank = self.transport.rank
         messages = [torch.empty(layout.num_bytes, dtype=torch.uint8, device="cpu") for layout in layouts]
         messages[rank] = self._encoded(own, layouts[rank], rank, _SUM)
@@ -219,12 +219,12 @@ class SampleSum:
         verify(message, peer=source, source=source, phase=phase, step=self.step, digest=layout.digest)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Tensors from which `load_state_dict` restores what is kept, and the step."""
+        """Return tensors from which `load_state_dict` restores the records, and the step."""
         state = self._loaded if self.store is None else self.store.state_dict()
         return {"step": torch.tensor([self.step], dtype=torch.int64, device="cpu"), **state}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a state, which was checked; records are checked when the first activation shows their shape."""
+        """Continue from a state, which was checked; records are checked when the first activation shows their shape."""
         self.step = int(state["step"])
         self._loaded = {name: value for name, value in state.items() if name != "step"}
         if self.store is not None and self._loaded:
@@ -252,11 +252,11 @@ class CompressedRowwiseParallel(RowwiseParallel):
     their own. A layer runs once after each `set_sample_ids`, so it cannot be recomputed (activation checkpointing).
 
     Args:
-        compressor: ``delta(...)`` of what codes activations, or such a compressor alone, which keeps nothing and needs
+        compressor: ``delta(...)`` of a coded compressor, or such a compressor alone, which keeps nothing and needs
             no ids.
-        store: How many samples may be kept, ``thinwire.store.Memory(...)``; samples without room are sent whole.
-        seed: Of the draws of stochastic rounding.
-        input_layouts: As ``RowwiseParallel`` takes it.
+        store: Limit of the samples that are kept, ``thinwire.store.Memory(...)``; samples without room are sent whole.
+        seed: The seed of stochastic rounding.
+        input_layouts: See ``RowwiseParallel``.
 
     Raises:
         TypeError, ValueError: An option is invalid.
@@ -305,11 +305,11 @@ class CompressedRowwiseParallel(RowwiseParallel):
 
     @property
     def stats(self) -> PipelineStats:
-        """What this rank sent for all layers of this style. ``dense_bytes`` are those of ring all-reduces in fp32."""
+        """Totals of this rank for all layers of this style. ``dense_bytes`` are those of ring all-reduces in fp32."""
         return self._stats.holding([layer.sum.store for layer in self._layers if layer.sum.store is not None])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Tensors from which the style of the same rank, given for the same layers, goes on bit by bit."""
+        """Return tensors from which the style of the same rank, given for the same layers, continues bit by bit."""
         state = {
             "seed": torch.tensor([self.seed], dtype=torch.int64, device="cpu"),
             "format_version": torch.tensor([FORMAT_VERSION], dtype=torch.int64, device="cpu"),
@@ -319,7 +319,7 @@ class CompressedRowwiseParallel(RowwiseParallel):
         return sealed(state)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a state, after ``parallelize_module`` and on every rank from the one it saved.
+        """Continue from a state, after ``parallelize_module`` and on every rank from the one it saved.
 
         Raises:
             ValueError: It is damaged, or not the state of a style with as many layers, this seed and wire format.

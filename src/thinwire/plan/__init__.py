@@ -1,4 +1,4 @@
-"""Plans: which compressor each layer has.
+"""Plans, which give each layer its compressor.
 
 `thinwire.policies` chooses plans while a model trains, and `thinwire.plan.forecast` predicts what a step takes.
 """

@@ -1,4 +1,4 @@
-"""How much of a change of activations a compressor loses: the constant c_Q of AQ-SGD's Theorem 3.1."""
+"""The share of a change of activations that a compressor loses: the constant c_Q of AQ-SGD's Theorem 3.1."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 from thinwire.compressors import Coded, Raw
 
 LARGEST = math.sqrt(0.5)
-"""What c_Q must be below (Theorem 3.1). Beyond 1, messages run away from activations; in between, they follow, but the
-theorem says nothing of how fast."""
+"""Upper bound of c_Q (Theorem 3.1). Beyond 1, messages run away from activations; in between, they follow, but the
+theorem does not say how fast."""
 
 
 def lost_share(coder: Coded, x: Tensor) -> float:
-    """``‖x − Q(x)‖ / ‖x‖`` of a change (samples, elements), its elements in the order in which they are coded."""
+    """Return ``‖x − Q(x)‖ / ‖x‖`` of a change (samples, elements), its elements in the order of coding."""
     return float(torch.linalg.vector_norm(coder.roundtrip(x) - x) / torch.linalg.vector_norm(x))
 
 
 @lru_cache
 def gaussian_lost_share(coder: Coded) -> float:
-    """What a compressor loses of normally distributed values, of samples of 256."""
+    """Return the share that a compressor loses of normally distributed values, of samples of 256."""
     if isinstance(coder, Raw):
         return 0.0
     return lost_share(
@@ -35,7 +35,7 @@ def check_contraction(coder: Coded) -> None:
     """Warn of a Q that loses more of Gaussian changes than Theorem 3.1 admits, ``E‖x − Q(x)‖ < √½ ‖x‖``.
 
     The theorem asks this of every x, and a single large value among zeros is worse than Gaussian ones for every
-    quantizer of few bits; a Q that fails here is none that training could do with.
+    quantizer of few bits; a Q that fails here will not train.
     """
     lost = gaussian_lost_share(coder)
     if lost >= LARGEST:

@@ -19,8 +19,8 @@ _LEAST_GAIN = 0.9
 class Speeds:
     """Measured speeds of one world: those of its slowest rank.
 
-    ``codec_s`` holds, for each compressor, the seconds that one element costs in a step: encoding, reducing and
-    decoding together. ``bandwidth`` is what one rank sends while it receives as much, in bytes per second.
+    ``codec_s`` has, for each compressor, the seconds that one element costs in a step: encoding, reducing and
+    decoding together. ``bandwidth`` is the rate at which a rank sends while it receives as much, in bytes per second.
     """
 
     codec_s: Mapping[Compressor, float]
@@ -28,19 +28,19 @@ class Speeds:
     latency_s: float
     num_ranks: int
     crossings: float = 0.0
-    """How many times the bytes of an encoded bucket a rank sends; 0 for the 2(n−1)/n of a scatter-reduce-all-gather."""
+    """Number of times that a rank sends the bytes of an encoded bucket; 0 for 2(n−1)/n (scatter-reduce-all-gather)."""
     native: float = 0.0
-    """Bytes per second that a rank sends in a native all-reduce; 0 for ``bandwidth``."""
+    """Rate at which a rank sends in a native all-reduce, in bytes per second; 0 for ``bandwidth``."""
 
     def seconds_per_element(self, compressor: Compressor) -> float:
-        """``encode + bytes / bandwidth + decode`` for an element of a large layer (after the FFT paper's equation 1).
+        """Return ``encode + bytes / bandwidth + decode`` for an element of a large layer (FFT paper, equation 1).
 
         Latency is left out: every layer shares the messages of its DDP bucket.
         """
         return self.codec_s.get(compressor, 0.0) + self.wire_seconds(compressor, _SAMPLE) / math.prod(_SAMPLE)
 
     def wire_seconds(self, compressor: Compressor, shape: Sequence[int]) -> float:
-        """Seconds that the bytes of a layer of this shape take."""
+        """Return the seconds that the bytes of a layer of this shape take."""
         # Raw layers are the baseline, and sums have no alternative.
         native = isinstance(unwrap(compressor), Raw) or not isinstance(compressor, Coded)
         crossings = 0.0 if native else self.crossings
@@ -56,16 +56,16 @@ def sent_bytes(
     *,
     crossings: float = 0.0,
 ) -> float:
-    """Bytes that a rank sends for a layer in a step.
+    """Return the bytes that a rank sends for a layer in a step.
 
-    A coded layer is sent ``crossings`` times, or n−1 times if all ranks gather it whole; what a native all-reduce adds
-    up is sent 2(n−1)/n times, whatever the collective algorithm.
+    A coded layer is sent ``crossings`` times, or n−1 times if all ranks gather it whole; a sum by a native all-reduce
+    is sent 2(n−1)/n times, whatever the collective algorithm.
 
     Args:
-        compressor: of the layer.
-        shape: of the layer.
-        num_ranks: in the world.
-        dtype: of the gradient.
+        compressor: the layer's compressor.
+        shape: the layer's shape.
+        num_ranks: the number of ranks.
+        dtype: the gradient's dtype.
         crossings: how many times the collective algorithm sends the bytes of an encoded layer; 0 for 2(n−1)/n.
     """
     times = 2 * (num_ranks - 1) / num_ranks
@@ -75,10 +75,10 @@ def sent_bytes(
 
 
 def declined(plan: Plan, speeds: Speeds) -> Plan:
-    """The plan with those layers raw whose compression would take longer than sending them as they are.
+    """Return the plan with those layers raw whose compression would take longer than sending them uncompressed.
 
-    Declining is nothing but a plan rewrite. A compressor has to be 10 % ahead: the model leaves out what
-    each message costs beside its bytes.
+    Declining is nothing but a plan rewrite. A compressor must be 10 % faster: the model leaves out the other
+    costs of messages than their bytes.
     """
     raw = speeds.seconds_per_element(Raw())
     pays = {c: speeds.seconds_per_element(c) < _LEAST_GAIN * raw for c in set(plan.layers.values())}
@@ -87,7 +87,7 @@ def declined(plan: Plan, speeds: Speeds) -> Plan:
 
 
 def codec_seconds(compressor: Compressor, num_ranks: int, seconds_of: Mapping[str, float]) -> float:
-    """Seconds an element costs a rank in one step, from those of a pass over an element (``encode``, ``decode``).
+    """Return an element's seconds in a step of a rank, from those of a pass over an element (``encode``, ``decode``).
 
     In a scatter-reduce-all-gather of n ranks a rank encodes and decodes (n−1)/n of the elements for the others, and
     for its own share decodes n−1 messages, encodes the mean and decodes it.

@@ -14,20 +14,19 @@ from thinwire.compat import unwrapped
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of ``module`` by name, each once."""
+    """Return the parameters of ``module`` by name, each once."""
     return {unwrapped(name): p for name, p in module.named_parameters()}
 
 
 def names_of(module: nn.Module) -> Names:
-    """All names of its parameters, those that wrappers give them too, and for each the one of `named_parameters`."""
+    """Return all names of the module's parameters, also by wrappers, each with that of `named_parameters`."""
     own = {id(p): name for name, p in named_parameters(module).items()}
     listed = list(module.named_parameters(remove_duplicate=False))
     return {spelled: own[id(p)] for name, p in listed for spelled in (name, unwrapped(name))}
 
 
 Names = Mapping[str, str]
-"""Every full name that the parameters of a model have, and the name of the layer that it means: a shared parameter has
-several."""
+"""Full names of a model's parameters, each with the name of its layer: a shared parameter has several."""
 _NO_NAMES: Names = {}
 
 
@@ -51,7 +50,7 @@ def check_pattern(pattern: str, layers: Iterable[str], names: Names, names_are: 
     ``names_are`` says in the message whose names they are.
 
     Raises:
-        ValueError: with the names that come closest.
+        ValueError: with the closest names.
     """
     layers = list(layers)
     if not pattern:
@@ -68,7 +67,7 @@ def check_pattern(pattern: str, layers: Iterable[str], names: Names, names_are: 
 def check_order(patterns: Sequence[str], layers: Collection[str], names: Names) -> None:
     """Raise if a pattern, which matches some layer, is never used, as an earlier one takes all of its layers.
 
-    ``"*"`` may have nothing left, as a rule for whatever layers there are; and a layer's full name holds wherever it
+    ``"*"`` may have nothing left, as a rule for whatever layers there are; and a layer's full name counts wherever it
     stands.
 
     Raises:
@@ -93,9 +92,9 @@ class Filter:
     min_dim: int = 2
     exclude: tuple[str, ...] = ()
     names: Names = field(default_factory=dict, compare=False)
-    """The model's, by which a pattern is known to be a full name."""
+    """Names of the model's parameters, by which a pattern is known to be a full name."""
     unfit: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Layers that no compressor can take, and why."""
+    """Reasons why layers cannot be compressed, by layer."""
 
     def excludes(self, name: str) -> bool:
         """Whether a layer was excluded by name."""

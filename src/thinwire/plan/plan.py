@@ -14,10 +14,10 @@ from thinwire.compressors import Compressor, Raw, Unsuited, at_step, cold_start,
 from thinwire.plan.filters import Filter, check_order, check_pattern, matches
 
 Rules = str | Compressor | Mapping[str, str | Compressor]
-"""One compressor for all layers, or compressors by name pattern: the first pattern that matches holds."""
+"""One compressor for all layers, or compressors by name pattern: the first pattern that matches counts."""
 
 DEFAULT_RULES = "minmax(bits=4, bucket=128)"
-"""4 bits in buckets of 128: the setting that needs no tuning in the thesis (section 3.5.3)."""
+"""Rules that need no tuning in the thesis (section 3.5.3): 4 bits in buckets of 128."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Plan:
 
     layers: Mapping[str, Compressor]
     rules: Mapping[str, Compressor] = field(default_factory=dict)
-    """Patterns and compressors that it was built from."""
+    """Patterns and compressors that the plan was built from."""
     keep: Filter = field(default_factory=Filter)
     unsuited: Mapping[str, str] = field(default_factory=dict)
-    """Layers that the rules' compressor, or any, cannot take and that are raw therefore, and why."""
+    """Reasons for layers that are raw because the rules' compressor, or any, cannot take them."""
 
     @staticmethod
     def build(
@@ -41,14 +41,14 @@ class Plan:
     ) -> Plan:
         """Give each layer of ``shapes`` (parameter name to shape) the compressor that the rules name for it.
 
-        A full name means that layer alone, in the rules as in what ``keep`` excludes; it comes before any pattern.
+        A full name means that layer alone, in the rules as in what ``keep`` excludes; it precedes any pattern.
         Layers that ``keep`` filters, and layers that no rule matches, are raw; a compressor that takes every layer
         gets those that are filtered for their size or dimensions, too. A rule that gives a parameter's full
-        name holds even for a layer that would be filtered for its size or dimensions. A compressor that drops or
+        name applies even to a layer that would be filtered for its size or dimensions. A compressor that drops or
         distorts much gets error feedback around it, unless it has ``feedback=False``; one that cannot take a layer of
         this shape leaves it raw (`unsuited`), as does any where ``keep`` says that none can.
 
-        ``names_are`` says in the message about a pattern that matches none whose names they are.
+        ``names_are`` describes the names in the message about a pattern that matches no parameter.
 
         Raises:
             ValueError: a pattern matches no parameter, or an earlier one all of its parameters, or a spec is wrong.
@@ -60,7 +60,7 @@ class Plan:
             rules = {"*": rules}
         parsed = {pattern: parse(spec) for pattern, spec in rules.items()}
         if shapes:
-            # What is named in full and excluded may be frozen, and be trained later.
+            # A layer that is named in full and excluded may be frozen, and be trained later.
             for pattern in (*parsed, *(word for word in keep.exclude if word not in keep.names)):
                 check_pattern(pattern, shapes, keep.names, names_are)
             check_order(list(parsed), shapes, keep.names)
@@ -70,7 +70,7 @@ class Plan:
         return plan
 
     def named(self, name: str, shape: Sequence[int]) -> Compressor:
-        """The compressor that the rules name for a layer, whether or not its shape suits it; raw if it is filtered."""
+        """Return the compressor that the rules name for a layer, whatever its shape; raw if it is filtered."""
         own = self._own(name)
         if own is not None:
             return own
@@ -80,12 +80,12 @@ class Plan:
         return Raw() if keeps_raw else asked
 
     def _own(self, name: str) -> Compressor | None:
-        """The compressor of the rule that gives a layer's full name, if one does."""
+        """Return the compressor of the rule that gives a layer's full name, if one does."""
         names = self.keep.names
         return next((c for rule, c in self.rules.items() if rule == name or names.get(rule) == name), None)
 
     def extended(self, name: str, shape: Sequence[int]) -> Plan:
-        """This plan with one more layer."""
+        """Return this plan with one more layer."""
         asked = self.named(name, shape)
         unfit = self.keep.unfit.get(name) if not isinstance(asked, Raw) else None
         if unfit is not None and self._own(name) is not None:
@@ -101,14 +101,14 @@ class Plan:
         return replace(self, layers={**self.layers, name: chosen})
 
     def at_step(self, step: int, learning_rate: float | None) -> Plan:
-        """This plan as it is in a step, counted from the first compressed one; itself where nothing has a schedule."""
+        """Return this plan in a step, counted from the first compressed one; itself where nothing has a schedule."""
         layers = {name: at_step(compressor, step, learning_rate) for name, compressor in self.layers.items()}
         if all(layers[name] is compressor for name, compressor in self.layers.items()):
             return self
         return replace(self, layers=layers)
 
     def for_world(self, num_ranks: int, shapes: Mapping[str, Sequence[int]]) -> Plan:
-        """This plan as it is in a world of so many ranks, with layers of these shapes; itself where none matters.
+        """Return this plan in a world of so many ranks, with layers of these shapes; itself where none matters.
 
         Raises:
             ValueError: a compressor cannot serve so many ranks.
@@ -122,12 +122,12 @@ class Plan:
         return replace(self, layers={name: placed[compressor] for name, compressor in self.layers.items()})
 
     def with_cold_starts(self, begun: Collection[str]) -> Plan:
-        """This plan in which layers that have not begun have their compressor for a cold start, where there is one."""
+        """Return this plan in which layers that have not begun have their compressor for a cold start, if any."""
         cold_starts = {name: cold_start(c) for name, c in self.layers.items() if name not in begun}
         return self.changed({name: c for name, c in cold_starts.items() if c is not None})
 
     def changed(self, layers: Mapping[str, Compressor]) -> Plan:
-        """This plan with other compressors for some layers; itself if there are none."""
+        """Return this plan with other compressors for some layers; itself if there are none."""
         return replace(self, layers={**self.layers, **layers}) if layers else self
 
     def __getitem__(self, name: str) -> Compressor:
@@ -141,12 +141,12 @@ class Plan:
 
     @cached_property
     def has_slots(self) -> bool:
-        """Whether any of its compressors keeps state."""
+        """Whether any compressor keeps state."""
         return any(compressor.slots for compressor in self.layers.values())
 
     @cached_property
     def needs_loss_scale(self) -> bool:
-        """Whether any of its compressors must know by how much gradients are scaled."""
+        """Whether any compressor must know by how much gradients are scaled."""
         return self.has_slots or any(compressor.traits.absolute for compressor in self.layers.values())
 
     @property
@@ -198,7 +198,7 @@ class Plan:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def summary(self) -> str:
-        """One line: how many layers each compressor has."""
+        """Return one line: how many layers each compressor has."""
         counts: dict[str, int] = {}
         for compressor in self.layers.values():
             counts[str(compressor)] = counts.get(str(compressor), 0) + 1

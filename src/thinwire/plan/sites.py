@@ -1,4 +1,4 @@
-"""Names of what a sharded model sends of its layers: weights, gradients, and sums across replicas."""
+"""Names of a sharded model's messages by layer: weights, gradients, and sums across replicas."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SITES: tuple[Site, ...] = ("weights", "gradients", "across")
 
 
 def at_site(site: Site, layer: str) -> str:
-    """The name in a plan of what is sent of a layer: ``weights/blocks.0.mlp.weight``."""
+    """Return the name in a plan of a layer's messages at a site: ``weights/blocks.0.mlp.weight``."""
     return f"{site}/{layer}"
 
 
 def sharded_plan(shapes: Mapping[str, Sequence[int]], rules: Mapping[Site, Rules], keep: Filter) -> Plan:
-    """One plan for all sites, of names as `at_site` makes them. Patterns are those of the layers' own names.
+    """Return one plan for all sites, of names as `at_site` makes them. Patterns are those of the layers' own names.
 
     Raises:
         ValueError: a pattern matches no parameter, or a compressor cannot serve its site.
@@ -36,11 +36,11 @@ def sharded_plan(shapes: Mapping[str, Sequence[int]], rules: Mapping[Site, Rules
 
 
 def for_site(site: Site, layer: str, compressor: Compressor) -> Coded | Delta:
-    """The compressor as it is for a site: weights of few bits are rounded to nearest (`rounded_for`). That of weights
-    may be a `Delta`, which sends their change since the last gather.
+    """Return the compressor for a site: weights of few bits are rounded to nearest (`rounded_for`). That of weights may
+    be a `Delta`, which sends their change since the last gather.
 
     Raises:
-        ValueError: what is sent of a layer cannot be sent like this.
+        ValueError: the site cannot have this compressor.
     """
     about = f"{site} of {layer}: {compressor}"
     changes = compressor if site == "weights" and isinstance(compressor, Delta) else None
@@ -50,7 +50,7 @@ def for_site(site: Site, layer: str, compressor: Compressor) -> Coded | Delta:
             f"{about} does not become messages of a fixed size that an owner of shards can add up: "
             "use a quantizer such as minmax, maxabs, qsgd, lattice or levels"
         )
-    # What a change leaves out is part of the next one.
+    # The next change contains what this one leaves out.
     whole = site == "weights" and changes is None
     if whole and (coder.traits.wants_feedback or any(slot.shape is None for slot in coder.slots)):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Policies: what chooses another plan from time to time while a model trains (thesis, sections 3.6 and 4.4)."""
+"""Policies, which choose other plans from time to time while a model trains (thesis, sections 3.6 and 4.4)."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

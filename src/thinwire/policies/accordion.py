@@ -12,13 +12,13 @@ from thinwire.policies.families import check_contracting, contracts, parameter_n
 from thinwire.policies.policy import Evidence, Policy, Proposal, gradient_norm
 
 _HIGH_COMPRESSION = {"bits": 3 / 4, "rank": 1 / 4, "density": 1 / 20, "kept": 1 / 20}
-"""Pairs of the reference's parameter: the thesis's pairs of 3 and 4 bits, ranks 16 and 64, densities of 0.1 % and 2
-%."""
+"""Ratio of high to low compression of each parameter: the thesis's pairs of 3 and 4 bits, ranks 16 and 64, densities of
+0.1 % and 2 %."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accordion(Policy):
-    """Two compressors for each layer: the one of low compression in critical regimes, else the one of high compression.
+    """A policy of two compressors for each layer: low compression in critical regimes, else high compression.
 
         adapt="accordion(pair=(2, 4))"                 # bits, as the thesis's first pair (section 3.7.3)
         adapt="accordion(pair=(16, 64))"               # ranks of PowerSGD (table 4.5)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 STEPS = 10_000
-"""D of the thesis: steps into which the budget is cut."""
+"""Number of steps into which the budget is cut: the thesis's D."""
 
 
 class Infeasible(ValueError):
@@ -18,16 +18,16 @@ class Infeasible(ValueError):
 
 
 def dynamic_program(errors: Sequence[Array], costs: Sequence[Array], budget: float, steps: int = STEPS) -> list[int]:
-    """The choice for each layer by the thesis's Algorithm 4.1: ``O(steps · Σ choices)``, a vector at a time.
+    """Return the choice for each layer by the thesis's Algorithm 4.1: ``O(steps · Σ choices)``, a vector at a time.
 
     Errors are counted in ``steps``-ths of the budget, rounded up, so that the bound holds; what that leaves of the
     budget is then spent, largest saving first.
 
     Args:
-        errors: of each layer, the errors of its choices: at least 0.
-        costs: of each layer, their costs.
-        budget: what the errors may sum up to.
-        steps: into which the budget is cut.
+        errors: the errors of each layer's choices, at least 0.
+        costs: the costs of each layer's choices.
+        budget: the largest sum of errors.
+        steps: the number of steps into which the budget is cut.
 
     Raises:
         Infeasible: no choice stays within the budget.
@@ -50,7 +50,7 @@ def dynamic_program(errors: Sequence[Array], costs: Sequence[Array], budget: flo
         taken.append((choice, units))
         least = best
     if not np.isfinite(least[steps]):
-        # Rounded up, even the least errors may be over a budget that they meet.
+        # Errors that meet a budget may exceed it when they are rounded up, even the least ones.
         chosen = [int(np.argmin(errors_of)) for errors_of in errors]
         if not total(errors, chosen) <= budget:
             raise Infeasible(f"no choice keeps the error within {budget:.4g}")
@@ -64,19 +64,19 @@ def dynamic_program(errors: Sequence[Array], costs: Sequence[Array], budget: flo
 
 
 def total(values: Sequence[Array], chosen: Sequence[int] | Array) -> float:
-    """Sum of what is chosen."""
+    """Return the sum of the values that are chosen."""
     return float(sum(array[k] for array, k in zip(values, chosen, strict=True)))
 
 
 def _units(errors: Array, budget: float, steps: int) -> Array:
-    """Errors in steps of the budget, rounded up; one more than there are for what does not fit."""
+    """Return errors in steps of the budget, rounded up; ``steps + 1`` for those beyond it."""
     if budget <= 0:
         return np.where(errors > 0, steps + 1, 0)
     return np.minimum(np.ceil(errors / budget * steps - 1e-9), steps + 1)
 
 
 def _not_dominated(errors: Array, costs: Array) -> list[int]:
-    """Choices that nothing beats in both, in the order of their costs."""
+    """Return the choices that no other beats in both, in the order of their costs."""
     front: list[int] = []
     for k in np.lexsort((errors, costs)):
         if not front or errors[k] < errors[front[-1]]:
@@ -85,7 +85,7 @@ def _not_dominated(errors: Array, costs: Array) -> list[int]:
 
 
 def _spend(chosen: list[int], errors: Sequence[Array], costs: Sequence[Array], budget: float) -> list[int]:
-    """Spend what is left of the budget, one layer at a time, the largest saving first."""
+    """Spend the rest of the budget, one layer at a time, the largest saving first."""
     left = budget - total(errors, chosen)
     while True:
         best, where = 0.0, (-1, -1)

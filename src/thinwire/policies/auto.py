@@ -1,4 +1,4 @@
-"""``auto``: compresses what pays on the links as they are now, within an error, and leaves it when it does not pay."""
+"""The policy ``auto``: compression that makes steps shortest on the present links, within an error, or none."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ _ALIKE = 0.25
 _BOUND = 0.25
 """Share of computing that communication may add to the shortest step before other ways of training are named."""
 _AHEAD = 0.97
-"""The step of another collective algorithm must be shorter by this factor than the present one's, and than that of one
-named before it."""
+"""Ratio of an algorithm's step to that of the present one, and of the one named before, below which it is chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +44,8 @@ class Auto(Policy):
         wire = thinwire.compress(model, thinwire.policies.Auto(error=0.1, every=200))
 
     The first ``warmup`` steps are exact, as without thinwire, and are watched: when buckets become ready, how long
-    steps take. Then, and before each later decision, all ranks measure their links and codecs; of all plans that err
-    no more than ``error`` the one with the shortest predicted step is taken, if that is shorter than an uncompressed
+    steps take. Then, and before each later decision, all ranks measure their links and codecs; of all plans whose error
+    is at most ``error`` the one with the shortest predicted step is taken, if that is shorter than an uncompressed
     one by ``gain``. If not, or if steps turn out no faster, gradients are sent uncompressed until the next decision.
 
     It also chooses what is sent over which link: exact or in 8 bits inside a node and in fewer bits between nodes, less
@@ -54,17 +53,16 @@ class Auto(Policy):
     """
 
     every: int = 500
-    """Steps between two decisions."""
+    """Number of steps between two decisions."""
     warmup: int = 20
     window: int | None = 10
     lag: int | None = 5
     error: float = 0.15
-    """Bound on the relative L2 error of all gradients together. Min-max in 4 bits loses 0.14 of
-    those of a GPT."""
+    """Bound on the relative L2 error of all gradients together. Min-max in 4 bits loses 0.14 of those of a GPT."""
     gain: float = 0.05
     """Share of an uncompressed step by which a compressed one must be faster."""
     candidates: tuple[str, ...] = (*(f"minmax(bits={bits}, bucket=128)" for bits in (2, 3, 4, 5, 6, 8)), "cast(bf16)")
-    """Compressors that a layer may get, beside raw. If one of them wants error feedback, all get it."""
+    """Compressors that a layer may get other than raw. If one of them wants error feedback, all get it."""
     algorithms: tuple[str, ...] = (
         "sra",
         "sra(rates=measured)",
@@ -114,7 +112,7 @@ class Auto(Policy):
         return with_error_feedback([parse(spec) for spec in self.candidates])
 
     def _algorithms(self, evidence: Evidence, links: Links) -> list[Algorithm]:
-        """The collective algorithms that suit this world and these links."""
+        """Return the collective algorithms that suit this world and these links."""
         if evidence.asked != ScatterReduceAllGather():
             return [evidence.algorithm]
         plain = all(c.traits.plain_sum for c in self._compressors() if isinstance(c, Coded))
@@ -132,7 +130,7 @@ class Auto(Policy):
             return Proposal(off, note="off: there are no links to measure")
         if not evidence.steps:
             return Proposal(dict(evidence.present), note="no step was timed: the plan stays", memory=evidence.memory)
-        # On both sides of the comparison traffic costs what it costs; only codecs come on top.
+        # The cost of traffic is the same on both sides of the comparison; only codecs add to it.
         links = replace(evidence.links, native_cpu=0.0, exchange_cpu=0.0)
         now = _StepModel(middle_pace(evidence.steps), links, evidence.codec_s, evidence.algorithm)
         table = self._table(evidence)
@@ -161,7 +159,7 @@ class Auto(Policy):
     def _best(
         self, model: _StepModel, off: Mapping[str, Compressor], table: Sequence[tuple[LayerCandidates, tuple[int, ...]]]
     ) -> dict[str, Compressor]:
-        """The plan with the shortest step."""
+        """Return the plan with the shortest step."""
         priced = [
             replace(row, costs=np.array([model.layer_s(c, shape) for c in row.candidates], dtype=np.float64))
             for row, shape in table
@@ -169,7 +167,7 @@ class Auto(Policy):
         return min((dict(off) | plan for plan in self._plans(priced)), key=model.step_s)
 
     def _table(self, evidence: Evidence) -> list[tuple[LayerCandidates, tuple[int, ...]]]:
-        """By layer, its candidates with their errors, not yet priced, and its shape."""
+        """Return each layer's candidates with their errors, not yet priced, and its shape."""
         gradients = usable_gradients(evidence.reference, evidence.gradients)
         candidates = self._compressors()
         return [
@@ -181,7 +179,7 @@ class Auto(Policy):
         ]
 
     def _plans(self, table: Sequence[LayerCandidates]) -> list[dict[str, Compressor]]:
-        """Plans within the error: the cheapest of all candidates, and of each kind alone, which has fewer messages."""
+        """Return plans within the error: the cheapest of all candidates, and of each kind alone."""
         kinds = dict.fromkeys(type(unwrap(c)) for layer in table for c in layer.candidates if not isinstance(c, Raw))
         plans = []
         for kind in (None, *kinds):
@@ -199,7 +197,7 @@ class Auto(Policy):
         return plans
 
     def _decide(self, evidence: Evidence, model: _StepModel, predicted: float) -> tuple[str, bool, tuple[float, ...]]:
-        """The note, whether to compress, and what to remember: steps measured raw and compressed, each with
+        """Return the note, whether to compress, and what to remember: steps measured raw and compressed, each with
         the seconds a byte of an all-reduce took then. ``of``: with the collective algorithm in use."""
         raw_s, raw_link, compressed_s, compressed_link = next(iter(evidence.memory.values()), (0.0,) * 4)
         link = model.links.native.per_byte
@@ -207,11 +205,11 @@ class Auto(Policy):
         if all(isinstance(c, Raw) for c in evidence.present.values()) or not evidence.steps[-1].compressed:
             raw_s, raw_link = now, link
             if _alike(link, compressed_link):
-                # It was tried on such a link: what was measured then is better than what is predicted.
+                # Measurements of an earlier trial on such a link are better than predictions.
                 predicted = max(predicted, compressed_s)
         else:
             compressed_s, compressed_link = now, link
-            # What the model gets wrong of the present plan it gets wrong of others, too.
+            # The model's error in the present plan is also its error in others.
             predicted *= now / model.step_s(evidence.present)
         uncompressed = raw_s if _alike(link, raw_link) else native_step(model.pace, model.links)
         on = predicted < (1 - self.gain) * uncompressed
@@ -232,7 +230,7 @@ class _StepModel:
     algorithm: Algorithm
 
     def step_s(self, plan: Mapping[str, Compressor]) -> float:
-        """Seconds of a step with a plan of the layers that may be compressed."""
+        """Return the seconds of a step with a plan of the layers that may be compressed."""
         if all(isinstance(c, Raw) for c in plan.values()):
             return native_step(self.pace, self.links)
         return planned_step(self.pace, self.links, self._layers(plan), self.codec_s, self.algorithm)
@@ -241,7 +239,7 @@ class _StepModel:
         return {name: plan.get(name, Raw()) for bucket in self.pace.buckets for name, _ in bucket.layers}
 
     def alternatives(self, step_s: float, compressible: Iterable[str]) -> str:
-        """What the best step of ``step_s`` leaves to other ways of training: a note, empty where that is little."""
+        """Return a note on other ways of training, if the best step of ``step_s`` leaves them much to gain; else ""."""
         compute_s = self.pace.compute_s
         if step_s <= (1 + _BOUND) * compute_s:
             return ""
@@ -256,7 +254,7 @@ class _StepModel:
         )
 
     def layer_s(self, compressor: Compressor, shape: Sequence[int]) -> float:
-        """Seconds that a layer adds to its bucket. Latencies are counted for the bucket."""
+        """Return the seconds that a layer adds to its bucket. Latencies are counted for the bucket."""
         alone = Bucket(0.0, (("", tuple(shape)),))
         transfer = coded_transfer(alone, {"": compressor}, self.links, self.codec_s, self.algorithm)
         if self.pace.shared:
@@ -265,7 +263,7 @@ class _StepModel:
 
 
 def middle_pace(steps: Sequence[StepTime]) -> Pace:
-    """The median of steps whose buckets are those of the last one."""
+    """Return the median of steps whose buckets are those of the last one."""
     last = steps[-1].pace
     alike = [s.pace for s in steps if [b.layers for b in s.pace.buckets] == [b.layers for b in last.buckets]]
     buckets = tuple(
@@ -276,7 +274,7 @@ def middle_pace(steps: Sequence[StepTime]) -> Pace:
 
 
 def _settled(algorithm: Algorithm, present: Algorithm) -> Algorithm:
-    """The collective algorithm; the present one, if that has about the same rates."""
+    """Return the collective algorithm; the present one, if that has about the same rates."""
     if not isinstance(algorithm, ScatterReduceAllGather) or not isinstance(present, ScatterReduceAllGather):
         return algorithm
     now, then = algorithm.rates, present.rates

@@ -11,11 +11,11 @@ from thinwire.policies.policy import Evidence
 
 
 def balanced(evidence: Evidence, gathers: float) -> Evidence:
-    """Evidence in which weights and gradients err alike with the reference's compressors: by 1 in all, squared.
+    """Scale evidence so that weights' and gradients' squared errors with the reference's compressors are each 1 in all.
 
-    So one budget serves both (the thesis leaves it open, section 6.2): what weights gain in bytes may be paid for by
-    gradients, and the sum of relative errors stays. ``gathers``: how often weights are sent for each reduction; those
-    that rank 0 has are but one shard of each layer, of which a rank sends as often as there are others.
+    One budget then serves both (the thesis leaves it open, section 6.2): bytes saved in weights may be spent on
+    gradients, and the sum of relative errors stays. ``gathers``: the number of times that weights are sent for each
+    reduction. Rank 0 has one shard of each layer, of which a rank sends as many as there are ranks.
     """
     scaled, times = {}, {}
     for site in SITES:

@@ -18,7 +18,7 @@ from thinwire.policies.families import contracts, family, members_that_fit
 from thinwire.policies.policy import Evidence, Policy, Proposal
 
 Adjust = Callable[[str, Compressor], Compressor]
-"""Changes a candidate of a layer of this name."""
+"""A function that changes a candidate of a layer of this name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +34,13 @@ class BudgetedPolicy(Policy):
     bounds: tuple[float, float] | None = None
     """Range of the bits, rank or density of candidates, in place of the family's own."""
     step: float | None = None
-    """Between two candidates, in the same units."""
+    """Distance of two candidates, in the same units."""
     error: Literal["l2", "squared"] = "l2"
     """The error of a plan. ``l2`` is the sum over layers of the L2 norms of their errors, as the thesis has it (section
     4.4); ``squared`` is the L2 norm of the error of the whole gradient, whose square is the sum of the layers'
     squares."""
     alpha: float = 1.0
-    """The plan's error may be so many times the reference's."""
+    """Largest ratio of the plan's error to the reference's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,7 +52,7 @@ class BudgetedPolicy(Policy):
             self.family(compressor)
 
     def family(self, reference: Compressor) -> tuple[Compressor, ...]:
-        """The candidates of a layer with this reference."""
+        """Return the candidates of a layer with this reference."""
         return family(reference, self.bounds, self.step)
 
     def propose(self, evidence: Evidence) -> Proposal:
@@ -86,11 +86,11 @@ class BudgetedPolicy(Policy):
         """
 
     def base(self, evidence: Evidence) -> tuple[Mapping[str, Compressor], Mapping[str, tuple[float, ...]]]:
-        """The compressors whose error sets the budget, and what the policy remembers."""
+        """Return the compressors whose error sets the budget, and the policy's memory."""
         return evidence.reference, evidence.memory
 
     def price(self, evidence: Evidence) -> Price:
-        """The cost of a candidate: by default the bytes that a rank sends for it in a step."""
+        """Return the cost of candidates: by default the bytes that a rank sends for one in a step."""
         num_ranks = max(2, evidence.num_ranks)
         return lambda name, compressor, shape: (
             sent_bytes(compressor, shape, num_ranks, crossings=evidence.crossings) * evidence.times.get(name, 1.0)
@@ -99,7 +99,7 @@ class BudgetedPolicy(Policy):
     def evaluate(
         self, evidence: Evidence, base: Mapping[str, Compressor], adjust: Adjust | None = None
     ) -> list[LayerCandidates]:
-        """The candidates of every layer with a gradient, evaluated."""
+        """Return the candidates of every layer with a gradient, evaluated."""
         price = self.price(evidence)
         table = []
         for name, gradient in usable_gradients((*base, *evidence.unsuited), evidence.gradients).items():
@@ -114,7 +114,7 @@ class BudgetedPolicy(Policy):
     def candidates(
         self, evidence: Evidence, base: Mapping[str, Compressor], name: str, shape: Sequence[int]
     ) -> tuple[Compressor, tuple[Compressor, ...]]:
-        """The reference of a layer, and its candidates."""
+        """Return the reference of a layer, and its candidates."""
         if name in base:
             return base[name], self.family(evidence.reference[name])
         lower = members_that_fit(evidence.unsuited[name], shape, self.bounds)
@@ -123,16 +123,16 @@ class BudgetedPolicy(Policy):
 
     @staticmethod
     def raw(evidence: Evidence, name: str) -> Compressor:
-        """The compressor that sends a layer raw, with its residual if error feedback may have left one."""
+        """Return the compressor that sends a layer raw, with its residual if error feedback may have left one."""
         present = evidence.present.get(name, Raw())
         return ef(Raw()) if isinstance(present, Wrapper) and not is_raw(present) else Raw()
 
     def layer_errors(self, layer: LayerCandidates) -> Array:
-        """The errors of a layer's candidates, in what `budget` adds up."""
+        """Return the errors of a layer's candidates, whose sum `budget` bounds."""
         return layer.errors**0.5 if self.error == "l2" else layer.errors
 
     def budget(self, layers: Sequence[LayerCandidates]) -> float:
-        """Upper bound of the sum of `layer_errors`."""
+        """Return the upper bound of the sum of `layer_errors`."""
         total = allocate.total([self.layer_errors(layer) for layer in layers], [layer.reference for layer in layers])
         return (self.alpha if self.error == "l2" else self.alpha**2) * total
 

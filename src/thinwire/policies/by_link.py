@@ -15,21 +15,21 @@ _BACKWARD = tuple(f"maxabs(bits={bits})" for bits in (4, 6, 8))
 
 @dataclass(frozen=True)
 class ByLink:
-    """Compressors of stage boundaries by the measured rates of their links: ``compress_stage(..., adapt=ByLink())``.
+    """A policy for stage boundaries by the measured rates of their links: ``compress_stage(..., adapt=ByLink())``.
 
     A pipeline is as fast as the slowest of its stages and links. So the slowest link gets the fewest bytes there are to
     choose from, unless more take no longer than a stage computes, and each other one as many as take no longer than
     that. Forward and backward are chosen apart.
 
     Args:
-        forward, backward: what may be chosen, in any order. Either all of ``forward`` are ``delta(...)`` or none.
-        after: training steps before the first choice, with what the stages' ``forward=`` and ``backward=`` say; in
+        forward, backward: the choices, in any order. Either all of ``forward`` are ``delta(...)`` or none.
+        after: training steps before the first choice, with the stages' own ``forward=`` and ``backward=``; in
             them computing is timed. Links are measured in between two steps, which takes a tenth of a second or so for
             each, more where one is slower than 10 Mbit/s.
-        every: choose anew after so many further steps; None: never.
+        every: steps between later choices; None: there are none.
 
     Raises:
-        TypeError, ValueError: an option cannot be.
+        TypeError, ValueError: an option is invalid.
     """
 
     forward: Sequence[str | Compressor] = _FORWARD
@@ -57,7 +57,7 @@ class LinkChoice(NamedTuple):
 
     compressor: str
     message_bytes: float
-    """Seconds that a micro-batch's message takes."""
+    """Bytes of a micro-batch's message."""
     rate: float
     """Rate of the link in bytes per second."""
     compute_s: float
@@ -72,12 +72,12 @@ class LinkChoice(NamedTuple):
 def choose_by_link(
     message_bytes: Sequence[Sequence[float]], rates: Sequence[float], compute_s: float
 ) -> tuple[int, ...]:
-    """For each boundary, which of its choices: the most bytes that do not make the pipeline slower.
+    """Choose for each boundary the most bytes that do not make the pipeline slower.
 
     Args:
-        message_bytes: by boundary and choice, of a micro-batch's message.
-        rates: by boundary, in bytes per second.
-        compute_s: of a micro-batch in the slowest stage.
+        message_bytes: the bytes of a micro-batch's message, by boundary and choice.
+        rates: the rate of each boundary's link, in bytes per second.
+        compute_s: seconds of a micro-batch in the slowest stage.
 
     Returns:
         An index into the choices of each boundary.

@@ -14,7 +14,7 @@ from thinwire.policies.errors import squared_errors
 from thinwire.policies.policy import gradient_norm
 
 Price = Callable[[str, Compressor, Sequence[int]], float]
-"""The cost of a compressor for a layer, from the layer's name, the compressor and the layer's shape."""
+"""A function that returns a compressor's cost for a layer, given the layer's name, the compressor and a shape."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class LayerCandidates:
     """L2 norm of the layer's gradient."""
     candidates: tuple[Compressor, ...]
     errors: Array
-    """Squared L2 error of each candidate; infinite where what is decoded is not finite."""
+    """Squared L2 error of each candidate; infinite where decoded values are not finite."""
     costs: Array
     reference: int
     """Index of the reference, whose error counts toward the budget."""
@@ -68,7 +68,7 @@ class LayerCandidates:
 
 
 def usable_gradients(names: Iterable[str], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients of those layers of ``names`` that are neither zero nor infinite nor NaN.
+    """Return the gradients of those layers of ``names`` that are neither zero nor infinite nor NaN.
 
     A layer that was frozen or unused in the interval has none, and nothing is decided for it.
     """
@@ -78,7 +78,7 @@ def usable_gradients(names: Iterable[str], gradients: Mapping[str, Tensor]) -> d
 
 
 def with_error_feedback(candidates: Iterable[Compressor]) -> tuple[Compressor, ...]:
-    """``candidates``, all with error feedback if one of them has it or wants it, so that residuals survive a change."""
+    """Return all candidates with error feedback if one has or wants it, so that residuals survive a change."""
     listed = tuple(candidates)
     if not any(c.traits.wants_feedback or isinstance(c, Wrapper) for c in listed):
         return listed

@@ -1,4 +1,4 @@
-"""How far what arrives of a gradient would be from it, for many compressors at once (thesis, section 4.4 and B.2)."""
+"""Errors of many compressors on a gradient at once (thesis, section 4.4 and B.2)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from thinwire.compressors import Compressor, PowerSGD, TopK, Wrapper
 from thinwire.compressors._core.schedule import rank_at
 
 _POWER_STEPS = 5
-"""Enough for an error close to that of the best approximation (thesis, B.2.2)."""
+"""Number of power steps, enough for an error close to that of the best approximation (thesis, B.2.2)."""
 _OVERSAMPLING = 4
 LARGEST_GRAM = 1024
-"""Rows or columns up to which all singular values are taken: beyond, the ranks asked for are few beside them."""
+"""Rows or columns up to which all singular values are taken: beyond, the ranks asked for are few in comparison."""
 
 
 def squared_errors(gradient: Tensor, candidates: Sequence[Compressor]) -> list[float]:
-    """Squared L2 errors of ``candidates`` on a layer's gradient, without error feedback.
+    """Return the squared L2 errors of ``candidates`` on a layer's gradient, without error feedback.
 
     All densities of a top-k come from one selection and one sort, all ranks from one spectrum (thesis, B.2: from the
     singular values where the range is wide, from power steps where the matrix is large); others are encoded and
@@ -46,7 +46,7 @@ def squared_errors(gradient: Tensor, candidates: Sequence[Compressor]) -> list[f
 
 
 def _density_errors(x: Tensor, candidates: Sequence[TopK]) -> dict[Compressor, float]:
-    """What is left of the energy after the largest k elements, for every k: of one sort of the largest ones."""
+    """Return the energy without the largest k elements, for every k, from one sort of the largest ones."""
     flat = x.reshape(-1).contiguous()
     rooms = {c: c.room(flat.numel()) for c in candidates}
     most = max(rooms.values())
@@ -61,19 +61,19 @@ def _density_errors(x: Tensor, candidates: Sequence[TopK]) -> dict[Compressor, f
 def _descending(values: Tensor) -> Tensor:
     if values.is_cuda:
         return values.sort(descending=True).values
-    # PyTorch's sort also finds out where each value was: a tenth of the speed.
+    # PyTorch's sort also returns where each value was, at a tenth of the speed.
     return torch.from_numpy(np.sort(values.numpy())).flip(0)
 
 
 def _rank_errors(x: Tensor, candidates: Sequence[PowerSGD]) -> dict[Compressor, float]:
-    """``Σ σᵢ²`` of the singular values beyond each rank; of a schedule, beyond its first."""
+    """Return ``Σ σᵢ²`` of the singular values beyond each rank; of a schedule, beyond its first."""
     ranks = {c: rank_at(c.rank, 0) for c in candidates}
     matrix = x.reshape(x.shape[0], -1)
     if matrix.shape[0] > matrix.shape[1]:
         matrix = matrix.T
     most = min(max(ranks.values()), matrix.shape[0])
     if matrix.shape[0] <= LARGEST_GRAM:
-        # Of M Mᵀ: far less work than the singular values of M, and good to 1e-7 of the largest one's square.
+        # Eigenvalues of M Mᵀ: far less work than singular values, and good to 1e-7 of the largest's square.
         squares = torch.linalg.eigvalsh((matrix @ matrix.T).double()).flip(0)
     else:
         squares = _leading_squares(matrix, most)
@@ -83,7 +83,7 @@ def _rank_errors(x: Tensor, candidates: Sequence[PowerSGD]) -> dict[Compressor, 
 
 
 def _leading_squares(matrix: Tensor, rank: int) -> Tensor:
-    """Squares of about the ``rank`` largest singular values, by power steps on a subspace."""
+    """Return the squares of about the ``rank`` largest singular values, by power steps on a subspace."""
     width = min(rank + _OVERSAMPLING, matrix.shape[0])
     q = torch.randn(
         matrix.shape[1], width, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"

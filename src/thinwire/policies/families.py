@@ -11,28 +11,28 @@ from thinwire.arguments import check_number
 from thinwire.compressors import FFT, Chain, Compressor, Raw, Unsuited, Wrapper, ef, unwrap
 
 _GEOMETRIC = 12
-"""Members of a family whose errors take an encoding each and whose parameter is a share."""
+"""Number of members of a family whose errors take an encoding each and whose parameter is a share."""
 _WHOLE = ("bits", "rank")
 _LEAST_BUCKET = 32
-"""Elements of the smallest bucket: its two scales cost 2 bits an element."""
+"""Number of elements of the smallest bucket: its two scales cost 2 bits an element."""
 
 
 def family(
     compressor: Compressor, bounds: tuple[float, float] | None = None, step: float | None = None
 ) -> tuple[Compressor, ...]:
-    """The compressors like this one, itself among them, in ascending order of their parameter.
+    """Return the compressors like this one, itself among them, in ascending order of their parameter.
 
     With a default D the thesis (section 4.6.1) searches ``[D/2, 2D]`` in steps of 1 for bits and ranks, and
     ``[D/10, 10D]`` in steps of D/10 for a density. For the share of an FFT's spectrum that is kept, and for densities
     whose values are coded, there are 12 shares in ``[D/5, 5D]``. ``bounds`` and ``step`` are in the units of the
     parameter (bits, rank, density, share kept).
 
-    Beyond a quantizer of as many bits as it can have are those with smaller buckets, which err less, and ``raw``.
-    With error feedback, those that can err by more than their input are left out.
+    Beyond a quantizer of the most bits are those with smaller buckets, whose errors are smaller, and ``raw``.
+    With error feedback, those whose error can exceed their input are left out.
 
     Raises:
-        ValueError: the compressor has no such parameter, nothing lies within ``bounds``, or ``bounds`` contain what
-            must not have error feedback.
+        ValueError: the compressor has no such parameter, nothing lies within ``bounds``, or ``bounds`` contain a
+            compressor that must not have error feedback.
     """
     if isinstance(compressor, Wrapper):
         members = [compressor.around(member) for member in family(compressor.inner, bounds, step)]
@@ -58,7 +58,7 @@ def family(
 
 
 def _finer(compressor: Compressor) -> list[Compressor]:
-    """What errs less than a quantizer of the most bits: the same in smaller buckets, and no compression."""
+    """Return quantizers of the most bits in smaller buckets, and no compression: all have smaller errors."""
     bucket, finer = getattr(compressor, "bucket", None), []
     if not isinstance(bucket, int) or getattr(compressor, "scale", "bucket") == "layer":
         return [Raw()]
@@ -69,7 +69,7 @@ def _finer(compressor: Compressor) -> list[Compressor]:
 
 
 def contracts(compressor: Compressor) -> bool:
-    """Whether residuals stay bounded: what is inside error feedback errs by less than its input."""
+    """Whether residuals stay bounded: the error inside error feedback is smaller than its input."""
     return not isinstance(compressor, Wrapper) or compressor.coder.traits.contracts
 
 
@@ -87,10 +87,10 @@ def check_contracting(where: str, compressors: Iterable[Compressor]) -> None:
 def members_that_fit(
     compressor: Compressor, shape: Sequence[int], bounds: tuple[float, float] | None = None
 ) -> tuple[Compressor, ...]:
-    """For a layer that a compressor does not suit, the members of its family with fewer bits or a lower rank that do.
+    """Return the members of a family, with fewer bits or a lower rank, that suit a layer which ``compressor`` does not.
 
-    A layer of shape (16, 16, 3, 3) saves nothing by PowerSGD of rank 16, but does by ranks 1 to 7. With error feedback
-    where the compressor wants it. Empty where no member suits the layer, or the compressor has no such parameter.
+    A layer of shape (16, 16, 3, 3) saves nothing by PowerSGD of rank 16, but does by ranks 1 to 7. Error feedback is
+    added where it is wanted. Empty where no member suits the layer, or the compressor has no such parameter.
     """
     try:
         name, default = _parameter(unwrap(compressor))
@@ -110,18 +110,18 @@ def members_that_fit(
 
 
 def parameter_value(compressor: Compressor) -> float:
-    """The compressor's bits, rank, density, or share of a spectrum: how much of a gradient it keeps."""
+    """Return the compressor's bits, rank, density, or share of a spectrum: how much of a gradient it keeps."""
     return _parameter(unwrap(compressor))[1]
 
 
 def parameter_name(compressor: Compressor) -> str:
-    """Name of the parameter of `parameter_value`: ``bits``, ``rank``, ``density`` or ``kept``, the share of a
-    spectrum."""
+    """Return the name of the parameter of `parameter_value`: ``bits``, ``rank``, ``density`` or ``kept``, the share of
+    a spectrum."""
     return _parameter(unwrap(compressor))[0]
 
 
 def with_parameter(compressor: Compressor, value: float) -> Compressor:
-    """The same compressor with other bits, rank, density or share.
+    """Return the same compressor with other bits, rank, density or share.
 
     Raises:
         ValueError: it cannot have this value.
@@ -132,7 +132,7 @@ def with_parameter(compressor: Compressor, value: float) -> Compressor:
 
 
 def with_share(compressor: Compressor, share: float) -> Compressor:
-    """The same compressor with ``share`` times its bits, rank or density, or with the least that it can have."""
+    """Return the compressor with ``share`` times its bits, rank or density, or with the least that it can have."""
     name, default = parameter_name(compressor), parameter_value(compressor)
     if name not in _WHOLE:
         return with_parameter(compressor, share * default)

@@ -32,7 +32,7 @@ class MappedPolicy(BudgetedPolicy):
 
     @abstractmethod
     def places(self, gradients: Mapping[str, Tensor]) -> Mapping[str, float]:
-        """By layer, its position from 0 (compressed most) to 1."""
+        """Return the position of each layer from 0 (compressed most) to 1."""
 
     def choose(self, evidence: Evidence, layers: Sequence[LayerCandidates]) -> list[int]:
         places = self.places({layer.name: evidence.gradients[layer.name] for layer in layers})
@@ -60,14 +60,14 @@ class MappedPolicy(BudgetedPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class KMeans(MappedPolicy):
-    """Clusters layers by their size and by the L2 norm of the top values of their gradient (thesis, Algorithm 3.1).
+    """A policy that clusters layers by size and by the L2 norm of their gradient's top values (thesis, Algorithm 3.1).
 
     Both are scaled to [0, 1]. Clusters are sorted by norm − size of their centroids, and bit widths (or ranks, or
     densities) and ``buckets`` are mapped to them linearly: large layers with small top values are compressed most.
     """
 
     clusters: int = 6
-    """At most (thesis, section 4.6.3)."""
+    """Largest number of clusters (thesis, section 4.6.3)."""
     buckets: tuple[int, ...] = ()
     """Bucket sizes to map to the clusters, the first to the most compressed; if empty, all have the reference's."""
     top: float = 0.01
@@ -117,7 +117,7 @@ class KMeans(MappedPolicy):
 
 
 def ladder(layer: LayerCandidates) -> list[int]:
-    """Indices of a layer's candidates from the most compression to the least."""
+    """Return the indices of a layer's candidates from the most compression to the least."""
     own = [k for k in range(len(layer.candidates)) if k != layer.reference or layer.offers_reference]
     return sorted(own, key=lambda k: _kept(layer, k))
 
@@ -127,14 +127,14 @@ def _kept(layer: LayerCandidates, k: int) -> float:
 
 
 def _scaled(values: Sequence[float]) -> Array:
-    """``values`` scaled linearly to [0, 1]; zeros if all are equal."""
+    """Return ``values`` scaled linearly to [0, 1]; zeros if all are equal."""
     array = np.asarray(values, dtype=np.float64)
     spread = array.max() - array.min()
     return (array - array.min()) / spread if spread else np.zeros_like(array)
 
 
 def _far_apart(points: Array, count: int) -> Array:
-    """Up to ``count`` different points to start from, each the farthest from those before it."""
+    """Return up to ``count`` different points to start from, each the farthest from those before it."""
     chosen = [points[0]]
     while len(chosen) < count:
         distance = np.min([((points - point) ** 2).sum(1) for point in chosen], axis=0)

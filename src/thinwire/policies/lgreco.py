@@ -23,19 +23,19 @@ from thinwire.policies.policy import Evidence, Policy, Proposal, Sync
 
 _PLANS_PER_BUCKET = 2
 _MOST_PLANS_PER_BUCKET = 4
-"""Plans to try at most: some turn out like others, and more would not help."""
+"""Largest number of plans to try for each bucket: some turn out like others, and more would not help."""
 _LEAST_STEPS = 3
 _SKIPPED_STEPS = 2
 """Number of steps of a new plan that do not count, because they allocate messages."""
 
 
 def more_plans_help(num_buckets: int, trials: int) -> bool:
-    """Whether to try another plan as long as times are not known, after so many. One bucket has nothing to compare."""
+    """Whether to try a plan after ``trials``, as long as times are not known. One bucket has nothing to compare."""
     return num_buckets > 1 and trials < _MOST_PLANS_PER_BUCKET * num_buckets
 
 
 def seconds_per_byte(syncs: Sequence[Sync]) -> list[float] | None:
-    """By bucket, the seconds that a byte of it adds to the time from the first bucket's start to the last one's end.
+    """Return the seconds that a byte of each bucket adds from the first bucket's start to the last one's end.
 
     A non-negative linear regression with a constant, of the median time of every plan that was seen for long enough.
     None as long as too few different plans were: two for each bucket.
@@ -43,7 +43,7 @@ def seconds_per_byte(syncs: Sequence[Sync]) -> list[float] | None:
     seen: dict[tuple[int, ...], list[float]] = {}
     for sync in syncs:
         seen.setdefault(sync.bucket_bytes, []).append(sync.seconds)
-    # DDP forms its buckets anew after the first steps: only those count that it has now.
+    # DDP forms other buckets after the first steps: only those count that it has now.
     num_buckets = len(syncs[-1].bucket_bytes) if syncs else 0
     plans = {
         sizes: median(seconds[_SKIPPED_STEPS:])
@@ -65,7 +65,7 @@ Objective = Literal["bytes", "error", "time", "link"]
 
 @dataclass(frozen=True, kw_only=True)
 class LGreco(BudgetedPolicy):
-    """Minimizes what is sent, subject to the error of the reference (thesis, Algorithm 4.1).
+    """A policy that minimizes the bytes sent, subject to the error of the reference (thesis, Algorithm 4.1).
 
         wire = thinwire.compress(model, "topk(density=0.01)", adapt=thinwire.policies.LGreco(every=500))
 
@@ -78,14 +78,14 @@ class LGreco(BudgetedPolicy):
     """Specs whose families are the candidates; if empty, the family of each layer's reference. Of several, each layer
     gets the best one (the thesis's future work), with error feedback around all if one wants it."""
     steps: int = allocate.STEPS
-    """D of the dynamic program."""
+    """Number of steps of the dynamic program: the thesis's D."""
     objective: Objective = "bytes"
     """``bytes``; ``error`` minimizes the error instead, subject to ``alpha`` times the bytes of the reference;
     ``time`` weighs the bytes of each bucket by the time that they were measured to take, after up to four plans for
     each bucket, tried for 50 steps each (4.5); ``link`` minimizes the predicted time of encoding, sending at the
     measured rate, and decoding, with raw layers among the candidates."""
     reference: Policy | None = None
-    """The policy whose choice sets the error to be kept, such as `Accordion` (4.6.3)."""
+    """Policy whose choice sets the error to be kept, such as `Accordion` (4.6.3)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -158,7 +158,7 @@ class LGreco(BudgetedPolicy):
             return raw, (*self.family(evidence.unsuited[name]), raw)
         reference, candidates = super().candidates(evidence, base, name, shape)
         if self.families:
-            # With error feedback where the candidates have it, so that residuals survive a change.
+            # The reference has error feedback where the candidates do, so that residuals survive a change.
             reference = with_error_feedback([*candidates, reference])[-1]
         if self.objective == "link":
             candidates = (*candidates, self.raw(evidence, name))
@@ -175,7 +175,7 @@ class LGreco(BudgetedPolicy):
         return lambda name, compressor, shape: weights.get(name, average) * sent(name, compressor, shape)
 
     def _weights(self, evidence: Evidence) -> dict[str, float]:
-        """By layer, the cost of one byte."""
+        """Return the cost of one byte of each layer."""
         bucket_of = evidence.bucket_of
         if self.objective != "time" or not bucket_of:
             return {}
@@ -194,14 +194,14 @@ class LGreco(BudgetedPolicy):
         errors = [self.layer_errors(layer) for layer in layers]
         costs = [layer.costs for layer in layers]
         if self.objective == "error":
-            # The same problem with its two sides changed.
+            # The problem is the same with errors and costs exchanged.
             picked = self._best(layers, costs, errors, self.alpha * allocate.total(costs, reference))
             if allocate.total(errors, picked) >= allocate.total(errors, reference) and self.alpha == 1:
                 raise allocate.Infeasible("no plan errs less in no more bytes")
             return picked
         budget = self.budget(layers)
         picked = self._best(layers, errors, costs, budget)
-        # Only where the reference itself is within the budget can it stay.
+        # The reference can stay only where it is within the budget itself.
         if allocate.total(costs, picked) >= allocate.total(costs, reference) and self.alpha == 1:
             raise allocate.Infeasible("no plan is smaller at no more error")
         return picked
@@ -209,7 +209,7 @@ class LGreco(BudgetedPolicy):
     def _best(
         self, layers: Sequence[LayerCandidates], errors: Sequence[Array], costs: Sequence[Array], budget: float
     ) -> list[int]:
-        """The cheapest plan of all candidates and of each kind alone, which rounded errors could make cheaper."""
+        """Return the cheapest plan of all candidates and of each kind alone, which may be cheaper after rounding."""
         plans = [allocate.dynamic_program(errors, costs, budget, self.steps)]
         kinds = dict.fromkeys(_kind(c) for layer in layers for c in layer.candidates if not is_raw(c))
         for kind in kinds if len(kinds) > 1 else ():
@@ -230,7 +230,7 @@ def _num_buckets(evidence: Evidence) -> int:
 
 
 def _times(evidence: Evidence) -> list[float] | None:
-    """By bucket, the measured seconds of a byte; None if they are not known."""
+    """Return the measured seconds of a byte of each bucket; None if they are not known."""
     per_byte = seconds_per_byte(evidence.syncs)
     return per_byte if per_byte is not None and any(per_byte) else None
 
@@ -248,7 +248,7 @@ def _kind(compressor: Compressor) -> type[Compressor]:
 
 
 def _value(compressor: Compressor) -> float:
-    """`parameter_value`; 0 of a reference that has none."""
+    """Return `parameter_value`; 0 of a reference without one."""
     try:
         return parameter_value(compressor)
     except ValueError:
@@ -256,7 +256,7 @@ def _value(compressor: Compressor) -> float:
 
 
 def _link_seconds(speeds: Speeds, compressor: Compressor, shape: Sequence[int]) -> float:
-    """Predicted seconds of a layer, with the codec time of the nearest compressor that was measured."""
+    """Return the predicted seconds of a layer, with the codec time of the nearest compressor that was measured."""
     codec_s = 0.0
     if not is_raw(compressor):
         alike = [c for c in speeds.codec_s if _kind(c) == _kind(compressor)]

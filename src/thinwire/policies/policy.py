@@ -1,4 +1,4 @@
-"""Policies: what chooses another plan from time to time while a model trains."""
+"""Policies, which choose other plans from time to time while a model trains."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Sync(NamedTuple):
     """One step's communication."""
 
     bucket_bytes: tuple[int, ...]
-    """Bytes that a rank sent for each bucket, in the order in which they leave."""
+    """Bytes that a rank sent for each bucket, in the order in which they are sent."""
     seconds: float
     """Seconds from the start of the first bucket to the end of the last one."""
 
@@ -47,18 +47,18 @@ class Evidence:
     """Observations of an interval of training, on the rank that decides for all."""
 
     reference: Mapping[str, Compressor]
-    """The compressors that `thinwire.compress` was given, for each layer that is compressed."""
+    """Compressors that `thinwire.compress` was given, for each layer that is compressed."""
     present: Mapping[str, Compressor]
-    """The present compressors of these layers."""
+    """Present compressors of these layers."""
     gradients: Mapping[str, Tensor]
     """Sums of this rank's gradients over some steps, in their layers' shapes. Layers without any are not in it."""
     num_ranks: int
     step: int = 0
-    """The step in which the new plan begins, counted from the first compressed one."""
+    """Step in which the new plan begins, counted from the first compressed one."""
     learning_rate: float | None = None
-    """The optimizer's, where the Wire knows it."""
+    """Learning rate of the optimizer, where the Wire knows it."""
     bucket_of: Mapping[str, int] = field(default_factory=dict)
-    """By layer, the index of its DDP bucket in the order in which buckets are sent."""
+    """Index of each layer's DDP bucket in the order in which buckets are sent."""
     syncs: Sequence[Sync] = ()
     """Communication of steps, for policies that ask for it: the last ones of each plan, and the latest at the end."""
     trials: int = 0
@@ -66,14 +66,14 @@ class Evidence:
     speeds: Speeds | None = None
     """Measured speeds of all candidates and of the links, for policies that ask for them."""
     memory: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """By layer, what the policy noted at its last decision."""
+    """Notes of the policy at its last decision, by layer."""
     learning_rate_dropped: bool = False
-    """Whether it dropped since the last decision, as a step of a schedule does and a cosine does not."""
+    """Whether the learning rate dropped since the last decision, as by a step of a schedule but not by a cosine."""
     unsuited: Mapping[str, Compressor] = field(default_factory=dict)
     """Layers that the rules leave raw because their shape does not suit the compressor, and that compressor. A policy
     may give them one that does; they are not in ``reference``."""
     crossings: float = 0.0
-    """How many times a rank sends the bytes of an encoded layer by the present collective algorithm; 0 for 2(n−1)/n."""
+    """Ratio of the bytes that a rank sends by the present algorithm to those of an encoded layer; 0 for 2(n−1)/n."""
     links: Links | None = None
     """Measured rates of the links, for policies that need them."""
     codec_s: Mapping[Compressor, float] = field(default_factory=dict)
@@ -81,50 +81,50 @@ class Evidence:
     steps: Sequence[StepTime] = ()
     """Durations of the last steps, with the present plan."""
     asked: Algorithm = field(default_factory=ScatterReduceAllGather)
-    """The collective algorithm that `thinwire.compress` was given."""
+    """Collective algorithm that `thinwire.compress` was given."""
     algorithm: Algorithm = field(default_factory=ScatterReduceAllGather)
-    """The collective algorithm in use."""
+    """Collective algorithm in use."""
     times: Mapping[str, float] = field(default_factory=dict)
-    """How often a layer is sent in a step, relative to others; 1 for layers that are not listed."""
+    """Number of times that a layer is sent in a step, relative to others; 1 for layers that are not listed."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """The plan that a policy proposes, and its explanation."""
+    """A plan that a policy proposes, and its explanation."""
 
     layers: Mapping[str, Compressor]
-    """The compressor of every layer of `Evidence.reference`."""
+    """Compressor of every layer of `Evidence.reference`."""
     errors: Mapping[str, float] = field(default_factory=dict)
-    """By layer, squared L2 error of the sum of gradients, with these compressors. Empty where no errors were taken."""
+    """Squared L2 error of each layer's sum of gradients with these compressors. Empty where no errors were taken."""
     reference_errors: Mapping[str, float] = field(default_factory=dict)
-    """The same errors with the reference."""
+    """Squared L2 errors with the reference, by layer."""
     note: str = ""
     """A note for the user, for example why the reference was kept."""
     memory: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """For the next decision."""
+    """Notes for the next decision, by layer."""
     errors_s: float = 0.0
-    """Seconds that it took to find errors."""
+    """Seconds that finding the errors took."""
     solve_s: float = 0.0
-    """Seconds that it took to choose."""
+    """Seconds that the choice took."""
     algorithm: Algorithm | None = None
-    """The collective algorithm from now on; None keeps the present one."""
+    """Collective algorithm from now on; None keeps the present one."""
     trial: bool = False
     """Whether the plan is only tried, to be measured: the next decision takes effect after `Policy.trial_steps`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(ABC):
-    """Sees gradients summed over some steps, and proposes a plan every so many.
+    """The base of policies: they see gradients summed over some steps, and propose plans from time to time.
 
-    One rank decides while training goes on; ranks take its plan over between two steps, the same one on all. A policy
-    holds parameters only: what it must remember is in `Proposal.memory`, which is checkpointed.
+    One rank decides while training continues; ranks take its plan over between two steps, the same one on all. A policy
+    has parameters only: its memory is in `Proposal.memory`, which is checkpointed.
     """
 
     every: int = 500
-    """Steps between two decisions."""
+    """Number of steps between two decisions."""
     warmup: int = 0
     """Steps at the beginning that stay dense, as the learning rate's warm-up (thesis, section 4.6.1). The first plan
-    comes with the first compressed step if they are more than ``lag``, else after ``every``."""
+    begins with the first compressed step if they are more than ``lag``, else after ``every``."""
     window: int | None = None
     """Steps whose gradients are summed for a decision; None: a tenth of ``every``."""
     lag: int | None = None
@@ -149,36 +149,36 @@ class Policy(ABC):
 
     @property
     def trial_steps(self) -> int:
-        """Steps for which a plan is tried (thesis, section 4.5): 50, more where a decision takes as long."""
+        """Number of steps for which a plan is tried (thesis, section 4.5): 50, more where a decision takes as long."""
         return min(self.every, max(_TRIAL_STEPS, 2 * self.lag_steps))
 
     @property
     def memory_size(self) -> int:
-        """Numbers that it remembers of each layer."""
+        """Number of values that the policy remembers of each layer."""
         return 0
 
     @property
     def wants_syncs(self) -> bool:
-        """Whether it needs `Evidence.syncs`, which the host's clock measures."""
+        """Whether the policy needs `Evidence.syncs`, which the host's clock measures."""
         return False
 
     def to_time(self, reference: Mapping[str, Compressor]) -> frozenset[Compressor]:
-        """Compressors whose speeds it needs in `Evidence.speeds`; none if it needs no speeds."""
+        """Return the compressors whose speeds the policy needs in `Evidence.speeds`; none if it needs no speeds."""
         return frozenset()
 
     def to_measure(self, reference: Mapping[str, Compressor]) -> frozenset[Compressor]:
-        """Compressors whose speeds all ranks measure before each decision, and with them the links and the steps, for
-        `Evidence.codec_s`, `links` and `steps`; none if it needs nothing of that."""
+        """Return the compressors whose speeds all ranks measure before each decision, and with them the links and the
+        steps, for `Evidence.codec_s`, `links` and `steps`; none if the policy needs nothing of that."""
         return frozenset()
 
     @property
     def considers(self) -> tuple[Algorithm, ...]:
-        """The collective algorithms among which it chooses; none if it chooses none. The links are measured for them,
+        """Collective algorithms to choose from; empty if the policy chooses none. The links are measured for them,
         and the chosen one is in checkpoints."""
         return ()
 
     def check(self, reference: Mapping[str, Compressor], shapes: Mapping[str, Sequence[int]]) -> None:  # noqa: B027
-        """Raise ``ValueError`` if it cannot choose for these layers. Called before training, on every rank."""
+        """Raise ``ValueError`` if the policy cannot choose for these layers. Called before training, on every rank."""
 
     @abstractmethod
     def propose(self, evidence: Evidence) -> Proposal:
@@ -194,6 +194,6 @@ class Policy(ABC):
 
 
 def gradient_norm(gradient: Tensor) -> float:
-    """L2 norm; not finite where the gradient is not."""
+    """Return the L2 norm; not finite where the gradient is not."""
     norm = float(gradient.detach().float().norm())
     return norm if math.isfinite(norm) else math.inf

@@ -7,7 +7,7 @@ from thinwire.arguments import Calls
 from thinwire.policies.policy import Policy
 
 _POLICIES = {name.lower(): name for name in ("Accordion", "Auto", "KMeans", "LGreco")}
-"""The classes in `thinwire.policies` by what texts call them."""
+"""Names of the classes in `thinwire.policies` by their names in texts."""
 _calls = Calls[Policy](
     kind="policy",
     what="policy",
@@ -19,7 +19,7 @@ _calls = Calls[Policy](
 
 
 def parse_policy(text: str | Policy) -> Policy:
-    """The policy of a text: ``"lgreco(every=500, reference=accordion())"``. Nothing in it is evaluated.
+    """Return the policy of a text: ``"lgreco(every=500, reference=accordion())"``. Nothing in it is evaluated.
 
     Raises:
         ValueError: there is no such policy or parameter, or a value is out of its range.

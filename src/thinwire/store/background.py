@@ -11,9 +11,9 @@ _LAST_WRITES_S = 10.0
 
 
 class Background:
-    """Runs jobs one after the other beside the training. The error of a job is raised by the next call.
+    """Runs jobs one after the other in a thread. The error of a job is raised by the next call.
 
-    Pending jobs hold at most ``max_bytes`` together (one larger job runs alone): `submit` blocks until there is room.
+    Pending jobs keep at most ``max_bytes`` together (one larger job runs alone): `submit` blocks until there is room.
     """
 
     def __init__(self, max_bytes: int = 256 << 20) -> None:
@@ -22,11 +22,11 @@ class Background:
 
     @property
     def held_bytes(self) -> int:
-        """Memory of the jobs that are not done."""
+        """Bytes of memory of the jobs that are not done."""
         return self._worker.held_bytes
 
     def submit(self, job: Callable[[], None], num_bytes: int = 0) -> None:
-        """Add a job, which holds ``num_bytes`` of memory until it is done.
+        """Add a job, which keeps ``num_bytes`` of memory until it is done.
 
         Raises:
             StoreError: An earlier job failed.

@@ -1,4 +1,4 @@
-"""Cluster centers of activations in place of each sample's message: for streams, where no sample comes back."""
+"""Cluster centers of activations in place of each sample's message: for streams, in which no sample is seen again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thinwire.store.records import RecordFormat, Rows
 from thinwire.store.store import Store
 
 MOST_CENTERS = 256
-"""The number of centers that one byte can refer to."""
+"""Largest number of centers, to which one byte can refer."""
 
 
 class CenterTable:
@@ -62,13 +62,13 @@ class CenterTable:
         self._ready += len(vectors)
 
     def nearest(self, vectors: Tensor) -> Tensor:
-        """Indices of the nearest centers: uint8 (vectors,). Only the sender calls it, because distances may round
-        differently on another machine."""
+        """Return the indices of the nearest centers: uint8 (vectors,). Only the sender calls it, because distances may
+        round differently on another machine."""
         self._check(vectors)
         return torch.cdist(vectors, self._values[: self._ready]).argmin(1).to(torch.uint8)
 
     def look_up(self, indices: Tensor) -> Tensor:
-        """The centers with these indices: fp32 (vectors, width).
+        """Return the centers with these indices: fp32 (vectors, width).
 
         Raises:
             StoreError: There is no such center.
@@ -92,18 +92,18 @@ class CenterTable:
         self._counts += torch.where(good, more, 0)
 
     def copy(self) -> CenterTable:
-        """The same centers, which do not move with these."""
+        """Return a copy of the centers, which does not move with them."""
         made = CenterTable(self.num, self.width, self.window)
         made.load_state_dict(self.state_dict())
         return made
 
     def checksum(self) -> int:
-        """64-bit checksum of the centers and their counts."""
+        """Return a 64-bit checksum of the centers and their counts."""
         state = self.state_dict().values()
         return kernels.derive_key(*(kernels.checksum(part.contiguous().view(-1).view(torch.uint8)) for part in state))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Tensors from which `load_state_dict` restores the centers."""
+        """Return tensors from which `load_state_dict` restores the centers."""
         return {
             "values": self._values.clone(),
             "counts": self._counts.clone(),
@@ -140,8 +140,8 @@ class CenterStore(Store):
     appendix G).
 
     A vector is one position of a sample. It is sent as the index of its nearest center c, one byte, and as its
-    difference from that, ``Q(a − c)``. Both sides then move c toward what arrived, so that they keep the same. Centers
-    move between steps only: within one, micro-batches may come in any order. Until all centers exist, samples are sent
+    difference from that, ``Q(a − c)``. Both sides then move c toward the decoded vector, in the same way. Centers
+    move between steps only: within one, micro-batches may be in any order. Until all centers exist, samples are sent
     whole, and vectors spread over each micro-batch become centers: neighbors in a text are alike.
 
     Args:
@@ -156,12 +156,12 @@ class CenterStore(Store):
         super().__init__(form)
         self._tables = [CenterTable(num, part.width, window) for part in form.parts]
         self._of_step = [table.copy() for table in self._tables]
-        """The centers as they were when the step began."""
+        """Centers at the beginning of the step."""
         self._written = 0
         self._saved = 0
 
     def __len__(self) -> int:
-        """0: no sample is kept by itself."""
+        """Return 0: no sample is kept by itself."""
         return 0
 
     @property
@@ -174,7 +174,7 @@ class CenterStore(Store):
     def view(self, sample: int, *, compare: bool) -> int | None:
         if not self._saved:
             return None
-        # Of a step that was given up, one side may have saved more than the other: the number of samples shows it.
+        # In a step that was given up, one side may have saved more than the other: the number of samples shows it.
         return kernels.derive_key(self._written, self._saved, self._checksum() if compare else 0)
 
     def admit(self, samples: Sequence[int]) -> frozenset[int]:
@@ -213,7 +213,7 @@ class CenterStore(Store):
         self._written, self._saved = step + 1, self._saved + len(rows.samples)
 
     def forget(self, sample: int) -> None:
-        """Nothing is kept of a sample alone."""
+        """Do nothing: no record belongs to a sample alone."""
 
     def reset(self, samples: Iterable[int]) -> None:
         if any(True for _ in samples):
@@ -253,14 +253,14 @@ class CenterStore(Store):
         self._written, self._saved = written.tolist()
 
     def _columns(self, values: Tensor, rows: Rows) -> list[Tensor]:
-        """The vectors of each part: (samples × vectors of each, width)."""
+        """Return the vectors of each part: (samples × vectors of each, width)."""
         table = values.view(len(rows.samples), -1)
         columns = table.split([part.at(rows.padded) for part in self.form.parts], dim=1)
         return [own.reshape(-1, part.width) for own, part in zip(columns, self.form.parts, strict=True)]
 
 
 def center_bytes(num: int, shape: Sequence[int]) -> int:
-    """Bytes of ``num`` cluster centers on one side of one stage boundary, as a step has them and as it moves them.
+    """Return the bytes of ``num`` cluster centers on one side of a stage boundary, at a step's begin and moving.
 
     ``shape`` is that of one sample's activation without the batch, such as (length, hidden): a vector has its last
     dimensions, all but the first.

@@ -28,21 +28,21 @@ class Frame:
 
     channels: int
     side: int
-    """Positions of an activation's side."""
+    """Number of positions of an activation's side."""
     size: int
     padding: int
 
     @property
     def whole_side(self) -> int:
-        """Positions of the frame's side."""
+        """Number of positions of the frame's side."""
         return self.side + self._positions(2 * self.padding)
 
     def part(self) -> Part:
-        """The frame's part in a record."""
+        """Return the frame's part in a record."""
         return Part(1, self.channels * self.whole_side**2, False)
 
     def window(self, corner: Corner) -> tuple[slice, slice, slice]:
-        """Where the activation of a crop lies in its frame."""
+        """Return the place of a crop's activation in its frame."""
         down, right = (self._positions(pixels) for pixels in corner)
         return slice(None), slice(down, down + self.side), slice(right, right + self.side)
 
@@ -51,7 +51,7 @@ class Frame:
 
     @staticmethod
     def from_part(part: Part, size: int, padding: int) -> Frame:
-        """The frame of an activation (samples, channels, positions, positions).
+        """Return the frame of an activation (samples, channels, positions, positions).
 
         Raises:
             ValueError: The activation is not that of a square image of ``size`` pixels.
@@ -66,13 +66,13 @@ class Frame:
 
 
 class CroppedStore(Store):
-    """Keeps messages of whole images in memory, of which each visit sees a crop (AQ-SGD, H.6): it takes the change from
-    the same crop of the message, and renews no other part of it. What no visit has seen is zero.
+    """Keeps messages of whole images in memory, of which each visit sees a crop (AQ-SGD, H.6): changes are taken from
+    the same crop of the message, and no other part of it is renewed. Unseen positions are zero.
 
     Args:
         form: Format of an activation.
         inner: The store of the frames' parts.
-        frames: Those of the activation's parts.
+        frames: The frames of the activation's parts.
     """
 
     def __init__(self, form: RecordFormat, inner: MemoryStore, frames: Sequence[Frame]) -> None:
@@ -122,7 +122,7 @@ class CroppedStore(Store):
         self.inner.save(self.inner.form.encode(flat, whole_rows), whole_rows, step)
 
     def _load(self, samples: Sequence[int]) -> list[Tensor]:
-        """Frames of these samples, (samples, channels, positions, positions) each; zero where nothing is kept."""
+        """Return the frames of these samples, (samples, channels, positions, positions); zero where none is kept."""
         whole = torch.zeros(len(samples), self.inner.form.numel(0), dtype=torch.float32, device="cpu")
         known = [i for i, sample in enumerate(samples) if sample in self.inner]
         if known:
@@ -155,10 +155,10 @@ class CroppedStore(Store):
 
 
 def frame_format(form: RecordFormat, size: int, padding: int) -> tuple[RecordFormat, tuple[Frame, ...]]:
-    """The format of the messages of whole images, and the frames of the activation's parts.
+    """Return the format of the messages of whole images, and the frames of the activation's parts.
 
     Raises:
-        ValueError: As `Frame.from_part`.
+        ValueError: See `Frame.from_part`.
     """
     frames = tuple(Frame.from_part(part, size, padding) for part in form.parts)
     return RecordFormat(tuple(frame.part() for frame in frames), form.precision, form.half, form.site), frames

@@ -30,7 +30,7 @@ _MARK = b"thinwire message store\n"
 class DiskStore(RecordStore):
     """A record of each sample in a file, read through a memory map and written behind by a background thread.
 
-    ``folder`` holds ``manifest.json`` (format, shape, precision, dtype, number of records, run, site), ``records.bin``
+    ``folder`` has ``manifest.json`` (format, shape, precision, dtype, number of records, run, site), ``records.bin``
     and ``index.bin``, which has a row for every slot of ``records.bin``: the sample, its entry, the checksum of the
     record, and a checksum of the row. The row is written after the record, and a record whose checksum differs from its
     row counts as corrupt. So after a crash every record is old, new, or recognized as torn.
@@ -41,7 +41,7 @@ class DiskStore(RecordStore):
     size of the records, which is reserved when the store is made.
 
     Raises:
-        StoreError: The folder holds a store of another run or shape, or one that is in use; the disk has too little
+        StoreError: The folder has a store of another run or shape, or one that is in use; the disk has too little
             room; or a file has the wrong size.
     """
 
@@ -109,11 +109,11 @@ class DiskStore(RecordStore):
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of memory that hold records which are not written yet."""
+        """Bytes of memory of records that are not written yet."""
         return self._background.held_bytes
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The slots of the records, not the records: these stay on disk until ``snapshots`` newer states were made."""
+        """Return the slots of the records, which stay on disk until ``snapshots`` newer states were made."""
         self.flush()
         state = super().state_dict()
         slots = [self._slots[sample] for sample in self._entries]
@@ -155,7 +155,7 @@ class DiskStore(RecordStore):
         self._free = deque(slot for slot in range(self._num_slots) if slot not in used)
 
     def _reopen(self) -> None:
-        """Load what an earlier process left: the newest record of each sample whose row is intact."""
+        """Load the records of an earlier process: the newest one of each sample whose row is intact."""
         newest: dict[int, tuple[int, Entry, int, int]] = {}
         for slot, row in enumerate(self._files.rows()):
             sample, version, visits, length, order, total, check, _ = row
@@ -203,7 +203,7 @@ class DiskStore(RecordStore):
         if left is not None:
             self._files.write_row(left, _NO_ROW)
         with self._lock:
-            # A newer record may be saved at this moment. It is the one to read until it is written, too.
+            # A newer record may be saved at this moment. That one is read until it is written, too.
             if self._pending.get(slot) is record:
                 del self._pending[slot]
 
@@ -233,7 +233,7 @@ class DiskStore(RecordStore):
 
 
 def _signed(value: int) -> int:
-    """An unsigned 64-bit number as the signed one of the same bits, which tensors can hold."""
+    """Return an unsigned 64-bit number as the signed one of the same bits, which tensors can hold."""
     return value - 2**64 if value >= 2**63 else value
 
 
@@ -244,7 +244,7 @@ def _row_check(words: Iterable[int]) -> int:
 class _Files:
     """The files of a store, which are made, or opened if they belong to this store.
 
-    Folder and files are closed to other users. The file ``lock`` holds a mark from before the first record on: in a
+    Folder and files are closed to other users. The file ``lock`` has a mark from before the first record on: in a
     folder with the mark and without a manifest, making the store was interrupted, and it is made again. Without the
     mark no file is overwritten.
     """
@@ -300,12 +300,12 @@ class _Files:
         return file
 
     def record(self, slot: int) -> Tensor:
-        """The record in a slot (uint8), in the memory map."""
+        """Return the record in a slot (uint8), in the memory map."""
         assert self._map is not None, "the store is open"
         return self._map[slot]
 
     def rows(self) -> list[list[int]]:
-        """The rows of the index."""
+        """Return the rows of the index."""
         data = os.pread(self._index, self._num_slots * _ROW_BYTES, 0)
         return torch.frombuffer(bytearray(data), dtype=torch.int64).view(self._num_slots, _WORDS).tolist()
 
@@ -316,7 +316,7 @@ class _Files:
             os.posix_fadvise(self._records, at, self._record_bytes, os.POSIX_FADV_WILLNEED)
 
     def write_record(self, slot: int, record: Tensor) -> None:
-        # Not through the map: a full disk would end the process there instead of raising an error.
+        # The map is not written to: on a full disk that would end the process instead of raising an error.
         data = memoryview(record.contiguous().numpy())  # pyright: ignore[reportArgumentType] - arrays are buffers
         _write_all(self._records, data, slot * self._record_bytes)
 

@@ -1,4 +1,4 @@
-"""What can be wrong with a message store."""
+"""Errors of message stores."""
 
 
 class StoreError(RuntimeError):

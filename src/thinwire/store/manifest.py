@@ -1,4 +1,4 @@
-"""The files of a store on disk: how they are opened, what its manifest says, and the check for free space."""
+"""The files of a store on disk: opening them, the manifest, and the check for free space."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def open_file(path: Path, *, exclusive: bool = False) -> int:
 
 
 def read_manifest(folder: Path) -> dict[str, object] | None:
-    """The manifest of a store; None where there is none.
+    """Return the manifest of a store; None where there is none.
 
     Raises:
         StoreError: There is a file of that name which is not a manifest.
@@ -56,7 +56,7 @@ def read_manifest(folder: Path) -> dict[str, object] | None:
 
 
 def write_manifest(folder: Path, identity: Mapping[str, object]) -> None:
-    """Write the manifest as a whole: after a crash there is all of it, or what was there before."""
+    """Write the manifest as a whole: after a crash there is all of it, or the old one."""
     fresh = folder / f"{NAME}.new"
     with os.fdopen(open_file(fresh), "wb") as file:
         file.truncate()

@@ -1,4 +1,4 @@
-"""The user's choice of a message store: `Memory`, `Disk`, `Crops` or `Centers`, and how much it may hold."""
+"""The user's choice of a message store: `Memory`, `Disk`, `Crops` or `Centers`, and its limits."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from thinwire.store.store import Store
 
 
 class Place(ABC):
-    """What a stage keeps, and where."""
+    """The user's choice of the messages that a stage keeps, and of their place."""
 
     @abstractmethod
     def open(self, form: RecordFormat, name: str, *, run: int, background: Background) -> Store:
         """Open the store of one side of one boundary.
 
         Raises:
-            StoreError: As `DiskStore` raises it.
+            StoreError: See `DiskStore`.
         """
 
     def run_of(self, name: str) -> int | None:
-        """The run of the store ``name`` that is to be continued; None if there is none."""
+        """Return the run of the store ``name`` that is to be continued; None if there is none."""
         return None
 
     def check(self, *, precision: int, warmup_epochs: int) -> None:  # noqa: B027 - any goes
@@ -39,19 +39,19 @@ class Place(ABC):
 
     @abstractmethod
     def facts(self) -> dict[str, object]:
-        """What all ranks must have in common."""
+        """Return the options that all ranks must have in common."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Records(Place):
-    """Records of samples, and how many of them there may be.
+    """Limits of records of samples.
 
     Args:
         num_samples: Number of different samples that this pipeline will see: those of the data set, or of this
             replica's share of it.
         budget_bytes: Size limit for one side of one stage boundary; a stage between two others has two sides.
         evict: What happens when there is less room than samples. With ``newcomers``, new samples are not kept and are
-            sent raw each time, which suits epochs. With ``oldest``, the samples that came first are dropped, which
+            sent raw each time, which suits epochs. With ``oldest``, the samples that were seen first are dropped, which
             suits a stream.
     """
 
@@ -66,10 +66,10 @@ class Records(Place):
         check_choice("evict", self.evict, ("newcomers", "oldest"))
 
     def capacity(self, form: RecordFormat, copies: int = 1) -> int | None:
-        """Number of samples that there is room for, each with ``copies`` of its record; None for any number.
+        """Return the number of samples that there is room for, each with ``copies`` of its record; None for any number.
 
         Raises:
-            StoreError: The budget does not hold a single one.
+            StoreError: The budget does not suffice for a single one.
         """
         if self.budget_bytes is None:
             return self.num_samples
@@ -82,7 +82,7 @@ class Records(Place):
         return room if self.num_samples is None else min(room, self.num_samples)
 
     def eviction(self) -> Evict | None:
-        """``evict``, or None without a budget: one sample more is an error then."""
+        """Return ``evict``, or None without a budget: one sample more is an error then."""
         return self.evict if self.budget_bytes is not None else None
 
     def facts(self) -> dict[str, object]:
@@ -107,11 +107,11 @@ class Disk(Records):
 
     Args:
         path: The folder.
-        snapshots: From how many saved states back a run can be resumed bit by bit. Each takes the size of all records
+        snapshots: Number of saved states from which a run can be resumed bit by bit. Each takes the size of all records
             once more. 1 is enough for checkpoints that are written before training continues, 2 for those that are
-            written beside it.
+            written at the same time.
         resume: Continue with the messages of an existing store as they were last written.
-        waiting_bytes: Limit of what the background thread holds in memory before it is written.
+        waiting_bytes: Limit of the memory of records that the background thread has yet to write.
     """
 
     path: str | Path
@@ -154,7 +154,7 @@ class Crops(Records):
 
     Each boundary keeps messages of whole padded images. A visit takes the change from the part of it that its crop
     sees, and renews that part. ``stage.set_sample_ids(ids, corners=...)`` says where each image was cropped. A flipped
-    image is a sample of its own: ``ids = 2 * ids + flipped``. What crosses boundaries is (batch, channels, height,
+    image is a sample of its own: ``ids = 2 * ids + flipped``. Activations at boundaries are (batch, channels, height,
     width), square.
 
     Args:
@@ -188,12 +188,12 @@ class Crops(Records):
 class Centers(Place):
     """Keep cluster centers of activations in place of a message of each sample: `CenterStore`.
 
-    Memory does not grow with the samples (`center_bytes`), and a sample need not come back, so this is for streams and
+    Memory does not grow with the samples (`center_bytes`), and a sample need not return, so this is for streams and
     for a single epoch. The centers are part of ``stage.state_dict()``.
 
     Args:
         num: Centers of one side of one stage boundary, 1 to 256. Until there are so many, samples are sent whole.
-        window: About how many of the last vectors that came to a center it is the mean of.
+        window: About how many of the last vectors assigned to a center it is the mean of.
     """
 
     num: int = MOST_CENTERS

@@ -1,4 +1,4 @@
-"""What stores of records share: the messages m(ξ) of one side of a stage boundary, by sample."""
+"""The base of stores of records: the messages m(ξ) of one side of a stage boundary, by sample."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ Evict = Literal["newcomers", "oldest"]
 
 
 class Entry(NamedTuple):
-    """What a store keeps of a sample beside its record."""
+    """Facts about the record of a sample."""
 
     version: int
-    """The training step that wrote the record, from 1."""
+    """Training step that wrote the record, from 1."""
     visits: int
     """Number of visits since the sample was first kept, that step included."""
     length: int
-    """Positions that the record holds."""
+    """Number of positions in the record."""
 
 
 class RecordStore(Store):
     """Keeps one record for each sample, with its step, visits and length.
 
-    Which samples it holds depends on the calls alone, not on hashes, clocks or threads, so that the two sides of a
-    boundary, which make the same calls, hold the same samples.
+    The samples that it keeps depend on the calls alone, not on hashes, clocks or threads, so that the two sides of a
+    boundary, which make the same calls, keep the same samples.
 
     Args:
         form: Format of the records.
@@ -49,14 +49,14 @@ class RecordStore(Store):
         self._entries: dict[int, Entry] = {}
 
     def __len__(self) -> int:
-        """Number of samples that are kept."""
+        """Return the number of samples that are kept."""
         return len(self._entries)
 
     def __contains__(self, sample: int) -> bool:
         return sample in self._entries
 
     def entry(self, sample: int) -> Entry | None:
-        """The entry of a sample; None if it was not seen, or was dropped."""
+        """Return the entry of a sample; None if it was not seen, or was dropped."""
         return self._entries.get(sample)
 
     def visits(self, sample: int) -> int:
@@ -69,7 +69,7 @@ class RecordStore(Store):
 
     @property
     def samples(self) -> tuple[int, ...]:
-        """The samples that are kept, in the order in which they came."""
+        """Samples that are kept, in the order in which they were first seen."""
         return tuple(self._entries)
 
     def admit(self, samples: Sequence[int]) -> frozenset[int]:
@@ -135,7 +135,7 @@ class RecordStore(Store):
 
     @abstractmethod
     def checksum(self, sample: int) -> int:
-        """64-bit checksum of the bytes of a sample's record as they are now."""
+        """Return a 64-bit checksum of the present bytes of a sample's record."""
 
     def digest(self) -> int:
         total = 0
@@ -148,7 +148,7 @@ class RecordStore(Store):
         return {"entries": torch.tensor(entries, dtype=torch.int64, device="cpu").reshape(len(entries), 4)}
 
     def _load_entries(self, state: Mapping[str, Tensor]) -> dict[int, Entry]:
-        """The entries of a state. They are checked, because a state comes from a file."""
+        """Return the entries of a state. They are checked, because a state is read from a file."""
         table = state.get("entries")
         if not isinstance(table, Tensor) or table.dtype != torch.int64 or table.dim() != 2 or table.shape[1] != 4:
             raise StoreError("this is not the state of a message store: it has no table of entries")
@@ -180,4 +180,4 @@ class RecordStore(Store):
 
     @abstractmethod
     def _is_whole(self, sample: int) -> bool:
-        """Whether the record of a kept sample is what was written."""
+        """Whether the record of a kept sample is the one that was written."""

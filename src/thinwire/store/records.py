@@ -1,4 +1,4 @@
-"""Records: the activations of one sample as a store keeps them, in 32, 16 or 2 to 8 bits a value."""
+"""Records: a store's form of the activations of one sample, in 32, 16 or 2 to 8 bits a value."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class Part(NamedTuple):
     """One tensor's share of a sample."""
 
     positions: int
-    """Positions of the longest sample: the size of the second dimension, or 1 if there is only the batch."""
+    """Number of positions of the longest sample: the size of the second dimension, or 1 if there is only the batch."""
     width: int
-    """Elements of one position."""
+    """Number of elements of one position."""
     grows: bool
     """Whether the number of positions is the length of the sample; otherwise it is fixed."""
 
     def at(self, length: int) -> int:
-        """Elements of a sample of ``length`` positions."""
+        """Return the elements of a sample of ``length`` positions."""
         return self.vectors(length) * self.width
 
     def vectors(self, length: int) -> int:
-        """Vectors of ``width`` elements in a sample of ``length`` positions: one for each."""
+        """Return the vectors of ``width`` elements in a sample of ``length`` positions: one for each."""
         return length if self.grows else self.positions
 
 
@@ -41,14 +41,14 @@ class Rows(NamedTuple):
 
     samples: tuple[int, ...]
     lengths: tuple[int, ...]
-    """Valid positions of each sample. What lies behind them is zero, and is neither sent nor kept."""
+    """Number of valid positions of each sample. Those behind them are zero, and are neither sent nor kept."""
     padded: int
-    """Positions of each sample in the flat tensor."""
+    """Number of positions of each sample in the flat tensor."""
     corners: tuple[tuple[int, int], ...] = ()
-    """Where each sample, an image that is seen cropped, was cropped: pixels down and to the right; empty if none is."""
+    """Corners of the samples' crops, if they are cropped images: pixels down and to the right; else empty."""
 
     def vectors(self, parts: Sequence[Part]) -> Tensor:
-        """Which vectors of samples with these parts are not padding: bool of shape (samples, vectors of each)."""
+        """Return which vectors of samples with these parts are no padding: bool of shape (samples, vectors)."""
         lengths = torch.tensor(self.lengths, dtype=torch.int64, device="cpu").view(-1, 1)
         of_parts = (torch.arange(part.vectors(self.padded), dtype=torch.int64, device="cpu") for part in parts)
         valid = [(at < lengths) | (not part.grows) for at, part in zip(of_parts, parts, strict=True)]
@@ -56,7 +56,7 @@ class Rows(NamedTuple):
 
     @staticmethod
     def uniform(samples: Iterable[int], length: int) -> Rows:
-        """Samples that all have the same length."""
+        """Return rows of samples that all have the same length."""
         kept = tuple(samples)
         return Rows(kept, (length,) * len(kept), length)
 
@@ -73,7 +73,7 @@ class RecordFormat:
     precision: int = 32
     half: Half = "bfloat16"
     site: str = "m"
-    """The name of the boundary, so that one store is not taken for another."""
+    """Name of the boundary, so that one store is not taken for another."""
     coder: Coded = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -89,11 +89,11 @@ class RecordFormat:
 
     @cached_property
     def length(self) -> int:
-        """Positions of the longest sample; 0 if no part depends on the length."""
+        """Number of positions of the longest sample; 0 if no part depends on the length."""
         return max((part.positions for part in self.parts if part.grows), default=0)
 
     def numel(self, length: int) -> int:
-        """Elements of a sample of ``length`` positions."""
+        """Return the elements of a sample of ``length`` positions."""
         return sum(part.at(length) for part in self.parts)
 
     def part_bytes(self, part: Part, length: int) -> int:
@@ -105,7 +105,7 @@ class RecordFormat:
         return sum(self.part_bytes(part, part.positions) for part in self.parts)
 
     def segments(self, rows: Rows) -> Segments:
-        """Where the records of ``rows`` lie, one behind the other, and their values in a flat tensor."""
+        """Return the places of the records of ``rows``, one behind the other, and of their values in a flat tensor."""
         stride, pieces = self.numel(rows.padded), []
         for i, (sample, length) in enumerate(zip(rows.samples, rows.lengths, strict=True)):
             at, payload = i * stride, i * self.record_bytes
@@ -116,7 +116,7 @@ class RecordFormat:
         return Segments.build(pieces)
 
     def encode(self, values: Tensor, rows: Rows) -> Tensor:
-        """The records of ``rows``: uint8 of shape (samples, `record_bytes`), from fp32 values (elements,).
+        """Return the records of ``rows``: uint8 of shape (samples, `record_bytes`), from fp32 values (elements,).
 
         The records may share memory with the values.
         """
@@ -128,9 +128,9 @@ class RecordFormat:
         return records.view(len(rows.samples), self.record_bytes)
 
     def decode(self, records: Tensor, kept: Sequence[int], rows: Rows) -> Tensor:
-        """The values in records, as fp32 (elements,) laid out as ``rows``; zero where they hold nothing.
+        """Return the values in records, as fp32 (elements,) laid out as ``rows``; zero where they have none.
 
-        ``kept`` are the positions that each record holds: those of the sample when it was kept. A position that was
+        ``kept`` are the positions in each record: those of the sample when it was kept. A position that was
         never seen is zero, so that its change is its value. The values may share memory with the records.
         """
         if tuple(kept) == rows.lengths:
@@ -172,7 +172,7 @@ class RecordFormat:
             raise ValueError(f"{values.numel()} values are not those of {len(rows.samples)} samples")
 
     def describe(self) -> dict[str, object]:
-        """The facts that two stores must share for one to read the records of the other."""
+        """Return the facts that two stores must share for one to read the records of the other."""
         return {
             "parts": [list(part) for part in self.parts],
             "precision": self.precision,
@@ -189,7 +189,7 @@ def check_precision(precision: int) -> None:
 
 
 def store_bytes(num_samples: int, shape: Sequence[int], precision: int = 32, *, snapshots: int = 0) -> int:
-    """Bytes of the messages of ``num_samples`` samples on one side of one stage boundary.
+    """Return the bytes of the messages of ``num_samples`` samples on one side of one stage boundary.
 
     ``shape`` is that of one sample's activation without the batch, such as (length, hidden). On disk, a store reserves
     this size ``snapshots`` times more (1 by default, see `Disk`).

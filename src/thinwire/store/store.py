@@ -1,4 +1,4 @@
-"""The contract of message stores: what one side of a stage boundary keeps, from which it takes what changed."""
+"""The contract of message stores: the activations from which one side of a stage boundary takes changes."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ LARGEST_SAMPLE = 2**62
 
 @dataclass
 class StoreCounts:
-    """What happened to the records of a store."""
+    """Counts of events of a store's records."""
 
     corrupt: int = 0
-    """Records that differed from what had been written. Their samples count as unseen."""
+    """Number of records that differed from the bytes that had been written. Their samples count as unseen."""
     evicted: int = 0
-    """Samples that were dropped to make room for others."""
+    """Number of samples that were dropped to make room for others."""
     turned_away: int = 0
-    """Visits of samples for which there was no room."""
+    """Number of visits of samples for which there was no room."""
 
 
 class Store(ABC):
-    """Keeps what the changes of activations are taken from: m(ξ) of each sample ξ, or what stands for it.
+    """Keeps the reference of activations' changes: m(ξ) of each sample ξ, or a substitute for it.
 
-    What it holds depends on the calls alone, not on hashes, clocks or threads, so that the two sides of a boundary,
-    which make the same calls, hold the same. A step begins with `admit`; its micro-batches are loaded and saved in
+    Its contents depend on the calls alone, not on hashes, clocks or threads, so that the two sides of a boundary,
+    which make the same calls, are the same. A step begins with `admit`; its micro-batches are loaded and saved in
     their order.
     """
 
     chooses: ClassVar[bool] = False
-    """Whether the sender chooses what a sample's change is taken from. Its choices go with the message, so that nothing
-    can be loaded ahead."""
+    """Whether the sender chooses the reference of a sample's change. Its choices are sent with the message, so that
+    nothing can be loaded ahead."""
 
     def __init__(self, form: RecordFormat) -> None:
         self.form = form
@@ -44,16 +44,16 @@ class Store(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of samples that are kept."""
+        """Return the number of samples that are kept."""
 
     @abstractmethod
     def visits(self, sample: int) -> int:
-        """Number of visits since the sample was first kept, that one included; 0 if it is to be sent whole."""
+        """Return the visits since the sample was first kept, that one included; 0 if it is to be sent whole."""
 
     @abstractmethod
     def view(self, sample: int, *, compare: bool) -> int | None:
-        """A number that both sides share if they keep the same for the sample; None if nothing is kept. With
-        ``compare``, the bytes that are kept are in it, otherwise only when they were written."""
+        """Return a number that both sides share if they keep the same for the sample; None if nothing is kept. With
+        ``compare`` it depends on the kept bytes, otherwise only on when they were written."""
 
     def check_corners(self, corners: Sequence[tuple[int, int]] | None) -> None:
         """Raise ``ValueError`` unless the crops that a step sees begin where this store can keep them."""
@@ -65,17 +65,17 @@ class Store(ABC):
         """Begin a step with these samples, and return those for which there is no room."""
 
     def choose(self, values: Tensor, rows: Rows) -> Tensor:
-        """What the sender takes the changes of values (elements,) from: uint8 of shape (samples, vectors of each). Only
-        of a store that `chooses`."""
+        """Return the sender's choice of the reference of values (elements,): uint8 of shape (samples, vectors of each).
+        Only for a store that `chooses`."""
         raise NotImplementedError
 
     @abstractmethod
     def load(self, rows: Rows, choices: Tensor | None = None) -> Tensor:
-        """The values m(ξ) of samples that are all kept: fp32 (elements,), laid out as ``rows``; zero at positions that
-        were never seen. ``choices`` are those of `choose`.
+        """Return the values m(ξ) of samples that are all kept: fp32 (elements,), laid out as ``rows``; zero at
+        positions that were never seen. ``choices`` are those of `choose`.
 
         Raises:
-            StoreError: A choice is of what is not kept.
+            StoreError: A choice refers to something that is not kept.
         """
 
     @abstractmethod
@@ -85,11 +85,11 @@ class Store(ABC):
 
     @abstractmethod
     def forget(self, sample: int) -> None:
-        """Drop what is kept of this sample alone, which counts as unseen from now on."""
+        """Drop the record of this sample alone, which counts as unseen from now on."""
 
     @abstractmethod
     def reset(self, samples: Iterable[int]) -> None:
-        """Drop what the two sides keep differently of these samples: they are to be sent whole."""
+        """Drop the records of these samples, which the two sides keep differently: they are to be sent whole."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -101,16 +101,16 @@ class Store(ABC):
 
     @abstractmethod
     def digest(self) -> int:
-        """A number that two stores share if, and only if, they hold the same."""
+        """Return a number that two stores share if, and only if, they keep the same."""
 
     def prefetch(self, samples: Iterable[int]) -> None:  # noqa: B027 - what is in memory is there
-        """Read the records of these samples, which come next, in the background."""
+        """Read the records of these samples, which are used next, in the background."""
 
     def flush(self) -> None:  # noqa: B027 - what is in memory is there
-        """Block until everything that was saved is on disk."""
+        """Block until all saved records are on disk."""
 
     def close(self) -> None:  # noqa: B027 - memory needs no closing
-        """Let go of files."""
+        """Close files."""
 
     @property
     @abstractmethod
@@ -119,7 +119,7 @@ class Store(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
-        """Tensors from which `load_state_dict` restores the store."""
+        """Return tensors from which `load_state_dict` restores the store."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The laws that every compressor keeps, as functions: a compressor from outside can be held to them too.
+"""The laws that every compressor keeps, as functions: a compressor of another package can be tested by them, too.
 
 import pytest
 from thinwire.testing import LAWS

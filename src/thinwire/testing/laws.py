@@ -1,4 +1,4 @@
-"""One function per law. Each takes a compressor and raises AssertionError where it breaks the law."""
+"""Laws, one function each, which takes a compressor and raises AssertionError where it breaks the law."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SIZES = (1, 2, 63, 64, 127, 128, 129, 1000, 4097)
 def encode_one(
     compressor: Coded, x: Tensor, *, key: int = 0, name: str = "layer", index0: int = 0, state: State | None = None
 ) -> tuple[Tensor, Segments]:
-    """The message of one flat tensor as one piece of a layer, and its segments; in a first step without ``state``."""
+    """Return the message of a flat tensor as a piece of a layer, and its segments; a first step's without ``state``."""
     segments = Segments.build([Piece(name, 0, x.numel(), index0, 0)])
     message = torch.full((compressor.payload_bytes(x.numel(), x.dtype),), 0xAB, dtype=torch.uint8, device="cpu")
     state = state or first_state(compressor, x, segments)
@@ -40,7 +40,7 @@ def encode_one(
 
 
 def decode_one(compressor: Coded, message: Tensor, segments: Segments, dtype: torch.dtype) -> Tensor:
-    """What the message of one piece decodes to, in ``dtype``."""
+    """Return the decoded message of one piece, in ``dtype``."""
     y = torch.empty(segments.pieces[0].numel, dtype=dtype, device="cpu")
     compressor.decode(message, y, CodecCall(segments))
     return y
@@ -75,7 +75,7 @@ def size_is_known_beforehand(compressor: Compressor) -> None:
 
 
 def _meaningful(compressor: Coded, message: Tensor, x: Tensor) -> Tensor:
-    """What a message says: of a bounded payload what it holds; of a raw one not the padding."""
+    """Return the meaningful bytes of a message: without unused ones of a bounded payload, and padding of a raw one."""
     if compressor.spec_name == "raw":
         return message[: x.numel() * x.element_size()]
     return message[: used_bytes(compressor, message, Piece("layer", 0, x.numel(), 0, 0)) if x.numel() else 0]
@@ -192,7 +192,7 @@ def unbiased_if_it_says_so(compressor: Compressor) -> None:
     outcomes = torch.stack([compressor.roundtrip(x.float(), key=key) for key in range(runs)]).double()
     off = outcomes.mean(0) - x
     largest = float((outcomes - x).abs().max())
-    # An outcome rarer than one in `runs` may not have been seen at all: its share is allowed for.
+    # An outcome rarer than one in `runs` may not have been seen: its share is allowed for.
     per_element = 5 * outcomes.std(0) / math.sqrt(runs) + 12 * largest / runs
     assert bool((off.abs() <= per_element).all()), "an element's mean is off"
     overall = 5 * largest / math.sqrt(numel * runs) + 2.0**-16 * largest
@@ -257,7 +257,7 @@ def reduce_is_the_encoded_mean(compressor: Compressor) -> None:
 
 
 def mean_is_that_of_what_was_sent(compressor: Compressor) -> None:
-    """Law 8: whoever gathers all messages ends with the mean of what each decodes to."""
+    """Law 8: a rank that gathers all messages ends with the mean of their decoded values."""
     if not isinstance(compressor, Coded) or not compressor.traits.plain_mean:
         return
     for dtype in GRADIENT_DTYPES:
@@ -273,7 +273,7 @@ def mean_is_that_of_what_was_sent(compressor: Compressor) -> None:
 def _of_ranks(
     compressor: Coded, numel: int, num_ranks: int, dtype: torch.dtype = torch.float32
 ) -> tuple[list[Tensor], list[Tensor], Segments]:
-    """The values of some ranks, and the messages that they send of them in ``dtype``."""
+    """Return the values of some ranks, and the messages that they send of them in ``dtype``."""
     inputs = [_sample(numel, seed) for seed in range(num_ranks)]
     if compressor.spec_name == "raw":
         # Raw values are decoded in the dtype that they were sent in; three of them add up exactly.
@@ -335,8 +335,8 @@ def _defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
 
 
 def the_loss_scale_cancels(compressor: Compressor) -> None:
-    """What a gradient times the loss scale is decoded to, divided by it, is what the gradient itself is decoded to; or
-    it overflows to what is not finite, so that whoever chooses the scale sees it."""
+    """A gradient times the loss scale, decoded and divided by it, is the decoded gradient. Or it overflows to values
+    that are not finite, which shows that the scale is too large."""
     if not isinstance(compressor, Coded | Summed):
         return
     numel = 1000

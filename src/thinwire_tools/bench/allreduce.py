@@ -1,4 +1,4 @@
-"""``thinwire bench allreduce``: one all-reduce over a slow link, beside what it has to beat and its own limit."""
+"""The command ``thinwire bench allreduce``: one all-reduce over a slow link, compared to fp32 and to its own limit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def measure(
 
 
 def add(results: Results, answer: dict[str, Any], prefix: str = "") -> None:
-    """Add what was measured of one size: seconds, speed-ups and bytes of each method."""
+    """Add the figures of one size: seconds, speed-ups and bytes of each method."""
     seconds = answer["seconds"]
     for name, value in seconds.items():
         results.add(f"{prefix}seconds/{name}", value, "s", all=answer["all"][name])

@@ -69,8 +69,8 @@ class Method:
         return not any(message.late for message in self.buffers.outgoing.values())
 
     def bare(self) -> None:
-        """Send the same messages in the same order, each when those have come that it is made of, without encoding or
-        decoding anything."""
+        """Send the same messages in the same order, each when those are received that it is made of, without encoding
+        or decoding anything."""
         transport, buffers = self.transport, self.buffers
         transport.begin(buffers)
         arriving = {address: transport.receive_into(buffers, *address) for address in buffers.inbox}
@@ -107,9 +107,9 @@ class Method:
 class Stopwatch:
     """Times what all ranks run, by the clock that the processes of a machine share.
 
-    Ranks start together, at a moment that they agree on: out of a barrier they would come up to a round trip apart, and
-    the first of them would wait for the last. They have run the same just before, as in a training: how much TCP sends
-    at once depends on what its connections have carried in the last fraction of a second.
+    Ranks start together, at a moment that they agree on: out of a barrier they would start up to a round trip apart,
+    and the first of them would wait for the last. They have run the same just before, as in a training: how much TCP
+    sends at once depends on what its connections have carried in the last fraction of a second.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class Stopwatch:
         self._ahead_s = 0.002 + 2 * _greatest(time.perf_counter() - began)
 
     def time(self, run: Callable[[], object], pause_s: float = 0.0) -> float:
-        """Seconds from the start until the slowest rank has ended: then an all-reduce has.
+        """Return the seconds from the start until the slowest rank has ended: then an all-reduce has.
 
         ``pause_s``: seconds for which the link is idle after the run before, as while gradients are computed.
         """
@@ -132,7 +132,7 @@ class Stopwatch:
 
 
 def _greatest(value: float) -> float:
-    """The greatest of all ranks' values, after one round trip."""
+    """Return the greatest of all ranks' values, after one round trip."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     values = [torch.tensor([value], dtype=torch.float64, device="cpu") for _ in range(num_ranks)]
     peers = [peer for peer in range(num_ranks) if peer != rank]
@@ -144,7 +144,7 @@ def _greatest(value: float) -> float:
 
 
 def sent_on_interface() -> int:
-    """Bytes that this rank's node has sent so far; 0 where it has no interface of the lab."""
+    """Return the bytes that this rank's node has sent so far; 0 where it has no interface of the lab."""
     for line in _COUNTERS.read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == INTERFACE:
@@ -168,12 +168,12 @@ def _gradient(rank: int, numel: int) -> Tensor:
 
 
 def _checked(method: Method, gradient: Tensor, exact: Tensor, ranks_per_node: int) -> dict[str, Any]:
-    """One run that is not timed: its error, its bytes, and whether all ranks got the same."""
+    """Run once, untimed; return its error, its bytes, and whether all ranks got the same."""
     x, ranks = gradient.clone(), range(dist.get_world_size())
     dist.barrier()
     before = sent_on_interface()
     method.run(x)
-    # The kernel counts what it has sent: wait until the last messages have left.
+    # The kernel counts the bytes that it has sent: wait until the last messages are sent.
     time.sleep(0.05)
     on_interface = _gather(sent_on_interface() - before)
     traffic = method.layout.gather_traffic() if method.gathers else method.layout.reduction_traffic()
@@ -208,7 +208,7 @@ def contest(numel: int, config: dict[str, Any], transports: dict[str, Transport]
     about: dict[str, Any] = {}
     runs: dict[str, Callable[[], object]] = {"gloo": lambda: dist.all_reduce(x)}
     if x.nbytes <= SMALL_BYTES:
-        # What is summed and not compressed travels like this: factors, and layers beside them.
+        # Summed values that are not compressed, such as factors and layers next to them, are sent like this.
         runs["fp32"] = partial(next(iter(transports.values())).all_reduce, x)
     runs |= {name: partial(method.run, x) for name, method in methods.items()}
     runs |= {f"bare/{name}": method.bare for name, method in methods.items() if method.has_bare}
@@ -218,7 +218,7 @@ def contest(numel: int, config: dict[str, Any], transports: dict[str, Transport]
     del exact
     stopwatch, started = Stopwatch(), time.perf_counter()
     for done in range(config["repeats"]):
-        # What comes right after a long transfer finds the link's queues full: none may always be the one.
+        # The run after a long transfer finds the link's queues full: it must not always be the same one.
         for name in random.Random(done).sample(list(runs), len(runs)):
             x.copy_(gradient)
             times[name].append(stopwatch.time(runs[name]))

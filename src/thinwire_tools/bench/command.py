@@ -1,4 +1,4 @@
-"""``thinwire bench``: the options and help of its measurements, which wait for no import of PyTorch."""
+"""The command ``thinwire bench``: options and help of its measurements, which wait for no import of PyTorch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire_tools.results import OutputFile, Results
 
 
 def kernels(*, size_mb: float = 25.0, threads: int | None = None, repeats: int = 15, json: OutputFile = None) -> None:
-    """Time the CPU kernels beside torch's copy_ on as many bytes.
+    """Time the CPU kernels, and torch's copy_ on as many bytes.
 
     All operations take turns, so a noisy machine is noisy for all alike; figures are medians. GB/s counts the fp32
     bytes that the values take, whatever is read or written. The break-even bandwidth is that of a link on which
@@ -179,7 +179,7 @@ def step(
 
 
 def cuda(*, size_mb: float = 25.0, repeats: int = 20, ranks: int = 4, json: OutputFile = None) -> int:
-    """Time compressors on a GPU beside a copy of as many bytes there, and an all-reduce of ranks that share the GPU.
+    """Time compressors on a GPU, a copy of as many bytes there, and an all-reduce of ranks that share the GPU.
 
     A bucket of 40 layers is compressed as one. GB/s counts the fp32 bytes of the values, by the GPU's own clock;
     launches are kernels, copies and fills that one call started. The ranks of the all-reduce are threads with a stream
@@ -192,7 +192,7 @@ def cuda(*, size_mb: float = 25.0, repeats: int = 20, ranks: int = 4, json: Outp
     Args:
         size_mb: fp32 megabytes (2^20 bytes) of the bucket; DDP's buckets have 25.
         repeats: times that each figure is measured; the median counts.
-        ranks: of the all-reduce.
+        ranks: number of ranks of the all-reduce.
         json: write the figures to this file.
     """
     with ends_command():

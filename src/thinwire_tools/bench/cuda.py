@@ -1,4 +1,4 @@
-"""``thinwire bench cuda``: how fast a GPU compresses, beside a copy on it, and in how many launches."""
+"""The command ``thinwire bench cuda``: speed of a GPU's compression, compared to a copy on it, and its launches."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ SPECS = (
     *("lattice(bits=8)", "ef(onebit)", "natural", "topk(density=0.01)", "raw"),
 )
 _REDUCED = ("minmax(bits=4)", "ef(minmax(bits=4))", "topk(density=0.01)", "cast(bf16)")
-"""What several ranks reduce."""
+"""Compressors of the gradients that several ranks reduce."""
 
 _ROTATED = 4
-"""Buffers that take turns, so that none of them is found in a cache."""
+"""Number of buffers that take turns, so that none of them is found in a cache."""
 
 _LAYERS = 40
-"""Layers of the bucket: their number should not show in the number of launches."""
+"""Number of layers of the bucket, which should not show in the number of launches."""
 
 _AT_A_TIME = 8
-"""Calls that are timed together: a GPU is faster than a host that starts one kernel after the other."""
+"""Number of calls that are timed together: a GPU is faster than a host that starts one kernel after the other."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One operation: seconds a call, and what the device ran for it."""
+    """One operation: seconds a call, and the device's operations for it."""
 
     name: str
     seconds: float
@@ -80,7 +80,7 @@ def show_speeds(size_mb: float, repeats: int, ranks: int) -> Results:
 
 
 def missing() -> str:
-    """What this machine lacks to measure a GPU, and what to do; empty if nothing."""
+    """Return what this machine lacks to measure a GPU, and what to do; empty if nothing."""
     if not torch.cuda.is_available():
         return (
             f"this PyTorch ({torch.__version__}) sees no CUDA device, and there is nothing to measure without one. "
@@ -92,7 +92,7 @@ def missing() -> str:
 
 
 def compressors(device: torch.device, numel: int, repeats: int, specs: Sequence[str] = SPECS) -> list[Row]:
-    """A copy, and what each compressor does: it encodes, decodes, adds what it decodes, and reduces four ranks."""
+    """Return a copy, and the operations of each compressor: encode, decode, add decoded values, reduce four ranks."""
     x = [
         torch.randn(numel, generator=torch.Generator().manual_seed(i), dtype=torch.float32, device="cpu").to(device)
         for i in range(_ROTATED)
@@ -135,7 +135,7 @@ def _coded(spec: str, x: list[Tensor], y: list[Tensor], device: torch.device, re
 
 
 def _layers(numel: int) -> list[tuple[str, int, int]]:
-    """Name, start and size of layers of very different sizes that make up so many elements."""
+    """Return name, start and size of layers of very different sizes that make up so many elements."""
     weights = [1 + i % 4 * 8 for i in range(_LAYERS)]
     edges = [sum(weights[:i]) * numel // sum(weights) for i in range(_LAYERS + 1)]
     return [(f"layer{i}", edges[i], edges[i + 1] - edges[i]) for i in range(_LAYERS)]
@@ -152,7 +152,7 @@ def _row(name: str, device: torch.device, repeats: int, run: Callable[[int], obj
 
 
 def launches(run: Callable[[], object], device: torch.device) -> int:
-    """Kernels, copies and fills that the device runs for ``run``."""
+    """Return the number of kernels, copies and fills that the device runs for ``run``."""
     if device.type != "cuda":
         return 0
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -163,7 +163,7 @@ def launches(run: Callable[[], object], device: torch.device) -> int:
 
 
 def reductions(device: torch.device, numel: int, repeats: int, ranks: int) -> list[Row]:
-    """Seconds in which ``ranks`` threads, which share the device, take the mean of their gradients."""
+    """Return the seconds in which ``ranks`` threads, which share the device, take the mean of their gradients."""
     rows = []
     for spec in _REDUCED:
         seconds, sent_bytes = _reduced(spec, device, numel, repeats, ranks)
@@ -203,7 +203,7 @@ def _stream(device: torch.device) -> AbstractContextManager[object]:
 
 
 def step_seconds(layout: Layout, transport: DeviceTransport, repeats: int) -> list[float]:
-    """One rank's all-reduces: the first, for which kernels are compiled, does not count."""
+    """Return the seconds of one rank's all-reduces without the first, for which kernels are compiled."""
     device = transport.device
     x = torch.randn(
         layout.numel, generator=torch.Generator().manual_seed(transport.rank), dtype=torch.float32, device="cpu"

@@ -1,4 +1,4 @@
-"""``thinwire bench kernels``: how fast this machine's CPU quantizes, beside a plain copy in the same run."""
+"""The command ``thinwire bench kernels``: speed of the CPU's kernels, compared to a plain copy in the same run."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from thinwire_tools.bench.tables import figures_table
 from thinwire_tools.results import Results
 
 _ROTATED = 4
-"""Buffers that take turns, so that none of them is found in a cache."""
+"""Number of buffers that take turns, so that none of them is found in a cache."""
 
 _SMALL = 2048
-"""Elements of a call that is all overhead."""
+"""Number of elements of a call that is all overhead."""
 
 _REFERENCE = 2**18
-"""Elements for the torch reference, which is too slow for the full size."""
+"""Number of elements for the torch reference, which is too slow for the full size."""
 
 
 _Row = tuple[str, Callable[[int], object]]
-"""The name of an operation, and a function that runs it on the i-th of the buffers."""
+"""Name of an operation, and a function that runs it on the i-th of the buffers."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Case:
 
 
 def _name(form: Format) -> str:
-    """The name of a format in the table; min-max and stochastic rounding, the defaults, are left out."""
+    """Return the name of a format in the table; min-max and stochastic rounding, the defaults, are left out."""
     scheme = "" if form.scheme == "minmax" else f"{form.scheme} "
     bits = "1 bit" if form.bits == 1 else f"{form.bits} bits"
     rounding = "" if form.rounding == "stochastic" else f", {form.rounding}"
@@ -117,7 +117,7 @@ def _threads(threads: int | None) -> Iterator[int]:
 
 
 def _measure(cases: list[Case], repeats: int) -> dict[str, float]:
-    """Median seconds of each case. The first turn, which touches memory for the first time, does not count."""
+    """Return the median seconds of each case, without the first turn, which touches memory for the first time."""
     taken: dict[str, list[float]] = {case.name: [] for case in cases}
     turn = 0
     for repeat in range(repeats + 1):
@@ -171,7 +171,7 @@ def _format_cases(at: Buffers, form: Format) -> list[Case]:
 
 
 def _feedback(at: Buffers, form: Format) -> list[Case]:
-    """Error feedback in one pass, and with torch's additions and subtractions around the kernels."""
+    """Return cases of error feedback in one pass, and with torch's additions and subtractions around the kernels."""
     sent, now, later = at.messages(form), [0.1 * x for x in at.x], [torch.zeros_like(x) for x in at.x]
 
     def fused(i: int) -> None:
@@ -205,7 +205,7 @@ def _bf16(at: Buffers, form: Format) -> list[Case]:
 
 
 def _summing(at: Buffers, form: Format) -> list[Case]:
-    """The owner's stage, fused and in its three parts, and the sum of three messages."""
+    """Return cases of the owner's stage, fused and in its three parts, and of the sum of three messages."""
     sent, out = at.messages(form), at.messages(form)
 
     def reduce(i: int) -> None:
@@ -244,7 +244,7 @@ def _torch_reference(form: Format) -> list[Case]:
 
 
 def _other_cases(x: list[Tensor], y: list[Tensor]) -> list[_Row]:
-    """Floats, integers, levels, selection and indices. ``x`` and ``y`` are fp32 tensors of one size that take turns."""
+    """Return cases of floats, integers, levels, selection and indices, on fp32 tensors ``x`` and ``y`` in turns."""
     spans = core.Table(torch.tensor([[0, x[0].numel(), 0, 0, core.site_id("bench")]], dtype=torch.int64, device="cpu"))
     coded = _floats(x, y, spans) + _integers(x, y, spans) + _levels(x, y, spans) + _magnitudes(x, y, spans)
     return coded + _selection(x, y) + _spectra(x, y)
@@ -351,7 +351,7 @@ def _indices(x: list[Tensor], y: list[Tensor], k: int) -> list[_Row]:
 
 
 def _spectra(x: list[Tensor], y: list[Tensor]) -> list[_Row]:
-    """The whole of a compressor: a transform, the choice, indices and range floats."""
+    """Return cases of a whole compressor: a transform, the choice, indices and range floats."""
     numel, fft = x[0].numel(), FFT()
     call = CodecCall(Segments.build([Piece("bench", 0, numel, 0, 0, (numel,))]))
     sent = _messages(x, fft.payload_bytes(numel, torch.float32))

@@ -1,4 +1,4 @@
-"""``thinwire bench step``: a whole training step beside stock DDP and beside the ceiling of sending nothing."""
+"""The command ``thinwire bench step``: a training step, compared to stock DDP and to the ceiling of sending nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def table_of(measured: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def remarks(answer: Mapping[str, Any]) -> Iterator[str]:
-    """What compressing costs in a step of the largest batch, and whether thinwire compressed at all."""
+    """Yield the costs of compression in a step of the largest batch, and whether thinwire compressed at all."""
     last = answer["measured"][-1]
     taken, worked = (1e3 * (by["thinwire"] - by["noop"]) for by in (last["seconds"], answer["processor_s"]))
     yield (

@@ -14,7 +14,7 @@ from thinwire_tools.bench.turns import Turns, gpt, token_batch
 
 
 class Contest(Turns):
-    """The same model three times: stock DDP, thinwire, and with a hook that sends nothing, which is the ceiling."""
+    """Three copies of a model: with stock DDP, thinwire, and a hook that sends nothing, which is the ceiling."""
 
     def __init__(self, cap_mb: float, spec: str, skip_if_slower: bool) -> None:
         models = {name: gpt(cap_mb) for name in ("fp32", "thinwire", "noop")}
@@ -32,7 +32,7 @@ def _noop(state, bucket):
 def _measure(contest: Contest, batch: int, rounds: int, steps: int) -> dict[str, Any]:
     times = contest.seconds(token_batch(batch), rounds, steps)
     seconds = {name: median(by_round) for name, by_round in times.items()}
-    # Round by round, so that a machine that slows down slows both down.
+    # The median over rounds, so that a machine that slows down slows both down.
     shares = {name: median(n / t for n, t in zip(times["noop"], times[name], strict=True)) for name in times}
     over_fp32 = median(f / t for f, t in zip(times["fp32"], times["thinwire"], strict=True))
     return {"batch": batch, "seconds": seconds, "share": shares, "over_fp32": over_fp32, "all": times}

@@ -9,7 +9,7 @@ from rich.table import Table
 
 
 def figures_table(label: str, figures: Sequence[str]) -> Table:
-    """An empty table with a column of labels, which wrap on a narrow terminal, and columns of figures, which never do.
+    """Return an empty table: a column of labels, which wrap on a narrow terminal, and columns of figures, which do not.
 
     A line break in a heading makes its column narrower.
     """

@@ -17,13 +17,13 @@ _VOCABULARY = 256
 
 
 def gpt(cap_mb: float, group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
-    """The demo's GPT, the same each time and on every rank."""
+    """Return the demo's GPT, the same each time and on every rank."""
     torch.manual_seed(0)
     return DistributedDataParallel(GPT(GPTConfig()), bucket_cap_mb=cap_mb, process_group=group)
 
 
 def token_batch(batch: int) -> Tensor:
-    """``[batch, context + 1]`` random tokens, different on each rank."""
+    """Return ``[batch, context + 1]`` random tokens, different on each rank."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     return torch.randint(
         0, _VOCABULARY, (batch, GPTConfig().context + 1), generator=generator, dtype=torch.int64, device="cpu"
@@ -44,7 +44,7 @@ class Turns:
         self._optimizers = {name: torch.optim.AdamW(m.parameters(), lr=1e-4) for name, m in models.items()}
 
     def seconds(self, tokens: Tensor, rounds: int, steps: int) -> dict[str, list[float]]:
-        """By model and round, the seconds of a step on the slowest rank, after some warm-up steps."""
+        """Return the seconds of a step on the slowest rank, after some warm-up steps, by model and round."""
         for name in self.models:
             for _ in range(_WARM_UP):
                 self.step(name, tokens)
@@ -55,7 +55,7 @@ class Turns:
         return times
 
     def processor_seconds(self, tokens: Tensor, rounds: int, steps: int) -> dict[str, float]:
-        """By model, the processor time of a step of this process, all its threads together; run `seconds` before."""
+        """Return the processor time of a step in this process, by model, all threads together; run `seconds` before."""
         taken = dict.fromkeys(self.models, 0.0)
         for _ in range(rounds):
             for name in taken:
@@ -76,6 +76,6 @@ class Turns:
         return float(mine)
 
     def step(self, name: str, tokens: Tensor) -> None:
-        """One step of one of the models."""
+        """Run one step of one of the models."""
         backward(self.models[name], tokens)
         self._optimizers[name].step()

@@ -1,1 +1,1 @@
-"""Paired training runs: the same start, the same batches, another compressor; and what their comparison shows."""
+"""Paired training runs with the same start, the same batches, and another compressor; and their comparison."""

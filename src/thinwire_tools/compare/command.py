@@ -1,4 +1,4 @@
-"""``thinwire demo`` and ``thinwire compare``: their options and help, which wait for no import of PyTorch."""
+"""The commands ``thinwire demo`` and ``thinwire compare``: options and help, which wait for no import of PyTorch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def demo(
         smoke: a tiny model and few steps, under a minute: the same path, no figures worth keeping.
         out: folder for the picture and the figures.
         json: write the figures to this file instead of OUT/demo.json.
-        seed: of the initial weights, the batches and the rounding.
+        seed: seed of the initial weights, the batches and the rounding.
     """
     from thinwire_tools.compare.demo import JUDGED, ORDER, Demonstration, Turns, conclude, demo_task
     from thinwire_tools.compare.paired import train_in_turns
@@ -131,7 +131,7 @@ def compare(
 
     Args:
         variants: specs of compressors; "SPEC with POLICY" has a policy (lgreco, kmeans, accordion ...) choose for each
-            layer while training goes on; "alone" has ranks send nothing.
+            layer while training continues; with "alone" ranks send nothing.
         seeds: number of seeds, each one paired run of every variant; a verdict takes at least 2.
         within: how much higher a loss may be and still be the same: 1% or 0.01.
         control: a spec that must fail; None for none, which leaves open whether this training shows damage at all.
@@ -140,7 +140,7 @@ def compare(
         ranks: number of ranks.
         rate: of each rank's link (100mbit, 1gbit ...), emulated; without it loopback, where time means nothing.
         learning_rate: the highest one, for all variants, instead of the size's own.
-        measure: every so many steps, also measure how far the mean that arrives is from the exact one (alpha).
+        measure: every so many steps, also measure the error of the received mean (alpha).
         smoke: a tiny model and few steps, under a minute: the same path, no figures worth keeping.
         strict: exit with 1 unless every variant is within the margin.
         json: write the figures to this file.
@@ -190,13 +190,13 @@ def compare_script(
       thinwire compare --log {out}/log.json --key eval_loss -- train.py --out {out}
 
     Args:
-        script: What python would run, after two dashes.
+        script: Arguments for python, after two dashes.
         variants: Compressors: presets or specs; "SPEC with POLICY" has a policy choose each layer's own.
         seeds: Number of seeds, each one paired run of every variant; a verdict takes at least 2.
         within: How much higher a loss may be and still be the same: 1% or 0.01.
         control: A spec that must fail; None for none.
         ranks: Number of ranks.
-        rate: Of each rank's link (100mbit, 1gbit ...), emulated; without it loopback.
+        rate: Rate of each rank's link (100mbit, 1gbit ...), emulated; without it loopback.
         pattern: Regular expression with one group, which finds the loss in a line that rank 0 prints.
         log: Read losses from this JSON or JSON Lines file, or folder of TensorBoard's, instead.
         key: Name of the loss in the log.

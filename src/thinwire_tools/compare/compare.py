@@ -1,4 +1,4 @@
-"""``thinwire compare``: does training end at the same loss? The one place that decides it.
+"""The command ``thinwire compare``, which decides whether training ends at the same loss.
 
 Runs are paired: for each seed every variant starts from the same weights, sees the same batches and has the same
 learning rates, which end at zero. What differs is the compression of gradients; a control shows that damage would be
@@ -28,7 +28,7 @@ from thinwire_tools.results import OutputFile, Results
 def conduct(
     command: str, task: GPTTask, variants: Sequence[str], *, seeds: int, within: str, json: OutputFile, **options: Any
 ) -> Comparison:
-    """Compare as `compare_training` does, with ``options`` of its own; show the progress and what was found."""
+    """Compare as `compare_training` does, with its ``options``; show the progress and the result."""
     console = Console(highlight=False)
     with ends_command(ValueError, ImportError), ends_command(ParityError, code=FAILED):
         margin = share_of(within)
@@ -72,7 +72,7 @@ def task_of(size: str, steps: int | None, learning_rate: float | None) -> GPTTas
 
 
 def share_of(text: str) -> float:
-    """0.01 of ``"1%"`` or ``"0.01"``."""
+    """Return 0.01 for ``"1%"`` or ``"0.01"``."""
     number = text.strip()
     try:
         return float(number.removesuffix("%")) / (100 if number.endswith("%") else 1)
@@ -81,7 +81,7 @@ def share_of(text: str) -> float:
 
 
 def facts_of(comparison: Comparison) -> dict[str, Any]:
-    """What a record of the comparison holds besides its figures."""
+    """Return what a record of the comparison contains other than its figures."""
     text = standard_library()
     return {
         **comparison.about,

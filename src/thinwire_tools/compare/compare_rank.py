@@ -1,7 +1,7 @@
 """One rank of a comparison: reads commands as JSON lines on standard input, answers with JSON lines on standard output.
 
 Commands: ``setup`` (first), and for each run ``begin`` (build the model and evaluate it), ``train`` (until a step, and
-evaluate) and ``finish`` (evaluate on all held-out data). Before and after the steps of ``train`` it holds until the
+evaluate) and ``finish`` (evaluate on all held-out data). Before and after the steps of ``train`` it waits until the
 parent releases all ranks together, so that the parent can read the link's counters while nothing is sent; when standard
 input ends, so does the rank.
 """
@@ -27,7 +27,7 @@ from thinwire_tools.compare.variants import Variant
 
 
 class Rank:
-    """The process group, the task, and the run that is under way."""
+    """One rank's process group, task, and run under way."""
 
     def __init__(self, setup: dict[str, Any], channel: Channel) -> None:
         self.channel = channel
@@ -42,7 +42,7 @@ class Rank:
         ddp, optimizer = chosen.prepare(task, self.model)
         self.attached = chosen.attach(ddp, optimizer, seed, measure)
         self.asked = self.attached.wire.plan if self.attached.wire else None
-        # What a model draws while it trains (dropout) is the same for every variant, too.
+        # Random draws of training (dropout) are the same for every variant, too.
         torch.manual_seed(seed * self.num_ranks + self.rank)
         rate = task.learning_rate * chosen.rate_factor
         self.steps = train(
@@ -55,8 +55,8 @@ class Rank:
         return {"probe": self._evaluate(probe=True)}
 
     def train(self, until: int) -> dict[str, Any]:
-        """Train until step ``until``: the seconds of each step, the bytes sent so far, this rank's sum of the loss and
-        its number of terms."""
+        """Train until step ``until``: return the seconds of each step, the bytes sent so far, this rank's sum of the
+        loss and its number of terms."""
         step_s = []
         self.channel.hold("train")
         for step in range(self.steps_done + 1, until + 1):
@@ -78,7 +78,7 @@ class Rank:
         }
 
     def finish(self) -> dict[str, Any]:
-        """End the run: evaluate on all held-out data, hash the parameters, and say what a policy decided.
+        """End the run: evaluate on all held-out data, hash the parameters, and return a policy's decisions.
 
         Ranks that train alone each evaluate their share with weights of their own. ``right`` is the number of right
         answers of a task that counts them.
@@ -108,7 +108,7 @@ class Rank:
 
     @torch.no_grad()
     def _held_out(self) -> tuple[tuple[float, int], int | None]:
-        """The loss over the whole held-out set as `_evaluate`, and how many answers are right, where that counts."""
+        """Return the loss over the whole held-out set as `_evaluate`, and the right answers, where they are counted."""
         score = getattr(self.task, "score", None)
         if score is None:
             return self._evaluate(probe=False), None
@@ -119,14 +119,14 @@ class Rank:
 
 
 def plan_bytes(plan: Plan, shapes: Mapping[str, Sequence[int]], num_ranks: int) -> float:
-    """Bytes that a rank sends for all layers of a plan in one step, without the messages' headers."""
+    """Return the bytes that a rank sends for all layers of a plan in one step, without the messages' headers."""
     return sum(sent_bytes(compressor, shapes[name], num_ranks) for name, compressor in plan.layers.items())
 
 
 def decided(wire: thinwire.Wire, asked: Plan, model: nn.Module, num_ranks: int) -> list[dict[str, Any]]:
-    """The plans that a policy chose: from which step on, bytes a step (and those of ``asked``, which the rules name),
-    errors of plan and reference, each the sum of the layers' L2 norms (None where the policy takes none, or on another
-    rank), and seconds."""
+    """Return the plans that a policy chose: from which step on, bytes a step (and those of ``asked``, which the rules
+    name), errors of plan and reference, each the sum of the layers' L2 norms (None where the policy takes none, or on
+    another rank), and seconds."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     reference_bytes = plan_bytes(asked, shapes, num_ranks)
     return [
@@ -146,7 +146,7 @@ def decided(wire: thinwire.Wire, asked: Plan, model: nn.Module, num_ranks: int) 
 
 
 def _norms(squared: Mapping[str, float]) -> float | None:
-    """The sum of the layers' error norms, from their squared errors; None where there are none."""
+    """Return the sum of the layers' error norms, from their squared errors; None where there are none."""
     return math.fsum(math.sqrt(error) for error in squared.values()) if squared else None
 
 

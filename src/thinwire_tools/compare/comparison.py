@@ -48,24 +48,24 @@ class Run:
     """Held-out loss on the probe at the start and after each of ``probe_steps``."""
     probe_steps: list[int] = field(default_factory=list)
     payload_bytes: list[float] = field(default_factory=list)
-    """Sent by rank 0 until each probe, as the losses."""
+    """Bytes that rank 0 has sent at the start and after each of ``probe_steps``."""
     formula_bytes: float | None = None
     wire_bytes: int | None = None
-    """Sent by rank 0 over its interface in all steps, headers included."""
+    """Bytes that rank 0 sent over its interface in all steps, headers included."""
     val_loss: float = 0.0
     replicas_identical: bool = False
     alpha: list[tuple[int, float]] = field(default_factory=list)
-    """(step, relative error of the mean that arrived), where that was measured (`thinwire.Stats.alpha`)."""
+    """Pairs of a step and the relative error of the received mean, where it was measured (`thinwire.Stats.alpha`)."""
     accuracy: float | None = None
     """Share of right answers on the held-out set, of tasks that count them."""
     plans: list[dict[str, Any]] = field(default_factory=list)
-    """What a policy decided, in the order of steps; see `thinwire_tools.compare.compare_rank.decided`."""
+    """Decisions of a policy, in the order of steps; see `thinwire_tools.compare.compare_rank.decided`."""
     adapt_s: float = 0.0
     """Seconds of the training thread that the policy took: summing gradients and changing plans."""
 
     @property
     def steps_per_s(self) -> float:
-        """Of the median step, without the first ones, in which DDP arranges its buckets."""
+        """Inverse of the median step's seconds, without the first steps, in which DDP arranges its buckets."""
         return 1 / median(self.step_s[min(_FIRST_STEPS, len(self.step_s) // 2) :])
 
     @property
@@ -79,7 +79,7 @@ class Run:
         return [sum(self.step_s[:step]) for step in [0, *self.probe_steps]]
 
     def seconds_to(self, loss: float) -> float | None:
-        """Seconds of training until the probe's loss first reaches ``loss``, between probes by a straight line."""
+        """Return the seconds of training until the probe's loss first reaches ``loss``, interpolated linearly."""
         if self.losses[0] <= loss:
             return 0.0
         points = list(zip(self.probe_s, self.losses, strict=True))
@@ -89,7 +89,7 @@ class Run:
         return None
 
     def speedup(self, over: Run) -> Ratio:
-        """How many times as fast this is as ``over``, from the ratios of each turn's median steps."""
+        """Return the speed relative to ``over``, from the ratios of each turn's median steps."""
         ratios = [theirs / ours for ours, theirs in zip(self.turns_s, over.turns_s, strict=True)]
         return Ratio(median(ratios), *statistics.median_interval(ratios))
 
@@ -102,13 +102,13 @@ class Side:
     learning_rate: float
     runs: tuple[Run, ...]
     title: str = ""
-    """What the table calls it, where that is not its name."""
+    """Name in the table, where that is another."""
     on_link: bool = True
-    """Whether it ran over the shaped link, where there is one; what is there for its loss alone does not."""
+    """Whether the runs went over the shaped link, where there is one; those for the loss alone do not."""
 
     @property
     def losses(self) -> list[float]:
-        """Held-out loss at the end, by seed."""
+        """Held-out loss at the end of each seed's run."""
         return [run.val_loss for run in self.runs]
 
     @property
@@ -117,12 +117,12 @@ class Side:
 
     @property
     def bytes_per_step(self) -> float:
-        """Payload that rank 0 sends in a step."""
+        """Bytes of payload that rank 0 sends in a step."""
         return self._mean([run.payload_bytes[-1] / run.probe_steps[-1] for run in self.runs])
 
     @property
     def wire_bytes_per_step(self) -> float | None:
-        """The same as counted on its interface, with headers; None over loopback."""
+        """Bytes that rank 0 sends in a step as counted on its interface, with headers; None over loopback."""
         counted = [run.wire_bytes / run.probe_steps[-1] for run in self.runs if run.wire_bytes is not None]
         return self._mean(counted) if counted else None
 
@@ -134,8 +134,8 @@ class Side:
 
     @property
     def plan_gain(self) -> float | None:
-        """How many times fewer bytes the plans that a policy chose send than those that the rules name, in the mean
-        over its decisions; None without a policy."""
+        """Ratio of the bytes by the rules' plan to those by the plans that a policy chose, averaged over its decisions;
+        None without a policy."""
         gains = [plan["reference_wire_bytes"] / plan["wire_bytes"] for run in self.runs for plan in run.plans]
         return self._mean(gains) if gains else None
 
@@ -156,7 +156,7 @@ class Judgment:
     estimate: Estimate
     verdict: Verdict
     seeds_needed: int | None
-    """About how many seeds would decide, where these do not; None if that cannot be estimated."""
+    """Number of seeds, about, that would decide where these do not; None if that cannot be estimated."""
 
     def __str__(self) -> str:
         if self.verdict is not Verdict.UNDECIDED:
@@ -169,7 +169,7 @@ class Judgment:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Variants beside the baseline. ``margin``: a loss higher by that share is still the same (0.01 for 1 %).
+    """Variants and the baseline. ``margin``: a loss higher by that share is still the same (0.01 for 1 %).
 
     ``shaped``: the runs went over a shaped link, so that seconds mean something.
     """
@@ -181,10 +181,10 @@ class Comparison:
     variants: tuple[Side, ...]
     control: Side | None
     about: dict[str, Any]
-    """The task, the ranks, the link."""
+    """Facts about the task, the ranks, the link."""
 
     def judge(self, side: Side) -> Judgment:
-        """How ``side`` compares to the baseline. Raises ``ValueError`` if the baseline diverged."""
+        """Compare ``side`` to the baseline. Raises ``ValueError`` if the baseline diverged."""
         differences = statistics.relative_differences(side.losses, self.baseline.losses)
         estimate = statistics.estimate(differences)
         verdict = statistics.judge(estimate, self.margin)
@@ -197,7 +197,7 @@ class Comparison:
 
     @property
     def sensitive(self) -> bool:
-        """False where the control, which must fail, is within the margin: then "within" means nothing here."""
+        """Whether the control, which must fail, is outside the margin: otherwise "within" means nothing here."""
         return self.control_verdict is not Verdict.WITHIN
 
     @property
@@ -207,7 +207,7 @@ class Comparison:
         return self.sensitive and all(self.judge(side).verdict is Verdict.WITHIN for side in judged)
 
     def to_same_loss(self, side: Side) -> list[float | None]:
-        """Seconds of training (steps, where the link is not shaped) until the same loss, by seed; None for never.
+        """Return seconds of training (steps, where no link is shaped) until the same loss, by seed; None for never.
 
         The same loss is at most the margin above that which the seed's baseline ends with; both losses are those of the
         held-out probe, each averaged with the two before it, and between probes on a straight line.
@@ -220,14 +220,14 @@ class Comparison:
         return seconds
 
     def sides(self) -> Iterator[Side]:
-        """Baseline, variants, control."""
+        """Yield baseline, variants, control."""
         yield self.baseline
         yield from self.variants
         if self.control:
             yield self.control
 
     def table(self) -> Table:
-        """A row for each variant; a column of verdicts, unless there is one seed, which decides nothing."""
+        """Return a row for each variant; a column of verdicts, unless there is one seed, which decides nothing."""
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
         table.add_column("variant", overflow="fold", min_width=17)
         columns = list(self.columns())
@@ -242,7 +242,7 @@ class Comparison:
         return table
 
     def columns(self) -> Iterator[tuple[str, Callable[[Side], str]]]:
-        """The headings of the table, and what each side has there."""
+        """Yield the headings of the table, each with a function of a side."""
         yield "held-out\nloss", lambda side: f"{side.held_out_loss:.4f}"
         yield "difference\n%", self._difference
         yield "kB a\nstep", lambda side: f"{side.bytes_per_step / 1e3:.1f}"
@@ -288,7 +288,7 @@ class Comparison:
         return text if len(reached) == len(times) else f"{text}\n{len(reached)} of {len(times)} seeds"
 
     def picture(self, path: Path, title: str, x: str = "seconds of training", y: str = "held-out loss") -> None:
-        """Losses along the way, as SVG: a color for each variant, a line for each seed. Raises ``ImportError`` without
+        """Draw losses by time, as SVG: a color for each variant, a line for each seed. Raises ``ImportError`` without
         matplotlib."""
         figure, (axes,) = plots.canvas(1, titles=[title], x=x, y=y)
         for at, side in enumerate(side for side in self.sides() if self.timed(side)):
@@ -299,12 +299,12 @@ class Comparison:
         plots.save(figure, path)
 
     def curve(self, run: Run) -> tuple[Sequence[float], Sequence[float]]:
-        """Where ``run`` is in the picture, across and upwards."""
+        """Return the coordinates of ``run`` in the picture, across and upwards."""
         # The fall of the first turn would leave no room for the differences.
         return run.probe_s[1:], run.losses[1:]
 
     def remarks(self) -> Iterator[str]:
-        """How to read the table, and whether it means anything."""
+        """Yield sentences on how to read the table, and on whether it means anything."""
         baseline = self.baseline.title or self.baseline.name
         if len(self.seeds) == 1:
             yield f"Difference: of the last loss to that of {baseline}. One seed decides nothing: --seeds 3 or more."
@@ -393,5 +393,5 @@ def _series(alpha: Sequence[tuple[int, float]]) -> dict[str, list[Any]]:
 
 
 def _known(values: Sequence[float]) -> list[float | None]:
-    """``values`` as JSON can hold them: None for what is not finite."""
+    """Return ``values`` as JSON can represent them: None for those that are not finite."""
     return [value if math.isfinite(value) else None for value in values]

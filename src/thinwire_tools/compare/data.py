@@ -36,9 +36,9 @@ class Text:
 
 
 def standard_library(root: Path | None = None) -> Text:
-    """The source of this interpreter's standard library (``root``: another folder of ``.py`` files).
+    """Return the source of this interpreter's standard library (``root``: another folder of ``.py`` files).
 
-    Raises ``RuntimeError`` if the folder holds less than 1 MB of source (some distributions ship only bytecode).
+    Raises ``RuntimeError`` if the folder has less than 1 MB of source (some distributions ship only bytecode).
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     parts: dict[bool, list[bytes]] = {False: [], True: []}
@@ -60,7 +60,7 @@ def standard_library(root: Path | None = None) -> Text:
 
 
 def _python_files(root: Path) -> Iterator[str]:
-    """Relative to ``root``; what is left out is not even looked through."""
+    """Yield files relative to ``root``; folders that are left out are not even entered."""
     for folder, inside, names in os.walk(root):
         inside[:] = [name for name in inside if name not in _LEFT_OUT]
         at = Path(folder).relative_to(root)
@@ -68,7 +68,7 @@ def _python_files(root: Path) -> Iterator[str]:
 
 
 def _is_held_out(unit: str) -> bool:
-    """Whether a top-level module or package is held out: by its name alone, so that it holds on every machine."""
+    """Whether a top-level module or package is held out: by its name alone, so that all machines agree."""
     draw = int.from_bytes(hashlib.sha256(unit.removesuffix(".py").encode()).digest()[:4], "big")
     return draw < _HELD_OUT_SHARE * 2**32
 
@@ -78,7 +78,7 @@ def _tokens(source: bytes) -> Tensor:
 
 
 def draw_offsets(num_tokens: int, *, steps: int, num_ranks: int, batch: int, context: int, seed: int) -> Tensor:
-    """Where each training window starts: ``int64 [steps, num_ranks, batch]``, a function of the arguments alone.
+    """Return where each training window starts: ``int64 [steps, num_ranks, batch]``, a function of the arguments alone.
 
     Every variant of a comparison draws the same windows; every rank takes its own column.
     """
@@ -89,13 +89,13 @@ def draw_offsets(num_tokens: int, *, steps: int, num_ranks: int, batch: int, con
 
 
 def windows(tokens: Tensor, offsets: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets (the next byte) for windows that start at ``offsets``: two ``int64 [batch, context]``."""
+    """Return inputs and targets (the next byte) of windows from ``offsets`` on: two ``int64 [batch, context]``."""
     picked = tokens[offsets.unsqueeze(1) + torch.arange(context + 1, dtype=torch.int64, device="cpu")].long()
     return picked[:, :-1], picked[:, 1:]
 
 
 def even_offsets(num_tokens: int, *, count: int, context: int) -> Tensor:
-    """``count`` window starts spread evenly over a text, without overlap: ``int64 [count]``.
+    """Return ``count`` window starts spread evenly over a text, without overlap: ``int64 [count]``.
 
     Raises ``ValueError`` if the text is too short for that.
     """

@@ -1,4 +1,4 @@
-"""``thinwire demo``: a comparison of methods over a slow link, from one seed, and what it must show.
+"""The command ``thinwire demo``: a comparison of methods over a slow link, from one seed, and its checks.
 
 Two ranks train a byte-level GPT on the standard library's own source. The methods take turns of some steps each,
 forwards and backwards, so that whatever else this machine does slows all of them alike.
@@ -25,7 +25,7 @@ from thinwire_tools.compare.variants import ALONE, BASELINE, CONTROL_RULES, LOCA
 from thinwire_tools.lab.units import format_rate, parse_rate
 from thinwire_tools.results import Results
 
-# The first two turns show the most: what users have, and what they would have.
+# The first two turns show the most: stock training and thinwire.
 ORDER = ("fp32", "thinwire", "bf16", "powersgd", "low-rank", "local", "muloco", "muon", "alone", "control")
 TASK = GPTTask(
     model=GPTConfig(width=128),
@@ -48,9 +48,9 @@ SMOKE = replace(
 )
 MARGIN = 0.01
 JUDGED = ("100mbit", 2, TASK)
-"""The rate, the number of ranks and the task that the limits are meant for."""
+"""Rate, number of ranks and task that the limits are meant for."""
 
-# What is to be shown: a method's excess of held-out loss over another's, and how large it may be or must be.
+# Checks of losses: a method's excess of held-out loss over another's, and how large it may be or must be.
 _LOSSES = (
     ("thinwire's held-out loss is at most 1 % above fp32's", "thinwire", BASELINE, 0.01, False),
     ("... and below that of training alone", "thinwire", ALONE, 0.0, False),
@@ -94,7 +94,7 @@ class Turns(Bar):
             self.say(f"{self.title}: {steps} steps, {ms:.0f} ms a step, held-out loss {loss:.3f}")
 
     def end(self, run: Run) -> None:
-        """Its last turn has said so."""
+        """Do nothing: the run's last turn was shown already."""
 
 
 class Outcome(StrEnum):
@@ -102,9 +102,9 @@ class Outcome(StrEnum):
 
     SHOWN = "shown"
     NOT_SHOWN = "not shown"
-    """A speed or an interface's counter did not reach its limit: other work on the machine may be why."""
+    """Verdict where a speed or an interface's counter did not reach its limit: other work on the machine may be why."""
     WRONG = "wrong"
-    """A result that no other work on the machine can explain."""
+    """Verdict of a result that no other work on the machine can explain."""
 
 
 _YES = {True: "yes", False: "no"}
@@ -126,13 +126,13 @@ class Check:
 
 @dataclass(frozen=True)
 class Demonstration(Comparison):
-    """What a demo's runs show. ``judged``: the link and the task are those that the limits are meant for."""
+    """The runs of a demo. ``judged``: the link and the task are those that the limits are meant for."""
 
     judged: bool = False
 
     @classmethod
     def of(cls, runs: Mapping[str, Run], about: dict[str, Any], *, judged: bool, shaped: bool) -> Self:
-        """The runs beside fp32's, soonest at the same loss first."""
+        """Return the runs compared to fp32's, soonest at the same loss first."""
         sides = {
             name: Side(name, TASK.learning_rate, (run,), VARIANTS[name].title, VARIANTS[name].on_link)
             for name, run in runs.items()
@@ -151,20 +151,20 @@ class Demonstration(Comparison):
         return {side.name: side.runs[0] for side in self.sides()}
 
     def excess(self, name: str, over: str = BASELINE) -> float | None:
-        """Held-out loss above that of ``over``, as a share of it; negative where it is below."""
+        """Return the held-out loss above that of ``over``, as a share of it; negative where it is below."""
         if name not in self.runs or over not in self.runs:
             return None
         return self.runs[name].val_loss / self.runs[over].val_loss - 1
 
     def speedup(self, name: str, over: str = BASELINE) -> Ratio | None:
-        """Speed of ``name`` over that of ``over``, where both crossed the slow link."""
+        """Return the speed of ``name`` relative to that of ``over``, where both crossed the slow link."""
         both = (name, over)
         if not (self.shaped and all(each in self.runs and VARIANTS[each].on_link for each in both)):
             return None
         return self.runs[name].speedup(self.runs[over])
 
     def ratios(self) -> dict[str, float]:
-        """What thinwire sends over what fp32 sends: by the formats' formulas, and as counted on the interface."""
+        """Return thinwire's bytes relative to fp32's: by the formats' formulas, and as counted on the interface."""
         ours, dense = self.runs.get("thinwire"), self.runs[BASELINE]
         if ours is None or not ours.formula_bytes:
             return {}
@@ -174,7 +174,7 @@ class Demonstration(Comparison):
         return ratios
 
     def checks(self) -> Iterator[Check]:
-        """What the demo shows. Only bytes, replicas and losses can be wrong; limits hold for the task they are for."""
+        """Yield the checks. Only bytes, replicas and losses can be wrong; limits are for the judged task."""
         for text, name, over, limit, above in _LOSSES:
             excess = self.excess(name, over)
             if self.judged and excess is not None:

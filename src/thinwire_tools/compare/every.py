@@ -1,4 +1,4 @@
-"""``thinwire compare every``: one training with every compressor, and the biased ones without error feedback too."""
+"""The command ``thinwire compare every``: one training with every compressor, the biased ones also without feedback."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ EVERY = (
     "powersgd(rank=4)",
     "atomo(rank=4)",
 )
-"""Each at a sensible setting; a plan puts error feedback around those that want it. All train by AdamW, beside whose
-momentum `DGC` must not have one of its own."""
+"""Compressors at sensible settings; a plan puts error feedback around those that want it. All train by AdamW, with
+whose momentum `DGC` must not have one of its own."""
 
 WITHOUT = {
     "topk(density=0.01)": "topk(density=0.01, feedback=False)",
@@ -47,10 +47,10 @@ WITHOUT = {
     "powersgd(rank=4)": "powersgd(rank=4, feedback=False)",
     "fft(theta=0.85)": "fft(theta=0.85, feedback=False)",
 }
-"""Biased ones, and the same without error feedback."""
+"""Biased compressors, and the same without error feedback."""
 
 SMOKE = ("minmax(bits=4, bucket=128)", "onebit", "topk(density=0.01)", "powersgd(rank=4)")
 SMOKE_TASK = replace(SIZES["smoke"], steps=20, probe_every=10, held_out_windows=32, probe_windows=8)
 
 TINY = replace(SIZES["small"], model=GPTConfig(width=128, layers=2), batch=4, steps=150, probe_every=15)
-"""Half of the small task in both layers and batch."""
+"""Task of half the small one's layers and batch."""

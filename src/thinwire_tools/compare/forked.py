@@ -1,6 +1,6 @@
 """Processes forked from one that has imported their module already, so that PyTorch is loaded once.
 
-That one is `multiprocessing`'s fork server. It imports the module of the first process; later ones import what else
+It is `multiprocessing`'s fork server. It imports the module of the first process; later ones import what else
 they need themselves.
 """
 
@@ -24,12 +24,12 @@ from typing import Any, TextIO
 from thinwire_tools.lab import NodeNamespaces
 
 _LONGEST = 60
-"""Characters of a folder for sockets. A socket's path has 107 at most, and `multiprocessing` adds two names."""
+"""Longest path of a folder for sockets, whose paths have 107 characters at most: `multiprocessing` adds two names."""
 _processes = multiprocessing.get_context("forkserver")
 
 
 class ForkedProcess:
-    """``main()`` of ``module`` in a process and a session of its own, in ``namespaces``.
+    """A process and a session of its own that runs ``main()`` of ``module`` in ``namespaces``.
 
     `stdin` and `stdout` are the parent's ends of its standard input and output, unbuffered; its standard error is
     appended to ``log``. It is killed, with its process group, when this process ends, however that ends;
@@ -53,7 +53,7 @@ class ForkedProcess:
         return self._process.pid
 
     def poll(self) -> int | None:
-        """Exit code, minus the signal's number if one ended it; None while it runs."""
+        """Return the exit code, minus the signal's number if one ended it; None while it runs."""
         return self._process.exitcode
 
     def wait(self) -> int:
@@ -88,7 +88,7 @@ class ForkedProcess:
 
 
 def command_streams() -> tuple[TextIO, TextIO]:
-    """In a forked process: the stream of commands and that of answers. Other prints go to its log from now on."""
+    """Return the streams of commands and answers of a forked process. Other prints go to its log from now on."""
     commands, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return commands, answers
@@ -121,7 +121,7 @@ def _main(
     try:
         errors = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     except FileNotFoundError:
-        # Its folder goes when the parent ends: it was interrupted while this process was about to start.
+        # The server's folder is removed when the parent ends: it was interrupted while this process was about to start.
         raise SystemExit(1) from None
     for end, number in ((commands.fileno(), 0), (answers.fileno(), 1), (errors, 2)):
         os.dup2(end, number)
@@ -129,7 +129,7 @@ def _main(
     commands.close()
     answers.close()
     namespaces.enter()
-    # Not before: only a process of one thread may enter a user namespace.
+    # Only a process of one thread may enter a user namespace.
     _end_with(parent_pid)
     program: Any = importlib.import_module(module)
     # Imported objects stay. Traversing them, which copies their pages, would be most of a collection's work here.
@@ -138,7 +138,7 @@ def _main(
 
 
 def _end_with(parent_pid: int) -> None:
-    """Have this process group killed as soon as the process ``parent_pid`` ends. Without pidfds nothing happens."""
+    """Make the kernel kill this process group when the process ``parent_pid`` ends. Without pidfds nothing happens."""
     try:
         parent = os.pidfd_open(parent_pid)
     except ProcessLookupError:

@@ -28,7 +28,7 @@ class GPTConfig:
 
 
 def rotary_angles(context: int, head_width: int) -> Tensor:
-    """Rotation of each position and pair of coordinates, complex ``[context, head_width / 2]``.
+    """Return the rotation of each position and pair of coordinates, complex ``[context, head_width / 2]``.
 
     Rotary position embedding (Su et al. 2021, RoFormer, section 3.2.2).
     """
@@ -56,7 +56,7 @@ class Block(nn.Module):
         self.mlp_out = nn.Linear(4 * config.width, config.width)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """``[batch, length, width]`` to the same shape; ``cos`` and ``sin`` are ``[length, head width / 2]``."""
+        """Map ``[batch, length, width]`` to the same shape; ``cos`` and ``sin`` are ``[length, head width / 2]``."""
         batch, length, width = x.shape
         heads = self.attention(self.attention_norm(x)).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
@@ -67,7 +67,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens ``int64 [batch, length]`` to logits ``[batch, length, vocabulary]``; ``length <= config.context``."""
+    """A model of tokens ``int64 [batch, length]`` that returns logits ``[batch, length, vocabulary]``."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         angles = rotary_angles(config.context, config.width // config.heads)
-        # Not buffers: DDP would send them before every step.
+        # Plain attributes: DDP would send buffers before every step.
         self.cos, self.sin = angles.real.contiguous(), angles.imag.contiguous()
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
@@ -95,5 +95,5 @@ class GPT(nn.Module):
 
 
 def next_token_loss(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy in nats per token of ``logits [..., vocabulary]`` against ``targets [...]``."""
+    """Return the cross-entropy in nats per token of ``logits [..., vocabulary]`` against ``targets [...]``."""
     return functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=reduction)

@@ -1,4 +1,4 @@
-"""Reading the losses of a user's training: from what it prints, from a JSON log, from TensorBoard's files."""
+"""Reading the losses of a user's training: from its output, from a JSON log, from TensorBoard's files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from thinwire_tools.exits import CommandError
 
 PATTERN = r"loss[^\w+.-]{0,5}([-+]?\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf)"
-"""Finds ``loss 0.25``, ``loss: 2.5e-1`` and ``'loss': 0.25`` in a line, whatever its case."""
+"""Pattern of ``loss 0.25``, ``loss: 2.5e-1`` and ``'loss': 0.25`` in a line, whatever its case."""
 
 
 class NoLosses(CommandError):
@@ -20,7 +20,7 @@ class NoLosses(CommandError):
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
-    """The pattern for `loss_in`.
+    """Compile the pattern for `loss_in`.
 
     Raises:
         ValueError: it is no regular expression, or has not exactly one group.
@@ -35,7 +35,7 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 
 def loss_in(line: str, pattern: re.Pattern[str]) -> float | None:
-    """The last loss in a line; None if there is none."""
+    """Return the last loss in a line; None if there is none."""
     matches = pattern.findall(line)
     try:
         return float(matches[-1]) if matches else None
@@ -44,7 +44,7 @@ def loss_in(line: str, pattern: re.Pattern[str]) -> float | None:
 
 
 def read_log(path: Path, key: str) -> list[float]:
-    """The values of ``key`` in a log, in order.
+    """Return the values of ``key`` in a log, in order.
 
     ``path`` is a JSON Lines file, a JSON file with a list of objects (as transformers' ``trainer_state.json``), or a
     folder of TensorBoard's.
@@ -78,7 +78,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 content.append(json.loads(line))
             except json.JSONDecodeError:
-                # The last line of a training that was killed, or a line of text between them.
+                # It is the last line of a training that was killed, or a line of text between records.
                 continue
     lists = (
         [content] if isinstance(content, list) else [v for v in content.values() if isinstance(v, list)] or [[content]]
@@ -105,6 +105,6 @@ def _tensorboard(folder: Path, key: str) -> list[float]:
 
 
 def final(losses: list[float]) -> float:
-    """The loss that a training ended at: the mean of the last tenth of its losses, and of one at least."""
+    """Return the loss that a training ended at: the mean of the last tenth of its losses, and of one at least."""
     last = losses[-max(1, len(losses) // 10) :]
     return math.fsum(last) / len(last)

@@ -25,25 +25,25 @@ _TIMEOUT_S = 180.0
 
 
 class Watcher:
-    """Whoever wants to see how runs go: by itself it does nothing."""
+    """An observer of runs, which by itself does nothing."""
 
     def plan(self, num_runs: int) -> None:
-        """So many more runs are to come."""
+        """Note that ``num_runs`` more runs follow."""
 
     def begin(self, title: str) -> None:
-        """A run begins, or goes on."""
+        """Note that a run begins, or continues."""
 
     def step(self, step: int, loss: float) -> None:
-        """It has made one more step, ``step`` by now; ``loss`` was its own."""
+        """Note that the run has made step ``step``, with its ``loss``."""
 
     def turn(self, run: Run) -> None:
-        """It was evaluated."""
+        """Note that the run was evaluated."""
 
     def end(self, run: Run) -> None:
-        """It is over."""
+        """Note that the run is over."""
 
     def fail(self, failure: RankFailed) -> None:
-        """It will not go on; others may."""
+        """Note that the run will not continue; others may."""
 
 
 def compare_training(
@@ -64,12 +64,12 @@ def compare_training(
         task: what is trained (`thinwire_tools.compare.tasks.Task`).
         variants: specs of compressors, as ``"minmax(bits=4, bucket=128)"``; or specs with a policy that adapts them
             layer by layer, as ``"topk(density=0.01) with lgreco(every=25)"``; or ``"alone"``: ranks send nothing.
-        seeds: of weights, batches and rounding; one paired run each.
+        seeds: seeds of weights, batches and rounding; one paired run each.
         margin: how much higher a loss may be, as a share, and still be the same.
         control: a spec that must turn out worse than that; None for none.
         num_ranks: ranks, at least 2, each a process.
-        rate: of each rank's link, emulated; None for loopback. The control runs on an unshaped link.
-        measure: every so many steps, take the exact mean as well and note how far what arrived is from it
+        rate: rate of each rank's link, emulated; None for loopback. The control runs on an unshaped link.
+        measure: every so many steps, take the exact mean as well and note the received mean's error
             (``Run.alpha``); its bytes are not counted, but where a link is emulated its time is. 0 never does.
         watcher: notified of the progress of the runs.
 
@@ -89,14 +89,14 @@ def compare_training(
 def compare_runs(
     runs: Runs, variants: Sequence[str], *, seeds: Sequence[int], margin: float = 0.01, control: str | None = CONTROL
 ) -> Comparison:
-    """`compare_training` by processes that live on: what they have trained already is not trained again."""
+    """Run `compare_training` by processes that live on: runs are not repeated."""
     specs, control = named(variants, control)
     _check(specs, seeds, margin)
     order = [None, *specs, *([control] if control else [])]
     trained: dict[str | None, list[Run]] = {spec: [] for spec in order}
     runs.expect(order, seeds)
     for seed in seeds:
-        # Seed by seed, so that what slows the machine for a while slows all variants.
+        # Seed by seed: anything that slows the machine for a while slows all variants.
         for spec in order:
             trained[spec].append(runs.run(spec, seed, shaped=spec is None or spec != control))
     sides = {
@@ -117,7 +117,7 @@ def compare_runs(
 
 
 def named(variants: Sequence[str], control: str | None) -> tuple[list[str], str | None]:
-    """Variants and control as canonical text, each once."""
+    """Return variants and control as canonical text, each once."""
     specs = list(dict.fromkeys(str(Variant.parse(variant)) for variant in variants))
     control = None if control is None else str(Variant.parse(control))
     if control in specs:
@@ -243,7 +243,7 @@ def train_in_turns(
 
 @dataclass(frozen=True)
 class Setup:
-    """The task that a rank is sent first; see `thinwire_tools.compare.tasks.describe`."""
+    """The task that is sent to a rank first; see `thinwire_tools.compare.tasks.describe`."""
 
     module: str
     name: str
@@ -255,7 +255,7 @@ def _setup(task: Task) -> Any:
 
 
 class Runs:
-    """The rank processes and their link, and every run they have made; a context manager."""
+    """Rank processes and their link, and every run they have made; a context manager."""
 
     def __init__(self, task: Task, num_ranks: int, rate: str | None, watcher: Watcher, measure: int = 0) -> None:
         self.task, self.shaped = task, rate is not None
@@ -277,7 +277,7 @@ class Runs:
         self._stack.close()
 
     def expect(self, specs: Sequence[str | None], seeds: Sequence[int]) -> None:
-        """Tell the watcher how many runs are to come."""
+        """Tell the watcher how many runs follow."""
         self._watcher.plan(sum((spec, seed) not in self._known for spec in specs for seed in seeds))
 
     def run(self, spec: str | None, seed: int, *, shaped: bool) -> Run:
@@ -311,10 +311,10 @@ class Runs:
 
 
 def _mean(parts: Sequence[tuple[float, int]]) -> float:
-    """Mean of a loss from every rank's sum and number of terms."""
+    """Return the mean of a loss from every rank's sum and number of terms."""
     return math.fsum(total for total, _ in parts) / sum(count for _, count in parts)
 
 
 def _accuracy(answers: Sequence[dict[str, Any]]) -> float:
-    """Share of right answers among all ranks' held-out ones."""
+    """Return the share of right answers among all ranks' held-out ones."""
     return sum(answer["right"] for answer in answers) / sum(answer["held_out"][1] for answer in answers)

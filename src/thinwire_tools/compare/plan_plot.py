@@ -16,7 +16,7 @@ from thinwire_tools.plots import need_matplotlib, save
 _CHOSEN, _REFERENCE, _SIZES = "#0072B2", "#D55E00", "#999999"
 _MOST_NAMES = 75
 _SPREAD = 8
-"""Largest value over smallest from which on an axis is logarithmic."""
+"""Ratio of the largest value to the smallest from which on an axis is logarithmic."""
 
 
 def draw(wire: Wire, path: Path | str) -> None:
@@ -46,7 +46,7 @@ def draw(wire: Wire, path: Path | str) -> None:
 
 def _draw_plan(axes: Any, rows: Sequence[LayerRow], left_out: int) -> None:
     sizes = axes.twinx()
-    # What is chosen stands before the bars.
+    # The lines are drawn in front of the bars.
     axes.set_zorder(sizes.get_zorder() + 1)
     axes.patch.set_visible(False)
     megabytes = [max(4 * row.numel, 4) / 1e6 for row in rows]
@@ -76,13 +76,13 @@ def _draw_plan(axes: Any, rows: Sequence[LayerRow], left_out: int) -> None:
 def _draw_decisions(
     axes: Any, rows: Sequence[LayerRow], decisions: Sequence[Decision], num_ranks: int, step: int
 ) -> None:
-    """Megabytes that a rank sends in a step, from the step on in which each decision takes effect."""
+    """Draw the megabytes that a rank sends in a step, from the step on in which each decision takes effect."""
     reference = math.fsum(row.reference_bytes for row in rows) / 1e6
     sent = [
         math.fsum(sent_bytes(decision.plan[row.name], row.shape, num_ranks) for row in rows) / 1e6
         for decision in decisions
     ]
-    # The last plan holds until now.
+    # The last plan lasts until now.
     steps, sent = [*(decision.step for decision in decisions), max(step, decisions[-1].step)], [*sent, sent[-1]]
     axes.plot(steps, sent, color=_CHOSEN, marker="o", markersize=4.5, drawstyle="steps-post", label="chosen")
     axes.axhline(reference, color=_REFERENCE, linestyle="--", label="reference")

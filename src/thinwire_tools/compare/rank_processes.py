@@ -1,4 +1,4 @@
-"""Rank processes as their parent sees them: it starts them, sends them commands as JSON lines, and ends them.
+"""Rank processes from their parent's side: it starts them, sends them commands as JSON lines, and ends them.
 
 Nothing that a rank sends is evaluated. A rank that ends, fails or falls silent becomes a `RankFailed`, which carries
 the last lines of its log.
@@ -25,7 +25,7 @@ from thinwire_tools.lab import Link, Loopback
 
 _LOG_LINES = 12
 _START_TIMEOUT_S = 120.0
-# After one rank's failure: how long the others may take to show whether theirs came first.
+# Time after one rank's failure in which the others may show that theirs was first.
 _AFTERMATH_S = 5.0
 _CHUNK = 65536
 
@@ -33,7 +33,7 @@ OnEvent = Callable[[int, dict[str, Any]], None]
 
 
 class RankFailed(CommandError, RuntimeError):
-    """A rank ended, failed or fell silent: which one, how, and the last lines of its log."""
+    """A rank ended, failed or fell silent: the text names it, how, and the last lines of its log."""
 
     def __init__(self, rank: int, why: str, log: str) -> None:
         super().__init__(f"rank {rank}: {why}")
@@ -42,7 +42,7 @@ class RankFailed(CommandError, RuntimeError):
 
 
 def _ignore(*_: Any) -> None:
-    """For events and holds that need no action."""
+    """Do nothing, for events and holds that need no action."""
 
 
 class _Rank:
@@ -66,7 +66,7 @@ class _Rank:
             self.failure = "it is gone"
 
     def receive(self) -> list[dict[str, Any]]:
-        """The events that have arrived. The end of the process is noted as a failure."""
+        """Return the events received. The end of the process is noted as a failure."""
         received = os.read(self.answers.fileno(), _CHUNK)
         if not received:
             self.failure = self.failure or "it ended"
@@ -82,13 +82,13 @@ class RankProcesses:
     """``num_ranks`` processes that run ``module`` until `close`; a context manager.
 
     Args:
-        link: what joins the ranks.
-        setup: a dataclass that is sent to every rank first, as JSON; None where a later command says what to do.
+        link: the network of the ranks.
+        setup: a dataclass that is sent to every rank first, as JSON; None where a later command suffices.
         num_ranks: number of ranks.
-        folder: where the logs and the rendezvous file are put.
-        name: of these ranks within ``folder``.
-        timeout_s: of the ranks' process group, in seconds. A rank that sends nothing for twice as long has failed.
-        module: has a ``main()`` that answers commands (`thinwire_tools.compare.rank_program`).
+        folder: the folder of the logs and the rendezvous file.
+        name: the name of these ranks within ``folder``.
+        timeout_s: timeout of the ranks' process group. A rank that sends nothing for twice as long has failed.
+        module: a module with a ``main()`` that answers commands (`thinwire_tools.compare.rank_program`).
 
     Raises:
         RankFailed: a rank did not start.
@@ -133,13 +133,13 @@ class RankProcesses:
         self.close()
 
     def process(self, rank: int) -> ForkedProcess:
-        """The process of ``rank``."""
+        """Return the process of ``rank``."""
         return self._ranks[rank].process
 
     def run(
         self, command: dict[str, Any], on_event: OnEvent = _ignore, on_hold: Callable[[str], None] = _ignore
     ) -> list[dict[str, Any]]:
-        """Have all ranks carry out ``command``; returns their answers, by rank.
+        """Make all ranks carry out ``command``; return their answers, by rank.
 
         ``on_event(rank, event)`` is called for each event that a rank sends on the way, ``on_hold(at)`` when all ranks
         wait at a hold, before they are released.
@@ -196,7 +196,7 @@ class RankProcesses:
             rank.send({"do": "go"})
 
     def _root_failure(self, first: _Rank, on_event: OnEvent) -> RankFailed:
-        """The failure that caused the others: that of a rank which a signal ended, if there is one, else ``first``'s.
+        """Return the failure that caused the others: of a rank that a signal ended, if there is one, else ``first``'s.
 
         Events that the other ranks still send are handled meanwhile.
         """
@@ -219,7 +219,7 @@ class RankProcesses:
 def launch_ranks(
     module: ModuleType, setup: Any, num_ranks: int, network: Link | None, *, timeout_s: float, name: str = "rank"
 ) -> Iterator[tuple[RankProcesses, Path]]:
-    """Ranks that run ``module`` on ``network``, or else on loopback, and a folder that lives as long as they do.
+    """Start ranks that run ``module`` on ``network``, or else on loopback, and a folder that lives as long as they do.
 
     ``setup`` is the dataclass that they are sent first.
     """

@@ -1,4 +1,4 @@
-"""What every rank program shares: JSON lines to and from the parent, the process group, and a clean end."""
+"""The base of rank programs: JSON lines to and from the parent, the process group, and a clean end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Channel:
         self._commands, self._answers = commands, answers
 
     def receive(self) -> dict[str, Any]:
-        """The next command. Raises `ParentGone` when there will be none."""
+        """Return the next command. Raises `ParentGone` when there will be none."""
         line = self._commands.readline()
         if not line:
             raise ParentGone
@@ -61,7 +61,7 @@ def join(setup: dict[str, Any]) -> tuple[int, int]:
 
 def run_rank(serve: Callable[[Channel], None]) -> NoReturn:
     """Answer the parent through ``serve`` until it is gone, report every failure to it, and end this process."""
-    # Ctrl-C in the terminal is the parent's to handle.
+    # The parent handles Ctrl-C in the terminal.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(*command_streams())
     code = 0
@@ -74,5 +74,5 @@ def run_rank(serve: Callable[[Channel], None]) -> NoReturn:
         channel.send("failed", message=f"{type(error).__name__}: {error}")
         code = 1
     sys.stderr.flush()
-    # Threads of a broken process group must not hold the process back.
+    # Threads of a broken process group must not keep the process alive.
     os._exit(code)

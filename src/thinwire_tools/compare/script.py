@@ -1,4 +1,4 @@
-"""``thinwire compare -- train.py``: the user's own training, as it is and compressed, in paired runs."""
+"""The command ``thinwire compare -- train.py``: the user's own training, unchanged and compressed, in paired runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AS_IT_IS = "as it is"
 
 
 class Runs:
-    """Trains the script on ranks of this machine; a context manager."""
+    """Trainings of the script on ranks of this machine; a context manager."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Runs:
         self._stack = ExitStack()
         self._network: lab.Network | None = None
         self.dense_bytes = math.nan
-        """What rank 0 sends in a step without compression, once a compressed run has told."""
+        """Bytes that rank 0 sends in a step without compression, once a compressed run has reported them."""
 
     def __enter__(self) -> Runs:
         if self._rate is not None:
@@ -53,11 +53,11 @@ class Runs:
         self._stack.close()
 
     def train(self, variant: str | None, seed: int) -> Run:
-        """One run.
+        """Train once.
 
         Raises:
             RankFailed: a rank failed or took too long.
-            NoLosses: it left none.
+            NoLosses: the run left no losses.
         """
         out = Path(tempfile.mkdtemp(dir=self._folder))
         filled = tuple(word.replace("{seed}", str(seed)).replace("{out}", str(out)) for word in self._script)
@@ -77,7 +77,7 @@ class Runs:
             told = json_module.loads(stats.read_text())
             steps, sent = max(1, told["steps"]), told["sent"]
             self.dense_bytes = told["dense"] / steps
-        # One step is all of it, from start to end, the start of Python included.
+        # The run counts as one step, from start to end, the start of Python included.
         return Run(
             variant or BASELINE,
             step_s=[seconds],
@@ -88,7 +88,7 @@ class Runs:
         )
 
     def _run(self, argv: Sequence[str], out: Path) -> str:
-        """What rank 0 printed."""
+        """Run the script, and return the output of rank 0."""
         link = self._network or lab.Loopback(self._num_ranks)
         with ExitStack() as stack:
             ranks: list[subprocess.Popen[Any]] = []
@@ -115,7 +115,7 @@ class Runs:
 
 
 class ScriptComparison(Comparison):
-    """Trainings of a script, whose losses are those that it told."""
+    """Trainings of a script, which reports its own losses."""
 
     def check_seeds(self) -> None:
         """Raise ``ValueError`` if the seeds change nothing: an interval over equal runs would mean nothing."""

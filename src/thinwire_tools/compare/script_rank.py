@@ -18,12 +18,12 @@ from thinwire_tools.run.script import run_script
 
 @dataclass(frozen=True)
 class Setup:
-    """What a rank is to do.
+    """Instructions for a rank.
 
     Args:
-        script: what python would run.
-        seed: of the global generators, for scripts that do not set them themselves.
-        variant: as `Variant.parse` takes it; None for the script as it is.
+        script: arguments for python.
+        seed: seed of the global generators, for scripts that do not set them themselves.
+        variant: text for `Variant.parse`; None for the script as it is.
         stats: file that rank 0 writes the bytes sent to, where there is a variant.
     """
 
@@ -33,7 +33,7 @@ class Setup:
     stats: str
 
     def argv(self) -> list[str]:
-        """The command of such a rank."""
+        """Return the command of such a rank."""
         return [sys.executable, "-u", "-m", "thinwire_tools.compare.script_rank", json.dumps(asdict(self))]
 
 

@@ -1,4 +1,4 @@
-"""The statistics of comparing paired runs: is a variant's loss within a margin of the baseline's?
+"""Statistics of paired runs, which decide whether a variant's loss is within a margin of the baseline's.
 
 Pure functions of numbers. A pair is two runs from one seed: what they share (initial weights, batches) cancels in their
 relative difference, and what is left is judged by Student's t over the seeds.
@@ -13,12 +13,12 @@ from enum import StrEnum
 from typing import Any
 
 CONFIDENCE = 0.95
-"""Of each bound by itself: a variant that is worse than the margin is called within it in at most 5 % of all cases."""
+"""Confidence of each bound: a variant that is worse than the margin is called within it in at most 5 % of cases."""
 
 POWER = 0.8
 
 CONTROL = "minmax(bits=1, bucket=8192, rounding=nearest)"
-"""The compressor that must fail, or equal losses mean nothing: one bit, few scales, a biased rounding and no error
+"""Compressor that must fail, or equal losses mean nothing: one bit, few scales, a biased rounding and no error
 feedback."""
 
 _MOST_SEEDS = 1000
@@ -34,9 +34,9 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Estimate:
-    """Mean of the relative differences, and where the true one lies.
+    """Mean of the relative differences, and bounds of the true one.
 
-    It is at least ``lower`` and at most ``upper``, each with `CONFIDENCE` by itself.
+    The true one is at least ``lower`` and at most ``upper``, each with `CONFIDENCE` by itself.
     """
 
     mean: float
@@ -48,7 +48,7 @@ class Estimate:
 
 
 def need_scipy() -> Any:
-    """``scipy.stats``. Raises ``ImportError`` that says how to install it."""
+    """Return ``scipy.stats``. Raises ``ImportError`` that says how to install it."""
     try:
         from scipy import stats
     except ImportError as error:
@@ -57,7 +57,7 @@ def need_scipy() -> Any:
 
 
 def relative_differences(losses: Sequence[float], baseline: Sequence[float]) -> list[float]:
-    """``losses / baseline − 1`` seed by seed; infinity where a run's loss is not finite.
+    """Return ``losses / baseline − 1`` seed by seed; infinity where a run's loss is not finite.
 
     Raises ``ValueError`` if a baseline is not finite and positive: nothing can be compared to it.
     """
@@ -68,7 +68,7 @@ def relative_differences(losses: Sequence[float], baseline: Sequence[float]) -> 
 
 
 def estimate(differences: Sequence[float]) -> Estimate:
-    """Bounds of the true mean by the paired t-test, one-sided each; infinite for a single pair.
+    """Return bounds of the true mean by the paired t-test, one-sided each; infinite for a single pair.
 
     Where a difference is infinite, because a run diverged, so are the mean and both bounds. Raises ``ValueError``
     without any pair.
@@ -87,14 +87,14 @@ def estimate(differences: Sequence[float]) -> Estimate:
 
 
 def judge(difference: Estimate, margin: float) -> Verdict:
-    """Within the margin where even the upper bound is, beyond it where even the lower bound is."""
+    """Return "within" where even the upper bound is within the margin, "beyond" where even the lower bound is not."""
     if difference.upper <= margin:
         return Verdict.WITHIN
     return Verdict.BEYOND if difference.lower > margin else Verdict.UNDECIDED
 
 
 def seeds_needed(difference: Estimate, margin: float) -> int | None:
-    """About how many seeds would decide, with a chance of `POWER`, if mean and deviation are as difference.
+    """Estimate how many seeds would decide, with a chance of `POWER`, if mean and deviation are as given.
 
     The least n with ``(t_confidence + t_power) · deviation / √n ≤ |margin − mean|``, quantiles of n − 1 degrees of
     freedom. None where that is unknown (a single seed) or is over a thousand.
@@ -118,13 +118,13 @@ def seeds_needed(difference: Estimate, margin: float) -> int | None:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Mean of each value and the two before it, where there are as many."""
+    """Return the mean of each value and the two before it, where there are as many."""
     parts = [values[max(0, end - 3) : end] for end in range(1, len(values) + 1)]
     return [math.fsum(part) / len(part) for part in parts]
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """A confidence interval of the median that assumes no distribution: two order statistics of ``values``.
+    """Return a confidence interval of the median that assumes no distribution: two order statistics of ``values``.
 
     With n values the k-th smallest and the k-th largest enclose the median with probability
     1 − 2 P(Binomial(n, 1/2) < k); k is the largest that keeps it at `CONFIDENCE`. Fewer than six values do not reach

@@ -1,4 +1,4 @@
-"""What a comparison trains: the protocol of a task, and the GPT that is the task where none is given."""
+"""Tasks of a comparison: the protocol of a task, and the GPT that is the task where none is given."""
 
 # No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
 
@@ -22,53 +22,53 @@ _EVALUATION_BATCH = 32
 
 
 class Task(Protocol):
-    """One training, as it is for every variant and seed. A dataclass of plain values at the top of a module: each rank
+    """One training, the same for every variant and seed. A dataclass of plain values at the top of a module: each rank
     process imports the class and makes its own instance of the fields, which reach it as JSON."""
 
     @property
     def steps(self) -> int:
-        """Training steps of a run."""
+        """Number of training steps of a run."""
         ...
 
     @property
     def learning_rate(self) -> float:
-        """The highest of a run: a warm-up leads to it, a cosine from it to zero (`learning_rate` of compare_rank)."""
+        """Highest learning rate of a run: after a warm-up, before a cosine to zero (`train.learning_rate`)."""
         ...
 
     @property
     def probe_every(self) -> int:
-        """Steps between two looks at a part of the held-out data."""
+        """Number of steps between two evaluations on a part of the held-out data."""
         ...
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Self:
-        """The task of ``dataclasses.asdict``."""
+        """Return the task of ``dataclasses.asdict``."""
         ...
 
     def build(self, seed: int) -> nn.Module:
-        """The model with its initial weights: a function of ``seed`` alone."""
+        """Return the model with its initial weights: a function of ``seed`` alone."""
         ...
 
     def distribute(self, model: nn.Module) -> DistributedDataParallel:
-        """``model`` in DDP, without a communication hook."""
+        """Return ``model`` in DDP, without a communication hook."""
         ...
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer; its learning rate is set before every step."""
+        """Return the optimizer; its learning rate is set before every step."""
         ...
 
     def batches(self, seed: int, rank: int, num_ranks: int) -> Iterator[Any]:
-        """``steps`` batches of this rank: a function of the arguments alone."""
+        """Yield ``steps`` batches of this rank: a function of the arguments alone."""
         ...
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """What is minimized: a scalar, the mean over this rank's batch."""
+        """Return the loss: a scalar, the mean over this rank's batch."""
         ...
 
     def evaluate(self, model: nn.Module, rank: int, num_ranks: int, *, probe: bool) -> tuple[float, int]:
-        """Sum of the loss over this rank's share of the held-out data, and how many terms (tokens, samples) it has.
+        """Return the sum of the loss over this rank's share of the held-out data, and its terms (tokens, samples).
 
-        ``probe``: over the part that is looked at along the way.
+        ``probe``: only over the part that is evaluated along the way.
         """
         ...
 
@@ -103,7 +103,7 @@ class GPTTask:
 
     @property
     def text(self) -> Tokens:
-        """What is learned, and what is held out."""
+        """Corpus of tokens, split into training and held-out ones."""
         return library_text()
 
     def build(self, seed: int) -> GPT:
@@ -111,7 +111,7 @@ class GPTTask:
         return GPT(self.model)
 
     def distribute(self, model: nn.Module) -> DistributedDataParallel:
-        # The only buffers are constants: no need to broadcast them before every step.
+        # The only buffers are constants, which need no broadcast before every step.
         options: dict[str, Any] = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
         return DistributedDataParallel(model, bucket_cap_mb=self.bucket_cap_mb, **options)
 
@@ -153,13 +153,13 @@ SIZES = {
 
 @functools.cache
 def library_text() -> Text:
-    """`standard_library`, read once."""
+    """Return `standard_library`, read once."""
     return standard_library()
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, tokens: Tensor, offsets: Tensor, context: int) -> float:
-    """Sum of the loss, in nats, over all windows that start at ``offsets [windows]``."""
+    """Return the sum of the loss, in nats, over all windows that start at ``offsets [windows]``."""
     total = 0.0
     for starts in offsets.split(_EVALUATION_BATCH):
         inputs, targets = windows(tokens, starts, context)
@@ -168,12 +168,12 @@ def evaluate(model: nn.Module, tokens: Tensor, offsets: Tensor, context: int) ->
 
 
 def probe_steps(task: Task) -> list[int]:
-    """Steps after which the held-out probe is evaluated; the last step is one of them."""
+    """Return the steps after which the held-out probe is evaluated; the last step is one of them."""
     return sorted({*range(task.probe_every, task.steps, task.probe_every), task.steps})
 
 
 def describe(task: Task) -> dict[str, Any]:
-    """``task`` as a rank process can make it again with `restore`.
+    """Return ``task`` as a rank process can make it again with `restore`.
 
     Raises ``TypeError`` if the task is no dataclass at the top of a module that another process can import.
     """
@@ -187,6 +187,6 @@ def describe(task: Task) -> dict[str, Any]:
 
 
 def restore(description: dict[str, Any]) -> Task:
-    """The task that `describe` described."""
+    """Return the task that `describe` described."""
     kind: type[Task] = getattr(importlib.import_module(description["module"]), description["name"])
     return kind.from_json(description["fields"])

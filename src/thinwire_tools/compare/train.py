@@ -1,4 +1,4 @@
-"""Paired training: the steps, learning rates and bytes that are the same whatever a variant sends."""
+"""Paired training: the steps, learning rates and bytes that are the same for all variants."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WARM_UP_SHARE = 0.1
 
 
 def learning_rate(highest: float, step: int, steps: int) -> float:
-    """Learning rate of ``step`` (from 0): a linear warm-up over the first tenth, then a cosine that ends at zero."""
+    """Return the learning rate of ``step`` (from 0): a linear warm-up over the first tenth, then a cosine to zero."""
     warm_up = math.ceil(steps * _WARM_UP_SHARE)
     if step < warm_up:
         return highest * (step + 1) / warm_up
@@ -25,12 +25,12 @@ def learning_rate(highest: float, step: int, steps: int) -> float:
 
 
 def ring_factor(num_ranks: int) -> float:
-    """What each rank sends in a ring all-reduce, per byte that is reduced."""
+    """Return the bytes that each rank sends in a ring all-reduce, per byte that is reduced."""
     return 2 * (num_ranks - 1) / num_ranks
 
 
 def gradient_bytes(model: nn.Module) -> int:
-    """Bytes of one fp32 gradient of ``model``."""
+    """Return the bytes of one fp32 gradient of ``model``."""
     return 4 * sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -55,7 +55,7 @@ def train(
 
 
 def digest(model: nn.Module) -> str:
-    """Hash of all parameters' bytes: equal on two ranks exactly where their replicas are."""
+    """Return a hash of all parameters' bytes: equal on two ranks exactly where their replicas are."""
     state = hashlib.sha256()
     for parameter in model.parameters():
         state.update(parameter.detach().reshape(-1).view(torch.uint8).numpy().tobytes())

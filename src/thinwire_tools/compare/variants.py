@@ -1,4 +1,4 @@
-"""What a comparison varies: how gradients travel, by which optimizer they are taken, and how often ranks talk."""
+"""Variants of a comparison: messages for gradients, optimizers, and intervals of communication."""
 
 # No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
 
@@ -23,9 +23,9 @@ from thinwire_tools.compare.tasks import BETAS, WEIGHT_DECAY, Task
 from thinwire_tools.compare.train import gradient_bytes, ring_factor
 
 BASELINE = "fp32"
-"""What variants are compared to: DDP with uncompressed gradients."""
+"""Name of the variant that others are compared to: DDP with uncompressed gradients."""
 ALONE = "alone"
-"""The variant that sends nothing: each rank trains on its own batches. What ends above it is worse than no network."""
+"""Variant that sends nothing: each rank trains on its own batches. A variant above it is worse than no network."""
 # One scale for each layer, a biased rounding and no error feedback: damage that a comparison must be able to see.
 CONTROL_RULES = "minmax(bits=1, bucket=1048576, rounding=nearest)"
 POWERSGD_RANK = 4
@@ -35,7 +35,7 @@ _WITH = " with "
 _POWERSGD_START = 2
 _MUON_RATE_FACTOR = 4.0
 _EXACT_SHARE = 0.15
-"""The share of steps that 1-bit Adam takes in fp32, before its variance is frozen (Tang et al. 2021, section 7)."""
+"""Share of steps that 1-bit Adam takes in fp32, before its variance is frozen (Tang et al. 2021, section 7)."""
 
 _ADAM = {"betas": BETAS, "weight_decay": WEIGHT_DECAY}
 OPTIMIZERS: Mapping[str, Callable[[Task, nn.Module], torch.optim.Optimizer]] = {
@@ -50,21 +50,21 @@ OPTIMIZERS: Mapping[str, Callable[[Task, nn.Module], torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Attached:
-    """What a variant attached to a model."""
+    """Handles of a variant that is attached to a model."""
 
     sent: Callable[[int], float]
-    """Bytes that this rank has sent after so many steps, without TCP's headers."""
+    """Function that returns the bytes that this rank has sent after so many steps, without TCP's headers."""
     formula: Callable[[], float | None]
-    """Bytes that a step must send by the format's formula, where there is one."""
+    """Function that returns the bytes that a step must send by the format's formula, where there is one."""
     wire: thinwire.Wire | None = None
     finish: Callable[[], None] = lambda: None
-    """Ends the training: all ranks get the same parameters where the variant has not seen to it in each step."""
+    """Function that ends the training: all ranks get the same parameters where steps leave them different."""
     close: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way of training, in plain values: they reach the ranks as JSON.
+    """One way of training, in plain values, which are sent to the ranks as JSON.
 
     ``spec`` is the compressor of all layers, which ``policy`` adapts, both as canonical text. `BASELINE`, `ALONE`,
     ``"bf16"`` and ``"torch-powersgd"`` stand for DDP's own all-reduce, for no communication, and for PyTorch's hooks.
@@ -82,18 +82,18 @@ class Variant:
     one_bucket: bool = False
     """Whether DDP puts all gradients into one bucket."""
     on_link: bool = True
-    """Whether its messages cross the slow link; those of a variant that is there for its loss alone do not."""
+    """Whether messages cross the slow link; those of a variant that is there for its loss alone do not."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The variant of ``"topk(density=0.01)"``, ``"topk(density=0.01) with lgreco(every=25)"`` or ``"alone"``.
+        """Parse a variant: ``"topk(density=0.01)"``, ``"topk(density=0.01) with lgreco(every=25)"`` or ``"alone"``.
 
         Raises:
             ValueError: the spec or the policy is wrong.
         """
         if text.strip() == ALONE:
             return cls(ALONE)
-        # Neither side can hold the word: it is Python's.
+        # Neither side can contain the word: it is a keyword of Python.
         spec, separator, policy = text.partition(_WITH)
         if separator and not policy.strip():
             raise ValueError(f"{text!r} names no policy: write SPEC with lgreco(every=25)")
@@ -109,11 +109,11 @@ class Variant:
 
     @property
     def every(self) -> int:
-        """Steps from one exchange to the next; a step's time is the mean over so many."""
+        """Number of steps from one exchange to the next; a step's time is the mean over so many."""
         return 1 if self.local is None else LOCAL_EVERY
 
     def prepare(self, task: Task, model: nn.Module) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
-        """``model`` of ``task`` in DDP, and its optimizer."""
+        """Return ``model`` of ``task`` in DDP, and its optimizer."""
         if self.one_bucket:
             task = replace(task, bucket_cap_mb=_ONE_BUCKET_MB)  # pyright: ignore[reportArgumentType, reportCallIssue]
         ddp = task.distribute(model)
@@ -122,7 +122,7 @@ class Variant:
     def attach(
         self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int, measure: int = 0
     ) -> Attached:
-        """Have ``ddp`` communicate so; every ``measure`` steps the exact mean is taken, too, without being counted."""
+        """Attach the variant to ``ddp``; every ``measure`` steps the exact mean is taken, too, but not counted."""
         dense = gradient_bytes(ddp) * ring_factor(dist.get_world_size())
         if self.local is not None:
             return _exchange_locally(ddp, optimizer, seed, self.local)
@@ -139,7 +139,7 @@ class Variant:
                 return _torch_powersgd(ddp, seed, dense)
         options: dict[str, Any] = {"seed": seed, "start": self.start, "skip_if_slower": False}
         if self.policy is not None or self.optimizer != "task":
-            # Accordion looks at its learning rate, and some compress within their step.
+            # Accordion reads its learning rate, and some optimizers compress within their step.
             options["optimizer"] = optimizer
         if self.policy is not None:
             options["adapt"] = parse_policy(self.policy)
@@ -161,7 +161,7 @@ def _exchange_locally(
     ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, seed: int, options: Mapping[str, Any]
 ) -> Attached:
     send_nothing(ddp)
-    # Plain averages: momentum pays over more exchanges than a short training has.
+    # Plain averages: momentum needs more exchanges than a short training has.
     outer = Nesterov(lr=1.0, momentum=0.0)
     local = DiLoCo(ddp, optimizer, every=LOCAL_EVERY, outer=outer, seed=seed, **options)
     optimizer.register_step_post_hook(lambda *_: local.step())
@@ -174,19 +174,19 @@ def _torch_powersgd(ddp: DistributedDataParallel, seed: int, dense: float) -> At
     )
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     factor = 4 * ring_factor(dist.get_world_size())
-    # PyTorch counts the elements of what it reduces (P, Q, and tensors left as they are) once it has started.
+    # PyTorch counts the elements that it reduces (P, Q, and tensors left as they are) once it has started.
     return Attached(
         lambda steps: min(steps, _POWERSGD_START) * dense + state.compression_stats()[2] * factor, lambda: None
     )
 
 
 def send_bf16(ddp: DistributedDataParallel) -> None:
-    """Have ``ddp`` send its gradients in bf16, on any backend."""
+    """Make ``ddp`` send its gradients in bf16, on any backend."""
     ddp.register_comm_hook(Follower("bf16"), _bf16_hook)
 
 
 def _bf16_hook(follower, bucket):
-    """PyTorch's ``bf16_compress_hook``, which itself refuses every backend but NCCL."""
+    """Run PyTorch's ``bf16_compress_hook``, which itself refuses every backend but NCCL."""
     buffer = bucket.buffer()
     message = buffer.to(torch.bfloat16).div_(dist.get_world_size())
     work = dist.all_reduce(message, async_op=True)
@@ -195,13 +195,13 @@ def _bf16_hook(follower, bucket):
 
 
 def low_rank(title: str, dtype: str) -> Variant:
-    """Thinwire's PowerSGD with factors of ``dtype``, comparable to PyTorch's."""
+    """Return thinwire's PowerSGD with factors of ``dtype``, comparable to PyTorch's."""
     spec = f"powersgd(rank={POWERSGD_RANK}, dtype={dtype})"
     return Variant(spec, title=title, start=_POWERSGD_START, one_bucket=True)
 
 
 def local_updates(title: str, optimizer: str = "task", **options: Any) -> Variant:
-    """`DiLoCo` with ``options``; for the optimizer "muon" at its own learning rate."""
+    """Return `DiLoCo` with ``options``; for the optimizer "muon" at its own learning rate."""
     factor = _MUON_RATE_FACTOR if optimizer == "muon" else 1.0
     return Variant("local", title=title, local=options, optimizer=optimizer, rate_factor=factor)
 
@@ -218,4 +218,4 @@ VARIANTS = {
     ALONE: Variant(ALONE, title="training alone"),
     "control": Variant(CONTROL_RULES, title="1-bit control"),
 }
-"""The ways that `thinwire demo` trains by, by their names there."""
+"""Ways of training in `thinwire demo`, by their names there."""

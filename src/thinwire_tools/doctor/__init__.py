@@ -1,1 +1,1 @@
-"""Is a training bound by its communication, and what would help? Measures, predicts, advises."""
+"""Examination of a training: is it bound by its communication, and what would help? Measures, predicts, advises."""

@@ -1,4 +1,4 @@
-"""What to do, in order, and why."""
+"""Advice of doctor: settings in order, with reasons."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from thinwire_tools.doctor.predict import predict_step
 from thinwire_tools.doctor.settings import Care, Prediction, Setting
 
 HARMLESS_SHARE = 0.05
-"""Of a step: where less waits for communication, nothing is worth doing."""
+"""Share of the step time waiting for communication below which nothing is worth doing."""
 LEAST_GAIN = 0.05
-"""Of a step, that a setting must be faster by to be advised."""
+"""Smallest share of the step time that a setting must save to be recommended."""
 _CLOSE = 1.05
 _TRUSTED = 0.15
-"""By how much the prediction of a step as it is may be off before the others are in doubt."""
+"""Relative error of the prediction of a step as it is beyond which the others are in doubt."""
 _ONE_BUCKET_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing to do."""
+    """One recommendation."""
 
     title: str
     why: str
@@ -36,7 +36,7 @@ class Verdict:
 
     sentence: str
     advice: tuple[Advice, ...]
-    """Best first; never empty: where nothing helps it is to do nothing."""
+    """Recommendations, best first; never empty: where nothing helps it is to do nothing."""
     today: float
     """Seconds of a step now."""
 
@@ -74,9 +74,9 @@ def conclude(
     free: Callable[[Prediction], Prediction],
     first: Sequence[Advice] = (),
 ) -> Verdict:
-    """The verdict on steps of ``today`` seconds, of which ``share`` waits for communication.
+    """Return the verdict on steps of ``today`` seconds, of which ``share`` waits for communication.
 
-    ``free``: a prediction as it would be if compressing took no time. ``first``: what to do first, where communication
+    ``free``: a prediction as if compressing took no time. ``first``: recommendations to put first, where communication
     is waited for.
     """
     verdict = _verdict(today, share, predictions, free, first)
@@ -84,7 +84,7 @@ def conclude(
 
 
 def doubt(today: float, predictions: Sequence[Prediction]) -> str:
-    """A sentence about how far off the prediction of a step as it is comes out; empty if it is close."""
+    """Return a sentence on the error of the prediction of a step as it is; empty if that is small."""
     off = next((p.step.value / today - 1 for p in predictions if p.setting.is_today), 0.0)
     if abs(off) <= _TRUSTED:
         return ""
@@ -130,20 +130,20 @@ def _harmless(today: float, share: float) -> str:
 
 
 def _faster(p: Prediction, as_is: Prediction, today: float) -> bool:
-    """Whether a setting makes the measured step faster by enough, and one as it is in all but 5 % of the draws."""
-    return p.step.value < (1 - LEAST_GAIN) * today and p.beside(as_is).high < 1
+    """Whether a setting makes the measured step faster by enough, and is faster in all but 5 % of the draws."""
+    return p.step.value < (1 - LEAST_GAIN) * today and p.relative_to(as_is).high < 1
 
 
 def _may_be_faster(p: Prediction, as_is: Prediction, today: float) -> bool:
-    """Whether what was measured allows that a setting makes a step faster by enough."""
-    return min(p.step.value, p.beside(as_is).low * today) < (1 - LEAST_GAIN) * today
+    """Whether the measurements allow that a setting makes a step faster by enough."""
+    return min(p.step.value, p.relative_to(as_is).low * today) < (1 - LEAST_GAIN) * today
 
 
 def _unsettled(waits: str, p: Prediction, as_is: Prediction) -> str:
-    beside = p.beside(as_is)
+    ratio = p.relative_to(as_is)
     return (
         f"{waits}. Whether anything here would make it at least {LEAST_GAIN:.0%} faster is too noisy to tell: with "
-        f"{p.setting.title} a step would take {p.step.value:.3g} s, which is {beside.low:.0%} to {beside.high:.0%} of "
+        f"{p.setting.title} a step would take {p.step.value:.3g} s, which is {ratio.low:.0%} to {ratio.high:.0%} of "
         "the same step as it is."
     )
 
@@ -152,7 +152,7 @@ _AGAIN = Advice("measure again", "with more --steps, and with nothing else on th
 
 
 def _why_nothing(others: Sequence[Prediction], free: Callable[[Prediction], Prediction], today: float) -> str:
-    """The reason why no setting helps, as far as it can be computed: what would be if compressing took no time."""
+    """Return the reason why no setting helps, as far as it follows from steps whose compression is free."""
     best = min((free(p).step.value for p in others if p.setting.spec and not p.setting.every), default=today)
     if best < (1 - LEAST_GAIN) * today:
         return (
@@ -163,7 +163,7 @@ def _why_nothing(others: Sequence[Prediction], free: Callable[[Prediction], Pred
 
 
 def _ranked(faster: Sequence[Prediction]) -> list[Prediction]:
-    """First, of those close to the fastest that keeps the loss, what changes training least; then by speed."""
+    """Return first, of those close to the fastest that keeps the loss, what changes training least; then by speed."""
     safe = [p for p in faster if p.setting.care <= Care.KEPT]
     by_speed = sorted(faster, key=lambda p: (p.setting.care > Care.KEPT, p.step.value))
     if not safe:

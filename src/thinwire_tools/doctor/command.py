@@ -1,4 +1,4 @@
-"""``thinwire doctor``: is this training bound by communication, and what would help?"""
+"""The command ``thinwire doctor``: is this training bound by communication, and what would help?"""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ def doctor(
       thinwire doctor --ranks 4 --ranks-per-node 2 --rate 100mbit -- train.py
 
     Args:
-        script: What python would run, after two dashes: train.py and its arguments, or -m and a module.
+        script: Arguments for python, after two dashes: train.py and its arguments, or -m and a module.
         ranks: How many ranks to start; under torchrun there are as many as it started.
         ranks_per_node: How many of them share a node of the emulated network, and its link.
         rate: Rate of each node's link, each way, of an emulated network: 100mbit, 1gbit.
         rtt: Round-trip time to add to it, as 10ms.
         steps: Training steps to watch, half of them without overlap.
         keep_running: Let the script train on to its end afterwards.
-        compressors: Specs to predict beside the usual ones, as "minmax(bits=3)".
+        compressors: Specs to predict in addition to the usual ones, as "minmax(bits=3)".
         line_rate: Rate that the line is made for, as 10gbit, where the system does not know.
-        price_per_hour: Of all ranks together: shows what a million samples or tokens cost with each setting.
-        samples_per_step: That all ranks together take in a step, for the price.
-        tokens_per_step: The same in tokens.
+        price_per_hour: Price of all ranks together: shows the cost of a million samples or tokens with each setting.
+        samples_per_step: Samples that all ranks together process in a step, for the price.
+        tokens_per_step: Tokens that all ranks together process in a step.
         timeout: Seconds after which ranks that doctor started are ended.
         json: Write all figures to this file.
         html: Write the report to this file, as a page with pictures.

@@ -25,30 +25,30 @@ from thinwire_tools.run.script import run_script
 
 LOOPBACK = "loopback"
 OTHER_RATES = (125e6, 12.5e6)
-"""Bytes per second of links that steps on loopback are predicted for, too: 1 Gbit/s and 100 Mbit/s."""
+"""Rates of links, in bytes per second, that steps on loopback are predicted for, too: 1 Gbit/s and 100 Mbit/s."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be examined, and how. The same on every rank."""
+    """A request for an examination, the same on every rank."""
 
     steps: int = 20
-    """To be watched, half of them without overlap."""
+    """Number of steps to watch, half of them without overlap."""
     keep_running: bool = False
-    """Let the script train on afterwards."""
+    """Whether the script trains on afterwards."""
     compressors: tuple[str, ...] = ()
-    """Specs to predict, beside the usual ones."""
+    """Specs to predict, in addition to the usual ones."""
     line_rate: float | None = None
-    """Bytes per second of the line, where it is known."""
+    """Rate of the line in bytes per second, where it is known."""
     price_per_hour: float | None = None
     samples_per_step: float | None = None
     unit: str = "samples"
     script: tuple[str, ...] = ()
-    """What python would run; none for the built-in training."""
+    """Arguments for python; none for the built-in training."""
     link: str = ""
-    """What the emulated network is, or `LOOPBACK`."""
+    """Description of the emulated network, or `LOOPBACK`."""
     progress: bool = False
-    """Whether rank 0 reports on standard error what is under way."""
+    """Whether rank 0 reports its progress on standard error."""
 
     @property
     def prices(self) -> Prices | None:
@@ -79,7 +79,7 @@ class Examination:
                 else:
                     train_probe()
             except SystemExit as end:
-                # A script that fails by itself is that script's news.
+                # An error of the script's own is not for doctor to report.
                 if not self.finished and end.code not in (None, 0):
                     raise
         if not self.finished:
@@ -95,7 +95,7 @@ class Examination:
         return self.answer
 
     def _report(self, text: str) -> None:
-        """Show on rank 0 what is under way, where somebody waits for it."""
+        """Show the present activity on rank 0, where somebody waits for it."""
         if self.request.progress and dist.get_rank() == 0:
             sys.stderr.write(f"thinwire doctor: {text}\n")
             sys.stderr.flush()
@@ -105,7 +105,7 @@ class Examination:
             self._report(f"watching training, step {step + 1} of {total}")
 
     def _elsewhere(self, measured: Measured, settings: Sequence[Setting]) -> list[tuple[float, list[Prediction]]]:
-        """What slower links would make of this machine's steps, where it has no link to other machines itself."""
+        """Return predictions over slower links, where this machine has no link to other machines itself."""
         if self.request.link != LOOPBACK or measured.sharded:
             return []
         asked = [s for s in settings if s.times == 1 and not s.every and s.algorithm == "sra" and s.care <= Care.KEPT]
@@ -135,7 +135,7 @@ class Examination:
 
 
 def main(text: str, path: str) -> int:
-    """Of ranks that ``thinwire doctor`` started itself: rank 0 writes the answer to ``path``."""
+    """Run one of the ranks that ``thinwire doctor`` started itself: rank 0 writes the answer to ``path``."""
     asked: dict[str, Any] = json.loads(text)
     request = Request(**asked)
     request = replace(request, compressors=tuple(request.compressors), script=tuple(request.script))
@@ -152,7 +152,7 @@ def main(text: str, path: str) -> int:
 
 
 def argv(request: Request, path: Path) -> Sequence[str]:
-    """The command of such a rank. Ctrl-C, which a terminal sends to it, too, ends it without a word."""
+    """Return the command of such a rank. Ctrl-C, which a terminal sends to it, too, ends it without a word."""
     program = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
         "from thinwire_tools.doctor.examine import main; sys.exit(main(*sys.argv[1:]))"

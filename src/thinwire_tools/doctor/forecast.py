@@ -1,7 +1,7 @@
 """Predicts the time of a step of a sharded model (FSDP2): when weights are gathered, and what waits for them.
 
 As in `thinwire.plan.forecast` a step is a timeline. PyTorch's own collectives stop it on a CPU until they have ended;
-thinwire's stop it where what they bring is needed.
+thinwire's stop it where their result is needed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from thinwire.plan.sites import at_site
 Collective = Literal["all_gather", "reduce_scatter"]
 
 _DEPTH = 2
-"""The depth of `thinwire.prefetch` where none is given."""
+"""Default depth of `thinwire.prefetch`."""
 
 
 @dataclass(frozen=True)
 class Move(Bucket):
-    """A buffer of one module's weights that is gathered, or of its gradients that are reduced. ``ready_s`` is when it
-    is asked for, ``itemsize`` that of what is sent."""
+    """A buffer of one module's weights that is gathered, or of its gradients that are reduced. ``ready_s`` is the time
+    at which it is requested, ``itemsize`` that of the elements that are sent."""
 
     kind: Collective = "all_gather"
     module: str = ""
@@ -39,10 +39,10 @@ class Move(Bucket):
 
 
 class Event(NamedTuple):
-    """A move is requested, or its weights are needed."""
+    """The request of a move, or the need for its weights."""
 
     at_s: float
-    """Computing done so far in this step."""
+    """Seconds of computing done so far in this step."""
     move: int
     needed: bool
 
@@ -56,26 +56,26 @@ class ShardedPace:
     events: tuple[Event, ...]
     """Events in their order. Every move is requested once; gathers are needed once, after that."""
     compute_s: float
-    """The whole step, of ranks that meet in every collective: between two of them the slowest one counts."""
+    """Seconds of the whole step, of ranks that meet in every collective: between two of them the slowest one counts."""
     alone_s: float
-    """The whole step of the slowest rank, if ranks never meet."""
+    """Seconds of the whole step of the slowest rank, if ranks never meet."""
     shared: float = 0.0
-    """As of `Pace`."""
+    """Share of communication's processor time that computing loses; see `Pace`."""
     batches: int = 1
-    """Forward passes in it."""
+    """Number of forward passes in the step."""
 
     @property
     def buckets(self) -> tuple[Move, ...]:
-        """What is sent, as `Pace.buckets`."""
+        """Moves, under the name that `Pace` has for what is sent."""
         return self.moves
 
     @property
     def backward_end_s(self) -> float:
-        """Seconds until the last gradients have arrived."""
+        """Seconds until the last gradients are ready."""
         return max((event.at_s for event in self.events if self.moves[event.move].kind == "reduce_scatter"), default=0)
 
     def kept(self) -> ShardedPace:
-        """The step of a model whose weights stay after forward: each module gathers once for a batch."""
+        """Return the step of a model whose weights stay after forward: each module gathers once for a batch."""
         left = [i for i in range(len(self.moves)) if self._passes.get(i, 0) % 2 == 0]
         number = {i: at for at, i in enumerate(left)}
         events = tuple(event._replace(move=number[event.move]) for event in self.events if event.move in number)
@@ -83,7 +83,7 @@ class ShardedPace:
 
     @cached_property
     def _passes(self) -> dict[int, int]:
-        """For which pass each gather is: 0 is the first batch's forward, 1 its backward, 2 the second batch's forward.
+        """Pass of each gather: 0 is the first batch's forward, 1 its backward, 2 the second batch's forward.
 
         A module that gathers no more than once for a batch keeps its weights for backward.
         """
@@ -95,7 +95,7 @@ class ShardedPace:
         return {i: each[module] * k for module, indices in gathers.items() for k, i in enumerate(indices)}
 
     def ahead(self) -> ShardedPace:
-        """The step after ``thinwire.prefetch(model)``: what is gathered is asked for as soon as the weights of the
+        """Return the step after ``thinwire.prefetch(model)``: a gather is requested as soon as the weights of the
         module `_DEPTH` before it are there, in forward and in backward; nothing later than now."""
         events = list(self.events)
         phases: dict[int, list[int]] = {}
@@ -107,7 +107,7 @@ class ShardedPace:
                 place = 1 + _index(events, gathers[max(0, k - _DEPTH)], needed=True)
                 asked = _index(events, move, needed=False)
                 at_s = events[place - 1].at_s
-                # Behind those that are asked for there already.
+                # The request is behind those that are there already.
                 while place < asked and not events[place].needed and events[place].at_s == at_s:
                     place += 1
                 if place < asked:
@@ -120,7 +120,7 @@ def _index(events: Sequence[Event], move: int, *, needed: bool) -> int:
 
 
 def shares(kind: Collective, num_ranks: int) -> tuple[float, float]:
-    """The shares of a buffer's elements that a rank encodes and decodes."""
+    """Return the shares of a buffer's elements that a rank encodes and decodes."""
     others = (num_ranks - 1) / num_ranks
     return (1 / num_ranks, 1.0) if kind == "all_gather" else (others, others)
 
@@ -128,12 +128,12 @@ def shares(kind: Collective, num_ranks: int) -> tuple[float, float]:
 def move_transfer(
     move: Move, layers: Mapping[str, Compressor], links: Links, codecs: Mapping[Compressor, tuple[float, float]]
 ) -> Transfer:
-    """Seconds that the messages of a move take.
+    """Return the seconds that the messages of a move take.
 
     Args:
-        move: which layers.
-        layers: compressor of each, by names as `at_site` makes them.
-        links: what messages take.
+        move: the layers.
+        layers: the compressor of each, by names as `at_site` makes them.
+        links: the times of messages.
         codecs: seconds that an element takes to encode, and to decode.
     """
     encoded, decoded = shares(move.kind, links.num_ranks)
@@ -151,7 +151,7 @@ def move_transfer(
 
 
 def sharded_step(pace: ShardedPace, transfers: Sequence[Transfer]) -> float:
-    """Seconds of a step whose moves take this, one behind the other, while computing goes on where it can."""
+    """Return the seconds of a step whose moves take this, one behind the other, next to computing."""
     now = done = 0.0
     arrived: dict[int, float] = {}
     spans: list[_Span] = []
@@ -161,16 +161,16 @@ def sharded_step(pace: ShardedPace, transfers: Sequence[Transfer]) -> float:
         move, transfer = pace.moves[event.move], transfers[event.move]
         if not event.needed:
             before = max(arrived.values(), default=0.0)
-            # A core that computes, too, encodes at half its speed as long as that lasts.
-            beside = needs.get(event.move, pace.backward_end_s if move.late else event.at_s) - event.at_s
-            slowed = pace.shared * min(transfer.codec_s, beside)
+            # A core that computes, too, encodes at half its speed for so long.
+            meanwhile = needs.get(event.move, pace.backward_end_s if move.late else event.at_s) - event.at_s
+            slowed = pace.shared * min(transfer.codec_s, meanwhile)
             end = max(now + transfer.alone_s + slowed, before + transfer.after_s)
             arrived[event.move] = end
             spans.append(_Span(max(now, before), end, transfer.cpu_s))
         if event.needed or (move.kind == "reduce_scatter" and not move.late):
             now = max(now, arrived[event.move])
     now, done = _compute(now, pace.backward_end_s - done, spans, pace.shared), max(done, pace.backward_end_s)
-    # Gradients that are late end with backward; the optimizer comes after them.
+    # Gradients that are late end with backward; the optimizer follows.
     now = max([now, *(end for i, end in arrived.items() if pace.moves[i].kind == "reduce_scatter")])
     return now + pace.compute_s - done
 
@@ -181,13 +181,13 @@ class _Span(NamedTuple):
     cpu_s: float
 
     def spent(self, start: float, end: float) -> float:
-        """Processor time between two moments."""
+        """Return the processor time between two moments."""
         length = self.end - self.start
         return self.cpu_s * max(0.0, min(end, self.end) - max(start, self.start)) / length if length > 0 else 0.0
 
 
 def _compute(now: float, work: float, spans: Sequence[_Span], shared: float) -> float:
-    """When so much computing is done that goes on from ``now``: transfers take their share of the core."""
+    """Return the time at which so much computing from ``now`` on is done: transfers take their share of the core."""
     work = max(0.0, work)
     end = now + work
     for _ in range(50 if shared and work else 0):
@@ -199,12 +199,12 @@ def _compute(now: float, work: float, spans: Sequence[_Span], shared: float) -> 
 
 
 def native_sharded_step(pace: ShardedPace, took: Sequence[float]) -> float:
-    """Seconds of a step by PyTorch's own collectives, which computing stands still for: those of each move."""
+    """Return the seconds of a step by PyTorch's own collectives, during which computing stands still."""
     return pace.compute_s + sum(took)
 
 
 def sharded_bytes(pace: ShardedPace, links: Links, layers: Mapping[str, Compressor] | None) -> float:
-    """Bytes that a rank sends in a step: with these compressors, or without any."""
+    """Return the bytes that a rank sends in a step: with these compressors, or without any."""
     if layers is None:
         return links.others * sum(move.num_bytes for move in pace.moves)
     return links.others * sum(

@@ -1,4 +1,4 @@
-"""What doctor measures beside the steps: links, codecs, processors."""
+"""Measurements of doctor other than steps: links, codecs, processors."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ _INTERFACES = Path("/sys/class/net")
 
 @dataclass(frozen=True)
 class Measured:
-    """All that predictions are made from."""
+    """Measurements from which predictions are made."""
 
     watched: Watched
     links: tuple[Links, ...]
-    """One for each time they were measured."""
+    """Measurements of the links, one for each time."""
     pairs: tuple[Pair, ...]
     codecs: Mapping[Compressor, tuple[float, float]]
     """Seconds in which the slowest rank encodes an element, and decodes one."""
     num_ranks: int
     nodes: int
     cores: float
-    """Of the machine, for each of its ranks."""
+    """Number of CPU cores per rank."""
     threads: int
-    """That a rank computes with."""
+    """Number of threads that each rank computes with."""
     line_rate: float | None
-    """Bytes per second that the interface is made for, where that is known."""
+    """Rate that the interface is made for, in bytes per second, where that is known."""
     interface: str
 
     @property
@@ -65,12 +65,12 @@ class Measured:
 
     @property
     def crossings(self) -> float:
-        """Bytes that a rank sends for each byte of an uncompressed buffer."""
+        """Ratio of the bytes that a rank sends to those of an uncompressed buffer."""
         once = (self.num_ranks - 1) / self.num_ranks
         return once if self.sharded else 2 * once
 
     def codec_s(self, compressor: Compressor) -> float:
-        """Seconds that an element costs a rank each time it is sent, for encoding and decoding."""
+        """Return the seconds that an element costs a rank each time it is sent, for encoding and decoding."""
         encode, decode = self.codecs[compressor]
         if self.sharded:
             encoded, decoded = shares("all_gather", self.num_ranks)
@@ -82,13 +82,13 @@ def measure(observer: Observer, compressors: Collection[Compressor], line_rate: 
     """Measure links and codecs, between two steps and on every rank of the model's process group.
 
     Raises:
-        DoctorError: what was watched makes no steps that can be predicted.
+        DoctorError: no steps were watched that can be predicted.
         TransportError: a rank is gone or silent.
     """
     watched, group = observer.result(), observer.group
     timeout: timedelta = group_timeout(group)
     try:
-        # Sharded models are looked at on the CPU.
+        # Sharded models are examined on the CPU.
         model = observer.model if isinstance(observer.model, DistributedDataParallel) else None
         device = device_of(trained(model), group, as_device=False) if model is not None else None
     except (RuntimeError, NotImplementedError) as error:
@@ -127,12 +127,12 @@ def measure(observer: Observer, compressors: Collection[Compressor], line_rate: 
 
 
 def over_links_of(measured: Measured, rate: float) -> Measured:
-    """The same training and processors over links of ``rate`` bytes per second each way."""
+    """Return the same training and processors over links of ``rate`` bytes per second each way."""
     return replace(measured, links=tuple(links.at_rate(rate) for links in measured.links))
 
 
 def interface_name() -> str:
-    """The network interface that gloo is configured to use, or that of the default route; empty if neither is known."""
+    """Return the network interface that gloo is configured to use, or that of the default route; empty if unknown."""
     named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if named:
         return named
@@ -144,7 +144,7 @@ def interface_name() -> str:
 
 
 def interface_rate(name: str | None = None) -> float | None:
-    """Bytes per second of the line behind an interface, as its driver says; None where it does not, or has no line."""
+    """Return the rate of the line behind an interface, as its driver says, in bytes per second; None if unknown."""
     place = _INTERFACES / (interface_name() if name is None else name)
     # Virtual ones, such as veth, name a speed that nothing keeps to.
     if not (place / "device").exists():

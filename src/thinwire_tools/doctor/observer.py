@@ -18,7 +18,7 @@ from thinwire_tools.doctor.observer_fsdp import ShardedObserver
 from thinwire_tools.doctor.watched import DoctorError, Step, StepObserver, Watched
 
 WARM_UP = 4
-"""Steps that do not count: DDP forms its buckets anew after the first one or two."""
+"""Number of steps that do not count: DDP forms other buckets after the first one or two."""
 LEAST_STEPS = 6
 
 
@@ -35,10 +35,10 @@ class Observer:
         done: Callable[[Observer], None],
         on_step: Callable[[int, int], None] = lambda step, total: None,
     ) -> None:
-        """``on_step`` is called as each step begins, with its index and how many there are to be."""
+        """Prepare to watch. ``on_step`` is called as each step begins, with its index and how many there are to be."""
         self.model: nn.Module | None = None
         self.present: Step | None = None
-        """The step under way, while it is watched."""
+        """Step under way, while it is watched."""
         self.finished = False
         self._observer: StepObserver | None = None
         self._total, self._done, self._on_step = steps, done, on_step
@@ -63,17 +63,17 @@ class Observer:
         """Begin with this model, before its first backward pass.
 
         Raises:
-            DoctorError: its communication is somebody else's already, or there is no other rank to talk to.
+            DoctorError: something else changes its communication already, or there is no other rank.
         """
         wrapped = isinstance(model, DistributedDataParallel)
         self._observer = DDPObserver(self, model) if wrapped else ShardedObserver(self, model)
         self.model = model
-        # Before FSDP2's own hook, which gathers the root's weights.
+        # The hook runs before FSDP2's own, which gathers the root's weights.
         self._handles.append(model.register_forward_pre_hook(self._before_forward, prepend=True))
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """That the model communicates in."""
+        """Process group that the model communicates in."""
         assert self._observer is not None
         return self._observer.group
 
@@ -83,7 +83,7 @@ class Observer:
 
     @property
     def layers(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of what is trained."""
+        """Names and shapes of the trained parameters."""
         return {name: tuple(p.shape) for name, p in self._parameters().items() if p.requires_grad}
 
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -113,13 +113,13 @@ class Observer:
         self.present = Step(time.perf_counter(), serial=count % 2 == 1)
 
     def synced(self) -> None:
-        """Gradients were reduced: the next forward pass begins another step."""
+        """Note that gradients were reduced: the next forward pass begins another step."""
         self._synced = True
         if self.present is not None:
             self.present.batches = self._batches
 
     def result(self) -> Watched:
-        """What was watched, of all ranks together. All must call it; nothing else may be under way.
+        """Return the observations of all ranks together. All must call it; nothing else may be under way.
 
         Raises:
             DoctorError: the buckets changed from step to step, or no step was seen.

@@ -1,4 +1,4 @@
-"""Sees the communication of a ``DistributedDataParallel`` model."""
+"""Observation of the communication of a ``DistributedDataParallel`` model."""
 
 # No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
 
@@ -19,10 +19,9 @@ GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage] - docu
 
 
 class DDPObserver:
-    """Of a ``DistributedDataParallel`` model: a communication hook that takes the mean of each bucket by the very
-    all-reduce that stock DDP does. Every other step it waits for each all-reduce on the spot, so that backward and
-    communication take turns: such a step shows what computing takes and when buckets become ready, and the steps
-    between show what training takes as it is."""
+    """A communication hook that takes the mean of each bucket by stock DDP's all-reduce. Every other step it waits for
+    each all-reduce on the spot, so that backward and communication take turns: such a step shows the time of computing
+    and when buckets become ready, and the steps between show the training unchanged."""
 
     def __init__(self, watcher: Watcher, model: DistributedDataParallel) -> None:
         assert isinstance(model.process_group, dist.ProcessGroup)
@@ -41,7 +40,7 @@ class DDPObserver:
         self._device = next(model.parameters()).device
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """The hook: the mean of a bucket, as stock DDP takes it."""
+        """Return the mean of a bucket, as stock DDP takes it."""
         flat, step = bucket.buffer(), self._watcher.present
         if step is not None and step.serial:
             _await_device(flat)
@@ -71,7 +70,7 @@ class DDPObserver:
         )
         dist.all_reduce(rows, op=dist.ReduceOp.MAX, group=self.group)
         dist.all_reduce(times, op=dist.ReduceOp.MAX, group=self.group)
-        # Who came last waited for the others' bytes alone.
+        # The last rank waited only for the others' bytes.
         dist.all_reduce(took, op=dist.ReduceOp.MIN, group=self.group)
         paces = tuple(
             Pace(

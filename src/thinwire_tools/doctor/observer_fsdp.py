@@ -1,4 +1,4 @@
-"""Sees the communication of a model that ``fully_shard`` has sharded (FSDP2), on the CPU."""
+"""Observation of the communication of a model that ``fully_shard`` has sharded (FSDP2), on the CPU."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from thinwire_tools.doctor.watched import DoctorError, Step, Watcher, check_size
 
 
 class ShardedObserver:
-    """Custom collectives that do what FSDP2's own do, and note when they were asked for, how long they took and where
-    what they brought was needed. On a CPU FSDP2 computes nothing while its own collectives are under way, so every
-    step shows both what training takes as it is and what computing takes."""
+    """Custom collectives like FSDP2's own that also record when they were requested, how long they took and where their
+    results were needed. On a CPU FSDP2 computes nothing while its own collectives are under way, so every step shows
+    both the unchanged training and the time of computing."""
 
     def __init__(self, watcher: Watcher, model: nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule
@@ -93,7 +93,7 @@ class ShardedObserver:
         dist.all_reduce(parts, op=dist.ReduceOp.MAX, group=self.group)
         dist.all_reduce(alone, op=dist.ReduceOp.MAX, group=self.group)
         dist.all_reduce(times, op=dist.ReduceOp.MAX, group=self.group)
-        # Who came last waited for the others' bytes alone.
+        # The last rank waited only for the others' bytes.
         dist.all_reduce(took, op=dist.ReduceOp.MIN, group=self.group)
         rows = zip(parts.cumsum(1).tolist(), alone.tolist(), strict=True)
         paces = tuple(_pace(steps[-1], row, alone_s) for row, alone_s in rows)
@@ -117,7 +117,7 @@ def _move(move: object) -> Move:
 
 
 class _Comm:
-    """What both collectives have in common."""
+    """The base of both collectives."""
 
     def __init__(self, eyes: ShardedObserver, module: str, group: FSDPGroup, names: tuple[str, ...]) -> None:
         self._observer, self._module, self._group, self._names = eyes, module, group, names
@@ -127,7 +127,7 @@ class _Comm:
 
     def _move(self, kind: Collective, x: Tensor, *, late: bool = True) -> Move:
         pairs = zip(self._names, self._group.parameters, strict=True)
-        # Gradients are those of what has some; who trains all alike sends all.
+        # Gradients are sent for trained parameters only.
         layers = tuple((n, p.shape) for n, p in pairs if kind == "all_gather" or p.now().requires_grad)
         return Move(0.0, layers, x.element_size(), kind, self._module, late)
 

@@ -15,7 +15,7 @@ _SPEC = re.compile(r"^(.*)\n\[dim\](.*)\[/\]$", re.DOTALL)
 
 
 def need_jinja2() -> Any:
-    """The module ``jinja2``. Raises ``ImportError`` that says how to install it."""
+    """Return the module ``jinja2``. Raises ``ImportError`` that says how to install it."""
     try:
         import jinja2
     except ImportError as error:
@@ -33,7 +33,7 @@ def write(path: Path, record: dict[str, Any]) -> None:
 
 
 def page(record: dict[str, Any]) -> str:
-    """The page of a record, as `thinwire_tools.doctor.record.record` makes them."""
+    """Return the page of a record, as `thinwire_tools.doctor.record.record` makes them."""
     jinja2 = need_jinja2()
     about = record["about"]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
@@ -60,7 +60,7 @@ def page(record: dict[str, Any]) -> str:
 
 
 def _numbers(about: dict[str, Any]) -> list[tuple[str, str]]:
-    """The figures at the top, and what they are."""
+    """Return the figures at the top, with their names."""
     best = next((row for row in about["predictions"] if row["title"] == about["advice"][0]["title"]), None)
     numbers = [
         (report.duration(about["today_s"]), "a step now"),
@@ -73,7 +73,7 @@ def _numbers(about: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _cells(table: Table) -> dict[str, Any]:
-    """A table of the terminal's report, cell by cell."""
+    """Return a table of the terminal's report, cell by cell."""
     columns = [list(column.cells) for column in table.columns]
     styles = [{"bold": "strong", "dim": "dim"}.get(str(row.style), "") for row in table.rows]
     rows = [
@@ -84,7 +84,7 @@ def _cells(table: Table) -> dict[str, Any]:
 
 
 def _cell(text: str) -> dict[str, str]:
-    """The text of a cell without rich's markup, and the spec below it."""
+    """Return the text of a cell without rich's markup, and the spec below it."""
     match = _SPEC.match(text)
     title, spec = match.groups() if match else (text, "")
     return {"text": title.replace("\\[", "["), "spec": spec.replace("\\[", "[")}

@@ -1,4 +1,4 @@
-"""Where compression pays: equation 4 of the FFT paper (section 3.3)."""
+"""The gain of compression by ratio and bandwidth: equation 4 of the FFT paper (section 3.3)."""
 
 from __future__ import annotations
 

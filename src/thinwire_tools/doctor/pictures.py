@@ -19,7 +19,7 @@ _LEAST_RATIO, _MOST_RATIO = 1.0, 64.0
 
 
 def steps(about: dict[str, Any]) -> str:
-    """A step by setting, with its range; the measured one and the ceiling as lines."""
+    """Draw a step by setting, with its range; the measured one and the ceiling as lines."""
     rows = about["predictions"]
     figure, (axes,) = _canvas(1.6 + 0.34 * len(rows), "seconds of a step")
     for i, row in enumerate(rows):
@@ -35,7 +35,7 @@ def steps(about: dict[str, Any]) -> str:
 
 
 def timeline(about: dict[str, Any]) -> str:
-    """When each bucket of a step is ready, and until when its all-reduce takes."""
+    """Draw when each bucket of a step is ready, and until when its all-reduce takes."""
     if about["sharded"]:
         return _stops(about)
     buckets = about["buckets"]
@@ -57,7 +57,7 @@ def timeline(about: dict[str, Any]) -> str:
 
 
 def _stops(about: dict[str, Any]) -> str:
-    """Of a sharded model: where gathers and reductions stop a step."""
+    """Draw where gathers and reductions stop a step of a sharded model."""
     kinds = {"all_gather": "weights are gathered", "reduce_scatter": "gradients are reduced"}
     figure, (axes,) = _canvas(2.2, "seconds since the step began")
     stopped = computed = 0.0
@@ -77,7 +77,7 @@ def _stops(about: dict[str, Any]) -> str:
 
 
 def break_even(about: dict[str, Any]) -> str:
-    """The ratio from which on compression at a compressor's speed pays, by the link (the FFT paper's Figure 10)."""
+    """Draw the ratio from which on compression at a speed pays, by the link (the FFT paper's Figure 10)."""
     import numpy as np
 
     figure, (axes,) = _canvas(4.4, "rate of the link", "least ratio that pays")
@@ -115,8 +115,8 @@ def _svg(figure: Any, axes: Any, salt: str, label: str) -> str:
         figure.savefig(out, format="svg", metadata={"Date": None})
     svg = out.getvalue()
     svg = svg[svg.index("<svg") :]
-    # As wide as the page lets it be: its size in points says nothing on a phone.
+    # The page determines the width: a size in points says nothing on a phone.
     svg = re.sub(r' (?:width|height)="[\d.]+pt"', "", svg, count=2)
-    # Nothing outside the page is named, not even where nothing would be fetched.
+    # The page names nothing outside of it, not even where nothing would be fetched.
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)

@@ -1,4 +1,4 @@
-"""From what was watched to what is measured and predicted, whatever model trains."""
+"""Measurements and predictions from watched steps, whatever model trains."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from thinwire_tools.doctor.settings_sharded import (
 def measure_for(
     observer: Observer, specs: Sequence[str] = (), line_rate: float | None = None
 ) -> tuple[Measured, list[Setting]]:
-    """Measure what predictions need, on every rank and between two steps; and the settings that there are here.
-    ``specs``: compressors beside the usual ones.
+    """Measure what predictions need, on every rank and between two steps; return that and the settings for this model.
+    ``specs``: compressors in addition to the usual ones.
 
     Raises:
-        DoctorError: what was watched makes no steps that can be predicted.
+        DoctorError: no steps were watched that can be predicted.
         TransportError: a rank is gone or silent.
     """
     shapes = observer.layers
@@ -46,12 +46,12 @@ def measure_for(
 
 
 def predict_step(setting: Setting, measured: Measured) -> Prediction:
-    """A step with this setting."""
+    """Predict a step with this setting."""
     return predict_sharded(setting, measured) if isinstance(setting, ShardedSetting) else predict_ddp(setting, measured)
 
 
 def _fitting(setting: Setting, measured: Measured) -> bool:
-    """Whether these links, or this model, have something for it."""
+    """Whether the setting applies to these links, or this model."""
     if isinstance(setting, ShardedSetting):
         return all(isinstance(pace, ShardedPace) and fits(setting, pace) for pace in measured.watched.paces)
     return all(algorithm_of(setting, links) for links in measured.links)

@@ -1,4 +1,4 @@
-"""The training that doctor looks at where it is given no script, and how it ends one."""
+"""The training that doctor watches where it is given no script, and the error that ends one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CAP_MB = 5.0
 
 
 class StopScript(SystemExit):
-    """Ends the script once enough was seen: no script catches what ends an interpreter."""
+    """Ends the script once enough was seen: scripts do not catch `SystemExit`."""
 
 
 def train_probe() -> None:

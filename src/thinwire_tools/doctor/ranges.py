@@ -16,7 +16,7 @@ _L = TypeVar("_L")
 
 @dataclass(frozen=True)
 class Range:
-    """A prediction, and how far measurements leave it open: 5 % of what they allow lies below ``low``, and above
+    """A prediction and its uncertainty by the measurements: 5 % of what they allow lies below ``low``, and above
     ``high``."""
 
     value: float
@@ -39,6 +39,6 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def draws(paces: Sequence[_P], links: Sequence[_L]) -> list[tuple[_P, _L]]:
-    """Measured steps beside measured links, drawn at random but always the same: what a range is taken over."""
+    """Draw pairs of measured steps and measured links at random, but always the same ones, for ranges."""
     pick = random.Random(0)
     return [(pick.choice(paces), pick.choice(links)) for _ in range(_DRAWS)]

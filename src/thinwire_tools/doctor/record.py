@@ -23,17 +23,17 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True)
 class Prices:
-    """What a step is worth, for costs as in the thesis's Table 3.10."""
+    """Price of a step, for costs as in the thesis's Table 3.10."""
 
     per_hour: float
-    """Of all ranks together, in any currency."""
+    """Price of all ranks together for an hour, in any currency."""
     samples_per_step: float
-    """That all ranks together take in one step."""
+    """Samples that all ranks together process in one step."""
     unit: str = "samples"
-    """``tokens`` where those were counted."""
+    """Unit of the price: ``tokens`` where those were counted."""
 
     def per_million(self, step_s: float) -> float:
-        """Price of a million samples or tokens."""
+        """Return the price of a million samples or tokens."""
         return 1e6 * self.per_hour / _HOUR_S * step_s / self.samples_per_step
 
 
@@ -46,15 +46,15 @@ def record(
     prices: Prices | None = None,
     elsewhere: Sequence[tuple[float, Sequence[Prediction]]] = (),
 ) -> Results:
-    """Everything that was measured and predicted.
+    """Return everything that was measured and predicted.
 
     Args:
         measured: the training, the links and the processors.
         predictions: a step with each setting, over these links.
-        verdict: what to do.
-        about: what was trained, and over which link.
-        prices: of a step, if they are known.
-        elsewhere: bytes per second of other links, and predictions over these.
+        verdict: the recommendations.
+        about: facts about the training and its link.
+        prices: the price of a step, if it is known.
+        elsewhere: rates of other links in bytes per second, and predictions over these.
     """
     watched, links = measured.watched, _middle(measured.links)
     least = ceiling(measured)
@@ -113,7 +113,7 @@ def record(
 
 
 def _inside(pair: Pair, links: Links) -> bool:
-    """Whether two ranks share a node beside other nodes, so that their link is not the line."""
+    """Whether two ranks share a node while there are other nodes, so that their link is not the line."""
     nodes = links.legs.world.nodes if links.legs is not None else range(links.num_ranks)
     return nodes[pair.first] == nodes[pair.second]
 
@@ -127,7 +127,7 @@ def _curve(curve: Curve) -> dict[str, Any]:
 
 
 def _buckets(measured: Measured) -> list[dict[str, Any]]:
-    """Of the middle one of the measured steps."""
+    """Return the buckets of the middle one of the measured steps."""
     paces, rows = measured.watched.paces, []
     for i, bucket in enumerate(paces[0].buckets):
         ready = median(pace.buckets[i].ready_s for pace in paces)
@@ -138,7 +138,7 @@ def _buckets(measured: Measured) -> list[dict[str, Any]]:
 
 
 def prediction_row(p: Prediction, prices: Prices | None) -> dict[str, Any]:
-    """A prediction, as it is written."""
+    """Return a prediction as it is written."""
     cost = None if prices is None else prices.per_million(p.step.value)
     return {
         "title": p.setting.title,
@@ -158,7 +158,7 @@ def prediction_row(p: Prediction, prices: Prices | None) -> dict[str, Any]:
 
 
 def _codecs(measured: Measured, predictions: Sequence[Prediction], links: Links) -> list[dict[str, Any]]:
-    """Each compressor's speed in bytes of fp32, and the ratio above which its speed pays (FFT paper, eq. 4)."""
+    """Return each compressor's speed in bytes of fp32, and the ratio above which its speed pays (FFT paper, eq. 4)."""
     rows = []
     for p in predictions:
         if p.setting.spec is None or p.setting.every or p.setting.algorithm != "sra":
@@ -168,7 +168,7 @@ def _codecs(measured: Measured, predictions: Sequence[Prediction], links: Links)
             continue
         encode, decode = measured.codecs[compressor]
         both = measured.codec_s(compressor) / 4
-        # What a byte costs without compression: it crosses the link so many times.
+        # The cost of a byte without compression: it crosses the link so many times.
         bandwidth = links.native.bandwidth / measured.crossings
         ratio = minimal_ratio(bandwidth, both)
         uncompressed = sent_bytes_of_today(predictions)
@@ -200,6 +200,6 @@ def _compressors(setting: Setting, measured: Measured) -> Iterable[Compressor]:
 
 
 def _main(compressors: Iterable[Compressor]) -> Compressor | None:
-    """The one that is not raw, if there is one."""
+    """Return the compressor that is not raw, if there is one."""
     lossy = [compressor for compressor in compressors if not isinstance(compressor, Raw)]
     return max(lossy, key=lossy.count) if lossy else None

@@ -15,22 +15,22 @@ _SHOWN = 5
 
 
 def duration(seconds: float) -> str:
-    """``12.3 ms`` or ``1.23 s``, to three digits."""
+    """Format as ``12.3 ms`` or ``1.23 s``, to three digits."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def count(number: float, what: str) -> str:
-    """``1 core`` or ``2 cores``."""
+    """Format as ``1 core`` or ``2 cores``."""
     return f"{number:g} {what}" if number == 1 else f"{number:g} {what}s"
 
 
 def show(console: Console, record: dict[str, Any]) -> None:
-    """Print the verdict, what to do, what each setting would come to, and what was measured."""
+    """Print the verdict, the recommendations, the prediction of each setting, and the measurements."""
     about = record["about"]
     console.print(Panel(escape(about["verdict"]), title="[bold]thinwire doctor[/]", expand=False))
     for i, advice in enumerate(about["advice"][:_SHOWN], 1):
         console.print(f"{i}. [bold]{escape(advice['title'])}[/]: {escape(advice['why'])}")
-        # All lines of the first one, to paste; of the others the calls that differ.
+        # The first one's lines are complete, to paste; the others' are the calls that differ.
         calls = [line for line in advice["lines"] if "thinwire.compress(" in line]
         for line in advice["lines"] if i == 1 else calls or advice["lines"]:
             console.print(f"       {line}", markup=False, highlight=False, soft_wrap=True)
@@ -43,13 +43,13 @@ def show(console: Console, record: dict[str, Any]) -> None:
 
 
 def predictions(about: dict[str, Any]) -> Table:
-    """A step of today's batch, by setting."""
+    """Return a table of steps of today's batch, by setting."""
     table = Table(title="A step of the same batch", title_justify="left")
     heads = ["", "a step", "between", "speed-up", "waits", "sent"]
     if about["prices"]:
         heads.append(f"a million\n{about['prices']['unit']}")
     for column in heads:
-        # Where it is narrow, names give way before figures do.
+        # On a narrow terminal names give way before figures do.
         table.add_column(column, justify="left" if not column else "right", no_wrap=bool(column), overflow="fold")
     today = about["today_s"]
     measured = [duration(today), f"{duration(min(about['steps_s']))} – {duration(max(about['steps_s']))}", "1.00x"]
@@ -79,7 +79,7 @@ def predictions(about: dict[str, Any]) -> Table:
 
 
 def elsewhere(about: dict[str, Any]) -> Table:
-    """The same steps over slower links, predicted."""
+    """Return a table of predicted steps over slower links."""
     table = Table(title="A step over other links, predicted", title_justify="left")
     table.add_column("", overflow="fold")
     table.add_column("here", justify="right", no_wrap=True)
@@ -95,13 +95,13 @@ def elsewhere(about: dict[str, Any]) -> Table:
 
 
 def _titled(row: dict[str, Any]) -> str:
-    """A setting's title, and its spec below it."""
+    """Return a setting's title, and its spec below it."""
     title = escape(row["title"])
     return title if not row["spec"] or row["spec"] == row["title"] else f"{title}\n[dim]{escape(row['spec'])}[/]"
 
 
 def links(about: dict[str, Any]) -> Table:
-    """Every two ranks' link."""
+    """Return a table of the links between any two ranks."""
     table = Table(title="Links, both ways at once", title_justify="left")
     for column in ("ranks", "each way", "of the line rate", "latency, one way"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -115,7 +115,7 @@ def links(about: dict[str, Any]) -> Table:
 
 
 def codecs(about: dict[str, Any]) -> Table:
-    """Each compressor's speed here."""
+    """Return a table of the compressors' speeds here."""
     table = Table(title="Compressors here, in bytes of fp32 gradient", title_justify="left")
     for column in ("", "encodes", "decodes", "ratio", "pays from", "on links to"):
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
@@ -133,7 +133,7 @@ def codecs(about: dict[str, Any]) -> Table:
 
 
 def how(about: dict[str, Any]) -> str:
-    """What was measured, in a few sentences."""
+    """Return a few sentences on the measurements."""
     steps = f"{len(about['steps_s'])} steps as they are"
     if about["sharded"]:
         in_all = f"weights and gradients of {sum(b['kind'] == 'reduce_scatter' for b in about['buckets'])} modules"

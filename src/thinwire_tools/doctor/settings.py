@@ -1,4 +1,4 @@
-"""What could be done, and how long a step would take then."""
+"""Settings of the communication of gradients, and the predicted time of a step with each."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from thinwire_tools.doctor.measure import Measured
 from thinwire_tools.doctor.ranges import Range, draws
 
 CHECKPOINT = 'checkpoint["wire"] = wire.gather_state_dict()  # on every rank, wherever the model is saved'
-"""What goes beside a model's state: a collective call, whose result any one rank may save."""
+"""Line that adds the wire's state to a checkpoint: a collective call, whose result any one rank may save."""
 
 
 class Care(IntEnum):
-    """What a setting does to training; the less the better."""
+    """Effect of a setting on training; the less the better."""
 
     NONE = 0
-    """The same numbers."""
+    """Training is unchanged, bit for bit."""
     MEMORY = 1
-    """The same numbers, and weights take memory for longer."""
+    """Training is unchanged, bit for bit, and weights take memory for longer."""
     ROUNDED = 2
-    """Gradients of 16 bits."""
+    """Gradients have 16 bits."""
     KEPT = 3
     """The loss stayed the same in the comparisons of README.md."""
     BATCH = 4
@@ -44,7 +44,7 @@ class Care(IntEnum):
     CHECK = 5
     """The loss may change: try it with `thinwire compare`."""
     LOCAL = 6
-    """Workers train alone between exchanges: another algorithm, whose loss a run of one's own must show."""
+    """Workers train alone between exchanges: another algorithm, whose effect on the loss must be measured."""
 
 
 @dataclass(frozen=True)
@@ -53,23 +53,23 @@ class Setting:
 
     title: str
     spec: str | None = None
-    """What `thinwire.compress` is given; None for stock DDP."""
+    """Compressor for `thinwire.compress`; None for stock DDP."""
     algorithm: str = "sra"
-    """The collective algorithm, as `thinwire.compress` takes it."""
+    """Collective algorithm for `thinwire.compress`."""
     times: int = 1
-    """Batches whose gradients are added up before they are sent."""
+    """Number of batches whose gradients are added up before they are sent."""
     every: int = 0
-    """Steps between two exchanges of local updates (`thinwire.local.DiLoCo`); 0 averages gradients in each."""
+    """Steps between two exchanges of local updates (`thinwire.local.DiLoCo`); 0 averages gradients in each step."""
     care: Care = Care.NONE
 
     @property
     def is_today(self) -> bool:
-        """Whether it changes nothing."""
+        """Whether the setting changes nothing."""
         return self.spec is None and self.times == 1
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """To paste; none where nothing is to be done."""
+        """Lines to paste; none where nothing is to be done."""
         if self.every:
             return (
                 f"local = thinwire.local.DiLoCo(model, optimizer, every={self.every})  # model: not in "
@@ -111,7 +111,7 @@ SETTINGS = (
 
 
 def local_updates(measured: Measured) -> Setting:
-    """Local updates in 2 bits, with the least number of steps between exchanges that hides them on these links."""
+    """Return local updates in 2 bits, with the least interval of exchanges that hides them on these links."""
     links, pace = measured.links[0], measured.watched.paces[0]
     assert isinstance(pace, Pace)
     layers = exchange_plan(measured.watched.shapes).layers
@@ -124,7 +124,7 @@ BY_LINK = (
     Setting("4 bits by node", DEFAULT_RULES, "hierarchical(inside=dense)", care=Care.KEPT),
     Setting("4 bits by rate", DEFAULT_RULES, "sra(rates=measured)", care=Care.KEPT),
 )
-"""Where links differ: between nodes and inside them, or from rank to rank."""
+"""Settings for links that differ: between nodes and inside them, or from rank to rank."""
 
 
 def algorithm_of(setting: Setting, links: Links) -> Algorithm | None:
@@ -136,7 +136,7 @@ def settings_with(specs: Sequence[str]) -> tuple[Setting, ...]:
     """Return the usual settings, and one for each of these compressors.
 
     Raises:
-        ValueError: a spec is none.
+        ValueError: a spec is invalid.
     """
     known = {parse(setting.spec) for setting in SETTINGS if setting.spec}
     more = dict.fromkeys(parse(spec) for spec in specs)
@@ -145,42 +145,42 @@ def settings_with(specs: Sequence[str]) -> tuple[Setting, ...]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a setting would come to."""
+    """The predicted effect of a setting."""
 
     setting: Setting
     steps: tuple[float, ...]
-    """Seconds of one batch of today's size on each rank, by draw: the same draws for every setting, so that what makes
-    one draw slow makes it slow for all."""
+    """Seconds of one batch of today's size on each rank, by draw: the same draws for every setting, so that a slow draw
+    is slow for all."""
     sent_bytes: float
-    """By a rank, for one such batch."""
+    """Bytes that a rank sends for one such batch."""
     wait_share: float
-    """Part of a step that is communication which backward does not hide."""
+    """Share of a step that is communication which backward does not hide."""
 
     @cached_property
     def step(self) -> Range:
-        """Of ``steps``."""
+        """Range of ``steps``."""
         return Range.from_values(self.steps)
 
-    def beside(self, other: Prediction) -> Range:
-        """What a step takes of one with another setting, draw by draw."""
+    def relative_to(self, other: Prediction) -> Range:
+        """Return the ratio of this step to that of another setting, draw by draw."""
         return Range.from_values([mine / its for mine, its in zip(self.steps, other.steps, strict=True)])
 
 
 def plan_of(setting: Setting, measured: Measured) -> Plan:
-    """Which compressor each layer would have."""
+    """Return the plan of a setting for the watched model."""
     assert setting.spec is not None
     build = exchange_plan if setting.every else Plan.build
     return build(measured.watched.shapes, setting.spec)
 
 
 def compressors_of(settings: Sequence[Setting], shapes: Mapping[str, Sequence[int]]) -> set[Compressor]:
-    """Compressors whose speed predictions need."""
+    """Return the compressors whose speed predictions need."""
     plans = [exchange_plan(shapes), *(Plan.build(shapes, setting.spec) for setting in settings if setting.spec)]
     return {c for plan in plans for c in plan.layers.values()} | {Raw()}
 
 
 def predict_ddp(setting: Setting, measured: Measured) -> Prediction:
-    """Over many draws of a measured step and of a measurement of the links."""
+    """Predict a DDP step over many draws of a measured step and of a measurement of the links."""
     drawn = draws(measured.watched.paces, measured.links)
     layers = None if setting.spec is None else plan_of(setting, measured).layers
     codec_s = {compressor: measured.codec_s(compressor) for compressor in measured.codecs}

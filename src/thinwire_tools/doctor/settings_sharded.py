@@ -1,4 +1,4 @@
-"""What could be done with a sharded model (FSDP2), and how long a step would take then."""
+"""Settings of the communication of a sharded model (FSDP2), and the predicted time of a step with each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thinwire_tools.doctor.settings import CHECKPOINT, Care, Prediction, Setting
 from thinwire_tools.doctor.watched import DoctorError
 
 _FILTER = Filter(min_numel=1024)
-"""What `thinwire.compress` leaves raw."""
+"""Filter of the layers that `thinwire.compress` leaves raw."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class ShardedSetting(Setting):
     """A setting of the communication of weights, by ``spec``, and of gradients."""
 
     gradients: str | None = None
-    """By default as weights."""
+    """Compressor of gradients; by default that of weights."""
     kept: bool = False
     """Whether weights stay gathered after forward."""
     halved: bool = False
@@ -74,7 +74,7 @@ SHARDED_SETTINGS = (
 
 
 def sharded_settings(specs: Sequence[str], shapes: Mapping[str, Sequence[int]]) -> tuple[ShardedSetting, ...]:
-    """The usual ones, and these compressors besides, for weights and gradients alike.
+    """Return the usual settings, and one with each of these compressors for both weights and gradients.
 
     Raises:
         DoctorError: one of them cannot serve a sharded model.
@@ -91,31 +91,31 @@ def sharded_settings(specs: Sequence[str], shapes: Mapping[str, Sequence[int]]) 
 
 
 def plan_for(setting: ShardedSetting, shapes: Mapping[str, Sequence[int]]) -> Plan:
-    """Which compressor the weights and the gradients of each layer would have."""
+    """Return the plan of the compressors of each layer's weights and gradients."""
     assert setting.spec is not None
     return sharded_plan(shapes, {"weights": setting.spec, "gradients": setting.gradients or setting.spec}, _FILTER)
 
 
 def sharded_compressors(settings: Sequence[ShardedSetting], shapes: Mapping[str, Sequence[int]]) -> set[Compressor]:
-    """Compressors whose speed predictions need."""
+    """Return the compressors whose speed predictions need."""
     return {c for setting in settings if setting.spec for c in plan_for(setting, shapes).layers.values()}
 
 
 def fits(setting: ShardedSetting, pace: ShardedPace) -> bool:
-    """Whether it would change this step."""
+    """Whether a setting would change this step."""
     if setting.halved:
         return any(move.kind == "reduce_scatter" and move.itemsize == 4 for move in pace.moves)
     return not setting.kept or len(pace.kept().moves) < len(pace.moves)
 
 
 def predict_sharded(setting: ShardedSetting, measured: Measured) -> Prediction:
-    """Over many draws of a measured step and of a measurement of the links."""
+    """Predict an FSDP2 step over many draws of a measured step and of a measurement of the links."""
     watched = measured.watched
     steps: list[float] = []
     waits: list[float] = []
     layers = None if setting.spec is None else plan_for(setting, watched.shapes).layers
     took = dict(zip(map(id, watched.paces), watched.bucket_s, strict=True))
-    # Once for each, not for each time that it is drawn.
+    # Computed once for each step, not for each draw of it.
     changed = {id(pace): _changed(setting, pace) for pace in watched.paces if isinstance(pace, ShardedPace)}
     drawn = draws(watched.paces, measured.links)
     for pace, links in drawn:
@@ -123,7 +123,7 @@ def predict_sharded(setting: ShardedSetting, measured: Measured) -> Prediction:
         step = _step(setting, pace, changed[id(pace)], links, layers, took[id(pace)], measured)
         computed = pace.compute_s
         if setting.times > 1:
-            # Batches between two exchanges gather as ever, and end with backward.
+            # Batches between two exchanges gather as usual, and end with backward.
             gathers = _seconds(pace, took[id(pace)], "all_gather")
             step = (step + (setting.times - 1) * (pace.backward_end_s + gathers)) / setting.times
             computed = (computed + (setting.times - 1) * pace.backward_end_s) / setting.times
@@ -155,7 +155,7 @@ def _step(
     if setting.kept:
         return native_sharded_step(changed, _matching(pace, changed, took))
     if setting.halved:
-        # Half of the bytes; latency stays.
+        # Bytes are halved; latency stays.
         least = links.native.latency_s
         pairs = zip(pace.moves, took, strict=True)
         took = [s - max(0.0, s - least) / 2 if move.kind == "reduce_scatter" else s for move, s in pairs]
@@ -163,7 +163,7 @@ def _step(
 
 
 def _matching(pace: ShardedPace, left: ShardedPace, took: Sequence[float]) -> list[float]:
-    """Seconds of the moves that are left."""
+    """Return the seconds of the moves that are left."""
     by_move = {(move.kind, move.module): seconds for move, seconds in zip(pace.moves, took, strict=True)}
     return [by_move[move.kind, move.module] for move in left.moves]
 

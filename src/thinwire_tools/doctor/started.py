@@ -24,7 +24,7 @@ _STDERR, _LAST_WORDS_S, _POLL_S = 2, 2.0, 0.05
 def examine_here(
     request: Request, ranks: int, ranks_per_node: int, rate: str | None, rtt: str | None, timeout: float
 ) -> dict[str, Any]:
-    """Start the ranks on this machine, and read what rank 0 wrote."""
+    """Start the ranks on this machine, and return what rank 0 wrote."""
     if ranks < 2:
         raise ValueError(f"--ranks {ranks}: at least 2, or nothing is sent")
     if ranks_per_node < 1:
@@ -50,9 +50,9 @@ def examine_here(
 
 
 def _on_loopback(request: Request, ranks: int, path: Path, timeout: float) -> int:
-    """The exit code of the first rank that failed, 124 after the timeout, otherwise 0."""
+    """Return the exit code of the first rank that failed, 124 after the timeout, otherwise 0."""
     with lab.Loopback(ranks) as loopback:
-        # What the script prints goes where messages go: standard output is for the report.
+        # The script's output is sent to standard error: standard output is for the report.
         started = [loopback.popen(rank, argv(request, path), stdout=_STDERR) for rank in range(ranks)]
         return _wait(started, time.monotonic() + timeout)
 
@@ -64,6 +64,6 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], until: float) -> int:
         if failed or None not in codes:
             return failed or next(filter(None, codes), 0)
         failed = next(filter(None, codes), 0)
-        # Another rank may have the whole error, and is about to say it.
+        # Another rank may have the whole error, and is about to print it.
         time.sleep(_LAST_WORDS_S if failed else _POLL_S)
     return lab.TIMED_OUT

@@ -1,4 +1,4 @@
-"""What is seen of training steps, whatever model they train."""
+"""Observations of training steps, whatever model they train."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thinwire_tools.exits import CommandError
 
 
 class DoctorError(CommandError):
-    """This training cannot be examined; the message says what to do."""
+    """An error of a training that cannot be examined; the message says what to do."""
 
 
 @dataclass
@@ -28,10 +28,10 @@ class Step:
     """Whether communication is waited for on the spot."""
     ready: list[float] = field(default_factory=list)
     took: list[float] = field(default_factory=list)
-    """By bucket, from ready to arrived."""
+    """Seconds from ready to received, by bucket."""
     buckets: list[Bucket] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    """Of a sharded model, in place of ``ready``."""
+    """Events of a sharded model, in place of ``ready``."""
     waited: float = 0.0
     seconds: float = 0.0
     batches: int = 1
@@ -44,22 +44,22 @@ class Step:
 
 @dataclass(frozen=True)
 class Watched:
-    """What some steps have shown, the same on every rank: that of the slowest one."""
+    """Observations of some steps, the same on every rank: those of the slowest one."""
 
     paces: tuple[Pace, ...] | tuple[ShardedPace, ...]
-    """One for each step in which communication was waited for."""
+    """Paces, one for each step in which communication was waited for."""
     step_s: tuple[float, ...]
-    """Steps as they are without being watched."""
+    """Seconds of steps without waits for observation."""
     bucket_s: tuple[tuple[float, ...], ...]
-    """Seconds of each bucket's collective with nothing beside it, by step: of the rank that waited least."""
+    """Seconds of each bucket's collective with nothing else under way, by step: of the rank that waited least."""
     batches: int
-    """Forward passes of a step: above 1 where gradients are accumulated already."""
+    """Number of forward passes of a step: above 1 where gradients are accumulated already."""
     parameters: int
     dtypes: tuple[str, ...]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the layers that are sent, by name."""
+        """Shapes of the layers that are sent, by name."""
         return {name: shape for bucket in self.paces[0].buckets for name, shape in bucket.layers}
 
     @property
@@ -68,29 +68,29 @@ class Watched:
 
     @property
     def exposed_share(self) -> float:
-        """Part of a step that goes to communication which backward does not hide."""
+        """Share of a step that is communication which backward does not hide."""
         return max(0.0, 1 - self.compute_s / median(self.step_s))
 
 
 class Watcher(Protocol):
-    """What counts the steps."""
+    """The counter of steps."""
 
     present: Step | None
-    """The step under way, while it is watched."""
+    """Step under way, while it is watched."""
 
     def synced(self) -> None:
-        """Gradients were reduced: the next forward pass begins another step."""
+        """Note that gradients were reduced: the next forward pass begins another step."""
         ...
 
 
 class StepObserver(Protocol):
-    """What sees the communication of a model of one kind."""
+    """The observer of the communication of a model of one kind."""
 
     group: dist.ProcessGroup
-    """That the model communicates in."""
+    """Process group that the model communicates in."""
 
     def watched(self, steps: Sequence[Step]) -> tuple[tuple[Any, ...], list[float], list[list[float]]]:
-        """Paces of the steps, seconds of steps as they are, seconds of each bucket's collective: the same everywhere.
+        """Return paces of steps, seconds of unchanged steps, seconds of each bucket's collective: the same everywhere.
 
         Raises:
             DoctorError: the steps are not alike.

@@ -1,4 +1,4 @@
-"""``thinwire lab``: run any command on every rank of a slow network made on this machine."""
+"""The command ``thinwire lab``: run any command on every rank of a slow network made on this machine."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def lab(
       thinwire lab --count 'kept (\d+) tokens' --possible 5000 -- python train.py
 
     Args:
-        command: What each rank runs, after two dashes.
+        command: Command of each rank, after two dashes.
         ranks: How many ranks.
         ranks_per_node: How many of them, in order, share a node, and its link.
         rate: Rate of each node's link, each way: 100mbit, 2.5gbit; or one for each node: 1gbit,100mbit.
         rtt: Round-trip time to add, as 20ms.
         loss: Share of packets that are lost, each way, as 1%. Needs a rate.
         nat: Ranks that others cannot connect to, as behind a home router.
-        burst_bytes: What a link lets through at once after a pause; chosen from the rate if not given.
+        burst_bytes: Bytes that a link lets through at once after a pause; chosen from the rate if not given.
         queue: Limit of the queue before each link, as time at its rate.
         congestion: TCP congestion control, as bbr; cubic if not given.
         timeout: Seconds after which all ranks are ended.
@@ -71,7 +71,7 @@ def lab(
         join: Ranks that are started only then, or again after they were killed: 1@90s.
         schedule: A file of such events, one a line: kill 1@60s.
         count: Pattern of what ranks print, with one group: the number that is added up.
-        possible: What a rank that nothing disturbs would add up in a second; the report then has the goodput.
+        possible: Number that an undisturbed rank would add up in a second; the report then has the goodput.
         json: Write the link and each node's bytes to this file.
 
     Returns:
@@ -109,7 +109,7 @@ def lab(
 
 
 def _results(outcome: Outcome, command: Sequence[str], whose: str) -> Results:
-    """All figures, for ``--json``. ``whose``: what has a link, a rank or a node."""
+    """Return all figures, for ``--json``. ``whose``: the owner of a link, a rank or a node."""
     results = Results("lab", about={"command": list(command), "link": outcome.link})
     results.add("exit_code", outcome.exit_code, "")
     results.add("seconds", outcome.seconds, "s")

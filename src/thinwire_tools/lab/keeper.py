@@ -1,7 +1,7 @@
 """The process that keeps a lab's network namespaces alive, and takes everything down with it.
 
 Started by `thinwire_tools.lab.network.Network` as a script (the standard library only: no PyTorch is loaded), in a
-session of its own. It makes one network namespace per node and one for the hub and holds them by file descriptors
+session of its own. It makes one network namespace per node and one for the hub and keeps them by file descriptors
 alone: they have no name in the file system, so when this process and the processes inside them are gone, the kernel
 removes the namespaces with all their interfaces.
 
@@ -13,7 +13,7 @@ that outlived its rank, does not keep a namespace alive.
 The keeper may be killed itself. A second process, which it forks once the namespaces exist, watches the keeper through
 a pidfd and does the same if the keeper ends without having done so.
 
-Whoever is killed, the kernel has the last word: the processes that `Network.popen` starts are in a PID namespace, whose
+In any case the kernel has the last word: the processes that `Network.popen` starts are in a PID namespace, whose
 first process is another fork of the keeper. It ends with the keeper, and all processes of the namespace with it. A user
 who is not root has no right to start processes there; where keeper and guard are killed at once, `Network.close` does
 their work then.
@@ -38,14 +38,14 @@ CLONE_NEWPID = 0x20000000
 
 
 def unshare(flags: int, what: str) -> None:
-    """Linux ``unshare(2)``; `OSError` names ``what`` could not be made. (``os.unshare`` came with Python 3.12.)"""
+    """Run Linux ``unshare(2)``; `OSError` names ``what`` failed. (``os.unshare`` needs Python 3.12.)"""
     if ctypes.CDLL(None, use_errno=True).unshare(flags) != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"cannot make a {what}: {os.strerror(code)}")
 
 
 def become_root_of_user_namespace() -> None:
-    """Enter a new user namespace in which this user is root: the right to make network namespaces comes with it."""
+    """Enter a new user namespace in which this user is root, with the right to make network namespaces."""
     user, group = os.geteuid(), os.getegid()
     unshare(CLONE_NEWUSER, "user namespace")
     for name, line in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
@@ -54,13 +54,13 @@ def become_root_of_user_namespace() -> None:
 
 
 def new_network_namespace() -> int:
-    """A file descriptor of a new network namespace; this process moves into it."""
+    """Return a file descriptor of a new network namespace; this process moves into it."""
     unshare(CLONE_NEWNET, "network namespace")
     return os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def make(num_nodes: int) -> dict[str, Any]:
-    """Make all namespaces; this process ends up in the hub's. The answer says where they are."""
+    """Make all namespaces; this process ends up in the hub's. Return where they are."""
     mode = "root"
     try:
         unshare(CLONE_NEWNET, "network namespace")
@@ -75,7 +75,7 @@ def make(num_nodes: int) -> dict[str, Any]:
 
 
 def kill_inside(namespaces: set[tuple[int, int]]) -> int:
-    """Send SIGKILL to every other process whose network namespace is one of ``namespaces``; how many there were."""
+    """Send SIGKILL to every other process whose network namespace is one of ``namespaces``; return their number."""
     killed = 0
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) == os.getpid():
@@ -106,13 +106,13 @@ def start_guard(descriptors: list[int]) -> None:
 
 
 def start_first_process() -> int:
-    """Fork the first process of a new PID namespace, which ends with this one; its process id."""
+    """Fork the first process of a new PID namespace, which ends with this one; return its process id."""
     unshare(CLONE_NEWPID, "PID namespace")
     return fork_until_end(lambda: None)
 
 
 def fork_until_end(then: Callable[[], None]) -> int:
-    """Fork a process that waits until this one ends, and calls ``then``; its process id."""
+    """Fork a process that waits until this one ends, and calls ``then``; return its process id."""
     keeper = os.pidfd_open(os.getpid())
     if child := os.fork():
         os.close(keeper)
@@ -122,7 +122,7 @@ def fork_until_end(then: Callable[[], None]) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the first process of a namespace inherits orphans
         nothing = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):  # or whoever reads what the keeper writes would wait for this process
+        for stream in (0, 1, 2):  # or a reader of the keeper's output would wait for this process
             os.dup2(nothing, stream)
         select.select([keeper], [], [])
         then()
@@ -142,7 +142,7 @@ def wait_for_end(parent: int) -> None:
 
 
 def say(answer: dict[str, Any]) -> None:
-    """One line of JSON to the process that waits for it."""
+    """Write one line of JSON to the process that waits for it."""
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 

@@ -26,7 +26,7 @@ POLL_S = 0.02
 KILL_AFTER_S = 2.0
 TIMED_OUT = 124
 NO_NAMES = "[c10d] The hostname of the client socket cannot be retrieved"
-"""What PyTorch warns of on every rank, because an emulated network has no name service. It is not forwarded."""
+"""Warning by PyTorch on every rank, because an emulated network has no name service. It is not forwarded."""
 STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
@@ -47,8 +47,8 @@ class Outcome:
     rank_seconds: float
     counted: float | None = None
     goodput: dict[str, float] = field(default_factory=dict)
-    """What was counted over what was possible: ``"of_all_ranks"`` for all the time, ``"of_present_ranks"`` while each
-    ran. Empty without ``possible``."""
+    """Ratios of the counted to the possible number: ``"of_all_ranks"`` for all the time, ``"of_present_ranks"`` while
+    each ran. Empty without ``possible``."""
 
 
 def _shorten(values: Sequence[str]) -> str:
@@ -108,7 +108,7 @@ def launch(
     have ended is not started.
 
     ``count`` is a regular expression with one group, a number: those that ranks print are added up. With ``possible``,
-    what a rank that nothing disturbs adds up in a second, the report has the goodput.
+    what an undisturbed rank adds up in a second, the report has the goodput.
 
     Raises:
         LabUnavailable: A network cannot be made on this machine.
@@ -192,7 +192,7 @@ def _signals() -> Iterator[list[int]]:
     def note(number: int, _frame: FrameType | None) -> None:
         caught.append(number)
 
-    # What was ignored when this process began (nohup, a shell's background job) stays ignored.
+    # Signals that were ignored when this process began (nohup, a shell's background job) stay ignored.
     numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, note) for number in numbers}
     try:
@@ -251,7 +251,7 @@ class _Supervision:
         return [rank for rank in self.ranks.values() if rank.poll() is None]
 
     def _check(self) -> None:
-        """Set the exit code if a rank failed, a signal arrived or the time is over since the last check."""
+        """Set the exit code if a rank failed, a signal was received or the time is over since the last check."""
         now = time.monotonic()
         if self.caught:
             number = signal.Signals(self.caught[0])
@@ -276,14 +276,14 @@ class _Supervision:
         self.notes.print(text, style="bold red")
 
     def _send(self, number: int) -> None:
-        """Send a signal to the process group of every rank that runs, as a terminal does. Paused ones go on."""
+        """Send a signal to the process group of every rank that runs, as a terminal does. Paused ones continue."""
         for rank in self._running():
             os.killpg(rank.pid, number)
             os.killpg(rank.pid, signal.SIGCONT)
 
 
 class _Starter:
-    """Starts ranks, and forwards what they print."""
+    """Starts ranks, and forwards their output."""
 
     def __init__(self, network: Network, command: Sequence[str], caught: list[int], tally: Tally) -> None:
         self.network, self.command, self.caught, self.tally = network, command, caught, tally
@@ -291,7 +291,7 @@ class _Starter:
         self.readers: list[threading.Thread] = []
 
     def start(self, rank: int) -> subprocess.Popen[bytes]:
-        # Into a pipe, Python would hold a rank's lines back until a block is full.
+        # Python would buffer a rank's lines to a pipe until a block is full.
         environment = {"PYTHONUNBUFFERED": "1", **os.environ}
         options = {"env": environment, "stdin": subprocess.DEVNULL}
         process = self.network.popen(rank, self.command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
@@ -311,14 +311,14 @@ class Tally:
         self._lock = threading.Lock()
 
     def read(self, line: str) -> None:
-        """Count what ``line`` says. What is no number there counts nothing."""
+        """Count the number in ``line``. A match that is no number counts nothing."""
         if self._pattern is not None and (match := self._pattern.search(line)) is not None:
             with self._lock, contextlib.suppress(ValueError):
                 self.total += float(match[1])
 
 
 class _Turns:
-    """Lets the events of a schedule happen when their time has come."""
+    """Events of a schedule, each of which happens at its time."""
 
     def __init__(
         self, events: Sequence[Event], ranks: dict[int, subprocess.Popen[bytes]], starter: _Starter, notes: Console
@@ -331,7 +331,7 @@ class _Turns:
         self.waiting = sorted([*begins, *ends], key=lambda turn: turn[0])
 
     def run(self) -> None:
-        """Do what is due."""
+        """Run the events that are due."""
         while self.waiting and self.waiting[0][0] <= time.monotonic() - self.started:
             at_s, event, begins = self.waiting.pop(0)
             what = event.kind if begins else f"end of {event.kind}"
@@ -365,7 +365,7 @@ def forward_lines(rank: int, pipe: IO[bytes], console: Console, caught: list[int
         console.print(f"[{rank}]", style=STYLES[rank % len(STYLES)], end=" ", markup=False, highlight=False)
     prefix, reader_gone = rendered.get(), False
     for line in pipe:
-        # A progress bar rewrites its line; what it shows last is what stays.
+        # A progress bar rewrites its line; the last text is what stays.
         shown = line.decode(errors="replace").rstrip("\r\n").rsplit("\r", 1)[-1]
         tally.read(shown)
         if reader_gone or NO_NAMES in shown:
@@ -374,6 +374,6 @@ def forward_lines(rank: int, pipe: IO[bytes], console: Console, caught: list[int
             console.file.write(f"{prefix}{shown}\n")
             console.file.flush()
         except BrokenPipeError:
-            # As in a shell pipeline: ranks receive SIGPIPE, and their output is read on so that they can end.
+            # The same as in a shell pipeline: ranks receive SIGPIPE, and their output is read on so that they can end.
             reader_gone = True
             caught.append(signal.SIGPIPE)

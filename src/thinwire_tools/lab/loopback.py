@@ -14,19 +14,19 @@ _KILL_AFTER_S = 20.0
 
 
 class Link(Protocol):
-    """What joins ranks: a `Network` or a `Loopback`."""
+    """The network of ranks: a `Network` or a `Loopback`."""
 
     def namespaces(self, rank: int) -> NodeNamespaces:
-        """The namespaces of a rank's node and its environment, for a process that runs already."""
+        """Return the namespaces of a rank's node and its environment, for a process that runs already."""
         ...
 
     def popen(self, rank: int, argv: Sequence[str], **popen_kwargs: Any) -> subprocess.Popen[Any]:
-        """Start ``argv`` as this rank; arguments as `subprocess.Popen`."""
+        """Start ``argv`` as this rank; arguments as in `subprocess.Popen`."""
         ...
 
 
 class Loopback:
-    """``num_ranks`` ranks on the loopback device; a context manager that ends what `popen` started.
+    """A set of ``num_ranks`` ranks on the loopback device; a context manager that ends what `popen` started.
 
     Their variables are those that ``torchrun`` sets on one machine. ``OMP_NUM_THREADS`` is 1 unless it is set here.
     """
@@ -48,7 +48,7 @@ class Loopback:
         self.close()
 
     def namespaces(self, rank: int) -> NodeNamespaces:
-        """No namespaces, and the environment of a rank."""
+        """Return no namespaces, and the environment of a rank."""
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         return NodeNamespaces((), {"OMP_NUM_THREADS": "1", **os.environ, **self._world, **own})
 
@@ -72,7 +72,7 @@ class Loopback:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
+    """Return a port of this machine that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -38,7 +38,7 @@ class NodeNamespaces:
 
 @contextmanager
 def children_in(pid_namespace: int) -> Iterator[None]:
-    """Processes that this thread starts in the body are in the PID namespace of this file descriptor.
+    """Put processes that this thread starts in the body into the PID namespace of this file descriptor.
 
     Neither this process nor what other threads start changes its namespace. It takes root.
     """
@@ -54,7 +54,7 @@ def children_in(pid_namespace: int) -> Iterator[None]:
 
 
 def _set(fd: int, kind: int, what: str) -> None:
-    """Linux ``setns(2)``. (``os.setns`` came with Python 3.12.)"""
+    """Run Linux ``setns(2)``. (``os.setns`` was added in Python 3.12.)"""
     if ctypes.CDLL(None, use_errno=True).setns(fd, kind) != 0:
         code = ctypes.get_errno()
         raise OSError(code, f"cannot enter {what}: {os.strerror(code)}")

@@ -1,4 +1,4 @@
-"""A network of slow links on one machine: one network namespace per node, all joined at a hub. A node holds one rank,
+"""A network of slow links on one machine: one network namespace per node, all joined at a hub. A node has one rank,
 or several, which then share its link and reach each other by its own loopback device, at any speed.
 
 Every node has an interface ``eth0`` with an address of its own; its other end is in the hub's namespace, on a bridge
@@ -6,7 +6,7 @@ Every node has an interface ``eth0`` with an address of its own; its other end i
 limits each direction: what a node sends, and what it receives. The machine's own network is never touched.
 
 The namespaces have no names. One small process keeps them (`thinwire_tools.lab.keeper`), and when it ends, because the
-network was closed or because this process died in whatever way, everything goes with it.
+network was closed or because this process died in any way, everything ends with it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONGESTION_AVAILABLE = "/proc/sys/net/ipv4/tcp_available_congestion_control"
 CONGESTION_DEFAULT = "/proc/sys/net/ipv4/tcp_congestion_control"
 MTU = 1500
 MAX_RANKS = 250
-# Unshaped links keep their token bucket, at a rate that nothing here reaches: its byte counter goes on.
+# Unshaped links keep their token bucket, at a rate that nothing here reaches, for its byte counter.
 UNSHAPED_BPS = 10**12
 UNSHAPED_BURST_BYTES = 2**20
 UNSHAPED_QUEUE_BYTES = 2**26
@@ -42,7 +42,7 @@ CLOSE_TIMEOUT_S = 20.0
 
 
 def default_burst_bytes(rate_bps: int) -> int:
-    """Burst of a token bucket at ``rate_bps``: what may leave at once after a pause, so what costs no time.
+    """Return the burst of a token bucket at ``rate_bps``: the bytes that may leave at once after a pause.
 
     1.5 ms at the rate, so that most of the frames the kernel makes (about 1 ms of data each) pass whole: cut into
     packets they cost several times the processor time. From 0.4 Gbit/s on, one largest frame of 64 KiB is enough. From
@@ -53,18 +53,18 @@ def default_burst_bytes(rate_bps: int) -> int:
 
 
 def default_queue_bytes(rate_bps: int, queue_s: float, burst_bytes: int) -> int:
-    """Limit of the queue before a token bucket: ``queue_s`` at the rate, at least 128 KiB and some bursts, at most what
-    the kernel can count."""
+    """Return the limit of the queue before a token bucket: ``queue_s`` at the rate, at least 128 KiB and some bursts,
+    and no more than the kernel can count."""
     return min(MAX_QUEUE_BYTES, max(128 * 1024, 4 * burst_bytes, round(rate_bps / 8 * queue_s)))
 
 
 def address(node: int) -> str:
-    """IPv4 address of ``node`` inside the lab."""
+    """Return the IPv4 address of ``node`` inside the lab."""
     return f"10.77.0.{node + 1}"
 
 
 def ethernet_address(node: int) -> str:
-    """Ethernet address (locally administered) of ``node``'s interface."""
+    """Return the Ethernet address (locally administered) of ``node``'s interface."""
     return f"02:77:00:00:00:{node:02x}"
 
 
@@ -132,7 +132,7 @@ class Network:
             self._made = scripts.answer(self._keeper, "the keeper")
             if "refused" in self._made:
                 raise tools.refused(self._made["refused"])
-            # Held here, too: only so can they be emptied if the keeper and its guard are killed at once.
+            # Without descriptors here they could not be emptied if the keeper and its guard are killed at once.
             for namespace in (*self._made["nodes"], self._made["hub"]):
                 self._held.append(os.open(f"/proc/{self._keeper.pid}/fd/{namespace}", os.O_RDONLY))
             if "first_process" in self._made:
@@ -181,7 +181,7 @@ class Network:
         return NodeNamespaces(tuple(self._namespaces(self._made["nodes"][self._node(rank)])), self._environment(rank))
 
     def env(self, rank: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """Variables of ``rank``, as ``torchrun`` sets them on a machine for each node.
+        """Return the variables of ``rank``, as ``torchrun`` sets them on a machine for each node.
 
         ``OMP_NUM_THREADS`` is taken from ``base`` if it is set there, else 1. NCCL is told that nodes are
         different machines, so that it uses their links and not the memory they share.
@@ -238,7 +238,7 @@ class Network:
 
     @property
     def keeper_pid(self) -> int:
-        """The process that holds the namespaces: when it ends, so do the network and every process in it."""
+        """Process that keeps the namespaces: when it ends, so do the network and every process in it."""
         return self._keeper.pid
 
     def describe(self) -> dict[str, Any]:
@@ -269,7 +269,7 @@ class Network:
         try:
             self._keeper.wait(CLOSE_TIMEOUT_S)
         finally:
-            # Where the keeper itself was killed, the processes it would have ended are still there.
+            # The keeper may have been killed: then the processes it would have ended are still there.
             for process in [self._keeper, *([self._relay] if self._relay else []), *self._processes]:
                 if process.poll() is None:
                     process.kill()
@@ -357,7 +357,7 @@ class Network:
                 f"address add {address(node)}/24 dev {INTERFACE}",
             ]
             if self._congestion is not None:
-                # By route and not by the namespace's setting, which takes only what the machine allows to all users.
+                # A route sets it: the namespace's setting takes only what the machine allows to all users.
                 route = f"{NETWORK} dev {INTERFACE} proto kernel scope link src {address(node)}"
                 lines.append(f"route replace {route} congctl {self._congestion}")
             if self._loss:
@@ -385,7 +385,7 @@ class Network:
         hub = []
         for node in range(self.num_nodes):
             rate, burst, queue = self._bucket(node)
-            # `replace` with the same handle changes a bucket in place: what it holds and has counted stays.
+            # With the same handle `replace` changes a bucket in place: its contents and counters stay.
             bucket = f"root handle 1: tbf rate {rate} burst {burst} limit {queue}"
             hub.append(f"qdisc replace dev {_port(node)} {bucket}")
             line = f"qdisc replace dev {INTERFACE} {bucket}"
@@ -408,7 +408,7 @@ class Network:
 
 
 def need_network() -> None:
-    """Raise ``LabUnavailable`` where no network can be made: before what takes long."""
+    """Raise ``LabUnavailable`` where no network can be made. Call it before anything that takes long."""
     if (missing := unavailable()) is not None:
         raise tools.LabUnavailable(missing)
 

@@ -52,7 +52,7 @@ TCP_SYN, TCP_ACK = 0x02, 0x10
 
 @dataclass
 class Counters:
-    """What the relay did with frames.
+    """Counters of the relay's frames.
 
     ``lost`` are those that the link was to lose, ``refused`` connections to a node behind NAT, ``queue_full`` drops
     before a slow link, as any switch has them. The others are the relay's own and should be zero: ``memory_full`` (too
@@ -70,13 +70,13 @@ class Counters:
 
 
 def open_port(interface: str) -> socket.socket:
-    """A packet socket on ``interface``: all frames that arrive there, none that leave."""
+    """Return a packet socket on ``interface``: frames received there, not those sent."""
     port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
     port.setblocking(False)
     port.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)
     port.setsockopt(SOL_PACKET, PACKET_IGNORE_OUTGOING, 1)
     for forced, ordinary in ((SO_RCVBUFFORCE, socket.SO_RCVBUF), (SO_SNDBUFFORCE, socket.SO_SNDBUF)):
-        # Outside the machine's first user namespace only the ordinary one is allowed, up to the system's limit.
+        # Only the first user namespace of the machine may force the size; others get up to the system's limit.
         try:
             port.setsockopt(socket.SOL_SOCKET, forced, SOCKET_BUFFER_BYTES)
         except PermissionError:
@@ -98,7 +98,7 @@ class Relay:
     """Forwards frames between ``interfaces``, each with the Ethernet address behind it, ``delay_s`` after arrival.
 
     A share ``loss`` of those to a single rank is dropped, each by a draw of its own. At most ``memory_bytes`` of frames
-    wait; what comes on top is dropped and counted. No connection can be opened to the interfaces in ``nat``.
+    wait; further ones are dropped and counted. No connection can be opened to the interfaces in ``nat``.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Relay:
         self.counters = Counters()
 
     def receive(self, port: socket.socket) -> None:
-        """Take some frames off ``port`` and give each its time to leave."""
+        """Read some frames from ``port`` and set the time at which each is sent."""
         now = time.monotonic
         waiting, delay, to = self.waiting, self.delay_s, self.by_mac
         for _ in range(FRAMES_A_TURN):
@@ -146,7 +146,7 @@ class Relay:
                         self.waiting_bytes += len(frame)
 
     def send_due(self) -> float | None:
-        """Send what is due; seconds until the next frame is, None when none waits."""
+        """Send the frames that are due; return the seconds until the next one is, None when none waits."""
         waiting, counters = self.waiting, self.counters
         for _ in range(4 * FRAMES_A_TURN):
             if not waiting:
@@ -167,7 +167,7 @@ class Relay:
         return 0.0
 
     def read_losses(self) -> None:
-        """Add what the kernel dropped because this process did not read in time (reading resets its counter)."""
+        """Add the frames that the kernel dropped because this process was late (reading resets its counter)."""
         for port in self.ports:
             answer = port.getsockopt(SOL_PACKET, PACKET_STATISTICS, 8)
             self.counters.read_late += int.from_bytes(answer[4:8], sys.byteorder)
@@ -194,7 +194,7 @@ def main() -> None:
     nat = set(sys.argv[4].split(",")) - {""}
     interfaces = {name: bytes.fromhex(mac) for name, mac in (port.split("=") for port in sys.argv[5:])}
     relay = Relay(interfaces, delay_s, loss, memory_bytes, nat)
-    # A relay that waits for a core adds to the delay; going before the ranks is a right that not everyone has.
+    # A relay that waits for a core adds to the delay, but not everyone may raise its priority.
     with contextlib.suppress(PermissionError):
         os.nice(-10)
     sys.stdout.write("{}\n")

@@ -1,4 +1,4 @@
-"""What happens to ranks and links while a command runs in the lab: ranks die, stand still and join, links break."""
+"""Events of ranks and links while a command runs in the lab: ranks die, stand still and join, links break."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SPANS = ("pause", "cut")
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happens to a rank.
+    """One event of a rank.
 
     ``"kill"`` ends it with SIGKILL, ``"pause"`` stops its processes from ``at_s`` to ``until_s``, ``"cut"`` takes the
     link of its node down for as long, and ``"join"`` starts it, for the first time or again.
@@ -30,7 +30,7 @@ class Event:
 
     @classmethod
     def parse(cls, kind: Kind, text: str) -> Event:
-        """The event of ``"1@60s"``, or ``"1@30s..45s"`` for one that lasts.
+        """Parse ``"1@60s"``, or ``"1@30s..45s"`` for one that lasts.
 
         Raises:
             ValueError: ``text`` is not of this form, or a time is not one.
@@ -47,7 +47,7 @@ class Event:
 
 
 def read_schedule(lines: Iterable[str]) -> list[Event]:
-    """The events of a file: one a line, as ``kill 1@60s``; what follows ``#`` is a comment.
+    """Return the events of a file: one a line, as ``kill 1@60s``; what follows ``#`` is a comment.
 
     Raises:
         ValueError: a line is not an event; names the line.
@@ -64,7 +64,7 @@ def read_schedule(lines: Iterable[str]) -> list[Event]:
 
 
 def check_schedule(events: Iterable[Event], num_ranks: int) -> list[Event]:
-    """The events in their order in time.
+    """Return the events in their order in time.
 
     Raises:
         ValueError: there is no such rank, or a rank joins while it runs.
@@ -86,7 +86,7 @@ def check_schedule(events: Iterable[Event], num_ranks: int) -> list[Event]:
 
 
 def late_ranks(events: Iterable[Event]) -> set[int]:
-    """Ranks that do not run from the beginning: their first event, of those that start or end them, is to join."""
+    """Return ranks that are not there from the beginning: their first event, of starts and ends, is to join."""
     first: dict[int, Kind] = {}
     for event in sorted(events, key=lambda event: event.at_s):
         if event.kind in ("kill", "join"):

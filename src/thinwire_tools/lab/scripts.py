@@ -1,4 +1,4 @@
-"""The lab's own scripts: started, and heard."""
+"""Starting the lab's own scripts, and reading their answers."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def start(script: Sequence[str], *, inside: Sequence[str], what: str) -> subproc
 
 
 def answer(process: subprocess.Popen[str], what: str) -> dict[str, Any]:
-    """One line of JSON from one of the lab's own processes.
+    """Return one line of JSON from one of the lab's own processes.
 
     Raises:
-        LabUnavailable: it ended or did not answer in time.
+        LabUnavailable: the process ended or did not answer in time.
     """
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], ANSWER_TIMEOUT_S)

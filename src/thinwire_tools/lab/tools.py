@@ -22,7 +22,7 @@ PACKAGES = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "unshar
 # Debian keeps these out of an ordinary user's PATH.
 SYSTEM_DIRECTORIES = ("/usr/sbin", "/sbin", "/usr/bin", "/bin")
 TOOL_TIMEOUT_S = 30.0
-# What the kernel answers while it has no memory for another process. execve says EFAULT where it finds no page for the
+# Errors of the kernel while it has no memory for another process. execve says EFAULT where it finds no page for the
 # arguments. The tool has not run yet, so that it can be started again.
 PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EFAULT)
 STARTS = 5
@@ -41,7 +41,7 @@ class LabUnavailable(CommandError, RuntimeError):
 
 
 def find(tool: str) -> str:
-    """Path of ``tool``.
+    """Return the path of ``tool``.
 
     Raises:
         LabUnavailable: it is not installed; names the package that has it.
@@ -57,7 +57,7 @@ def find(tool: str) -> str:
 
 
 def call(inside: Sequence[str], tool: str, arguments: Sequence[str], *, lines: Sequence[str] = ()) -> str:
-    """Run ``tool`` behind the prefix ``inside`` (which enters a namespace); its standard output.
+    """Run ``tool`` behind the prefix ``inside`` (which enters a namespace); return its standard output.
 
     ``lines`` are its standard input: with ``-batch -`` they are one command each.
 
@@ -85,7 +85,7 @@ def _run(command: Sequence[str], script: str) -> subprocess.CompletedProcess[str
 
 
 def _missing_module(error: str, script: str) -> str:
-    """What to do about an error of ``ip`` or ``tc``, from the kernel's words and from what it was asked for."""
+    """Return the remedy for an error of ``ip`` or ``tc``, from the kernel's words and from the script."""
     unknown = ("not supported", "Unknown device type", "No such file", "qdisc kind is unknown")
     for asked, module in (("tbf", "sch_tbf"), ("type bridge", "bridge"), ("type veth", "veth")):
         if asked in script and any(words in error for words in unknown):
@@ -94,7 +94,7 @@ def _missing_module(error: str, script: str) -> str:
 
 
 def refused(error: str) -> LabUnavailable:
-    """What to do when the kernel refused the namespaces with ``error``: names the settings that forbid them."""
+    """Return the error of a kernel that refused the namespaces with ``error``, and the settings that forbid them."""
     blocked = []
     for name, forbidding, setting in USER_NAMESPACE_SETTINGS:
         file = Path("/proc/sys") / name

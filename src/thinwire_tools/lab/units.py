@@ -20,7 +20,7 @@ def _parse(text: str, units: dict[str, float] | dict[str, int], form: str) -> fl
 
 
 def parse_rate(text: str) -> int:
-    """Bits per second of ``"100mbit"``, ``"1gbit"``, ``"500kbit"``, ``"2.5gbit"``; decimal units.
+    """Return the bits per second of ``"100mbit"``, ``"1gbit"``, ``"500kbit"``, ``"2.5gbit"``; decimal units.
 
     Raises:
         ValueError: ``text`` is not a number and a unit, or less than 1 kbit/s or more than 1000 Tbit/s.
@@ -34,7 +34,7 @@ def parse_rate(text: str) -> int:
 
 
 def parse_time(text: str) -> float:
-    """Seconds of ``"20ms"``, ``"500us"``, ``"0.1s"``.
+    """Return the seconds of ``"20ms"``, ``"500us"``, ``"0.1s"``.
 
     Raises:
         ValueError: ``text`` is not a number and a unit, or more than an hour.
@@ -46,7 +46,7 @@ def parse_time(text: str) -> float:
 
 
 def parse_share(text: str) -> float:
-    """The share of ``"1%"`` or ``"0.5%"``, below one half.
+    """Return the share of ``"1%"`` or ``"0.5%"``, below one half.
 
     Raises:
         ValueError: ``text`` is not a number and %, or half of all or more.
@@ -58,7 +58,7 @@ def parse_share(text: str) -> float:
 
 
 def parse_rates(rate: str | Sequence[str], num_ranks: int) -> tuple[int, ...]:
-    """Bits per second of each rank's link, from one rate for all or one for each (``"1gbit,100mbit"`` or a list).
+    """Parse the bits per second of each rank's link: one rate for all or one for each (``"1gbit,100mbit"`` or a list).
 
     Raises:
         ValueError: a part is not a rate, or there are neither one nor ``num_ranks`` of them.
@@ -73,17 +73,17 @@ def parse_rates(rate: str | Sequence[str], num_ranks: int) -> tuple[int, ...]:
 
 
 def _format(value: float, units: Sequence[tuple[str, float]]) -> str:
-    """``value`` in the first of ``units`` (largest first) that it reaches, to three digits."""
+    """Format ``value`` in the first of ``units`` (largest first) that it reaches, to three digits."""
     name, size = next((unit for unit in units if value >= unit[1]), units[-1])
     number = value / size
     return f"{number:.3g} {name}" if number < 999.5 else f"{number:.0f} {name}"
 
 
 def format_rate(rate_bps: float) -> str:
-    """``"100 Mbit/s"`` for 100 000 000."""
+    """Format 100 000 000 as ``"100 Mbit/s"``."""
     return _format(rate_bps, (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3), ("bit/s", 1)))
 
 
 def format_bytes(num_bytes: float) -> str:
-    """``"62.5 kB"`` for 62 500; decimal units, as rates have."""
+    """Format 62 500 as ``"62.5 kB"``; decimal units, as rates have."""
     return _format(num_bytes, (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1)))

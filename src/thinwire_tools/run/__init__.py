@@ -1,1 +1,1 @@
-"""``thinwire run``: a training script with compression, without a change to it."""
+"""The command ``thinwire run``: a training script with compression, without a change to it."""

@@ -1,4 +1,4 @@
-"""A model of a training script that is compressed as its first step begins, and what was sent, at the end."""
+"""A training script's model that is compressed as its first step begins, and a report of what was sent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ON_EVERY_RANK = (DisagreementError, MessageError, ParityError, PeerFailedError, 
 
 
 class Misused(SystemExit):
-    """The arguments do not fit the model. No script catches what ends an interpreter."""
+    """An error of arguments that do not fit the model. Scripts do not catch `SystemExit`."""
 
 
 @dataclass
@@ -34,9 +34,9 @@ class Attachment:
     """Compresses the first model that trains within it; a context manager.
 
     Args:
-        spec: of gradients; None for the default.
-        options: of `thinwire.compress`.
-        state: where the compressors' state is kept; None if nowhere.
+        spec: the compressor of gradients; None for the default.
+        options: arguments of `thinwire.compress`.
+        state: file of the compressors' state; None for no file.
         save_every: steps between two writes of it.
     """
 
@@ -71,7 +71,7 @@ class Attachment:
             raise Misused(str(error)) from error
         if self.state is not None:
             self._saved = (self.wire.step + 1) // self.save_every
-            # After the optimizer's step, so that the script saves weights of the same step, and on every rank alike.
+            # The optimizer's step is over, so that the script saves weights of the same step, and on every rank alike.
             self._handles.append(register_optimizer_step_post_hook(self._after_step))
 
     def _after_step(self, *_: object) -> None:
@@ -82,13 +82,13 @@ class Attachment:
         state = wire.gather_state_dict()
         if wire.rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Whoever is killed while it writes leaves the former file.
+            # Write to a temporary file, so that a process killed meanwhile leaves the old one.
             part = path.with_name(path.name + ".part")
             torch.save(state, part)
             part.replace(path)
 
     def report(self, json: Path | None) -> None:
-        """Say on rank 0 what was sent."""
+        """Print on rank 0 what was sent."""
         if int(os.environ.get("RANK") or 0) != 0:
             return
         if self.wire is None:
@@ -108,10 +108,10 @@ class Attachment:
 
 
 def _on_every_rank(path: Path, device: torch.device) -> bool:
-    """Whether the file is there.
+    """Return whether the file exists.
 
     Raises:
-        ValueError: it is, on some ranks only, who would wait for the others when they load it.
+        ValueError: it exists on some ranks only, which would wait for the others when they load it.
     """
     count = torch.tensor([float(path.exists())], dtype=torch.float32, device=device)
     dist.all_reduce(count)

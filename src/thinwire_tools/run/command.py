@@ -1,4 +1,4 @@
-"""``thinwire run``: compress what a training script sends, without a change to the script."""
+"""The command ``thinwire run``: compress the communication of a training script, without a change to the script."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(
     Under torchrun, on every rank: as the first training step of a DistributedDataParallel or FSDP2 model begins,
     thinwire.compress is called on that model. A line on standard error says at the end what was sent.
 
-    The state of compressors (residuals, the index of the step) is kept beside the script's checkpoints: --state names
+    The state of compressors (residuals, the index of the step) is kept next to the script's checkpoints: --state names
     the file, which is read if it exists when training begins, and written by rank 0 after every --save-every steps.
     Give the interval at which the script saves, so that both are of the same step.
 
@@ -42,12 +42,12 @@ def run(
       THINWIRE_COMPRESS=8bit torchrun --nproc-per-node 2 -m thinwire run -- train.py
 
     Args:
-        script: What python would run, after two dashes: train.py and its arguments, or -m and a module.
+        script: Arguments for python, after two dashes: train.py and its arguments, or -m and a module.
         compress: Compressor of gradients: a preset (8bit, 4bit, 2bit, bf16, powersgd), a spec or auto. By default what
             the environment variable THINWIRE_COMPRESS says, or 4bit.
         exclude: Patterns of layers that stay raw.
         start: Steps at the beginning that stay uncompressed.
-        always: Compress also where it would be slower than sending as it is.
+        always: Compress also where that would be slower than sending uncompressed.
         state: File of the compressors' state.
         save_every: Steps between two writes of the state.
         json: Write the statistics to this file.

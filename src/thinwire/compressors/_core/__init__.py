@@ -1,1 +1,1 @@
-"""What compressors are made of: the contract, segments and slots, specs, and the bases of families."""
+"""The parts of compressors: the contract, segments and slots, specs, and the bases of families."""

@@ -19,7 +19,7 @@ from thinwire.compressors._core.segments import Key
 from thinwire.kernels import Format, Residual
 
 WHOLE = 2**40
-"""Elements of a bucket that holds any layer."""
+"""Number of elements of a bucket that is larger than any layer."""
 
 MAX_BUCKET = 2**31 - 1
 
@@ -30,7 +30,7 @@ class Bucketed(OnePass):
 
     @abstractmethod
     def make_format(self) -> Format:
-        """Return the format of its payloads."""
+        """Return the format of the compressor's payloads."""
 
     @cached_property
     def form(self) -> Format:
@@ -41,7 +41,7 @@ class Bucketed(OnePass):
         return None if self.form.bucket >= WHOLE else kernels.bucketed_grain(self.form.bucket)
 
     def key_of(self, key: Key) -> int:
-        """Return the key of its random draws."""
+        """Return the key of the compressor's random draws."""
         return key.own
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -81,7 +81,7 @@ class Bucketed(OnePass):
 
 
 def bucket_elements(bucket: int | str) -> int:
-    """Return the elements of a bucket; "layer" is one that holds any layer."""
+    """Return the elements of a bucket; "layer" is a bucket larger than any layer."""
     return WHOLE if isinstance(bucket, str) else bucket
 
 

@@ -1,4 +1,4 @@
-"""What belongs to one call of a compressor, beside the values."""
+"""Arguments of one call of a compressor, other than the values."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from thinwire.kernels import Table
 
 
 class CodecCall(NamedTuple):
-    """What belongs to one call of a compressor, beside the values."""
+    """Arguments of one call of a compressor, other than the values."""
 
     segments: Segments
-    """The pieces of layers, and where their payloads lie in the message."""
+    """Pieces of layers, and the places of their payloads in the message."""
     key: Key = Key(0, 0)
-    """The key of random draws."""
+    """Key of random draws."""
     state: State | None = None
-    """The slots of the layers; None if the compressor has none."""
+    """Slots of the layers; None if the compressor has none."""
     scale: float = 1.0
-    """A factor of what is decoded, or of a sum."""
+    """Factor of decoded values, or of a sum."""
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -29,12 +29,12 @@ class CodecCall(NamedTuple):
 
     @property
     def table(self) -> Table:
-        """The segments, for kernels."""
+        """Table of the segments, for kernels."""
         return self.segments.table
 
     @property
     def loss_scale(self) -> float:
-        """The factor of gradients, which slots do not have."""
+        """Loss scale: the factor that gradients have and slots do not."""
         return 1.0 if self.state is None else self.state.loss_scale
 
     def slot(self, layer: str, name: str) -> Tensor:
@@ -45,16 +45,16 @@ class CodecCall(NamedTuple):
 
 
 class SumCall(NamedTuple):
-    """What belongs to one call of a summed compressor, beside the values. Parts and buffers are listed by round."""
+    """Arguments of one call of a summed compressor, other than the values. Parts and buffers are listed by round."""
 
     parts: tuple[Parts, ...]
-    """Layers, and where their parts lie in the buffer of a round."""
+    """Layers, and the places of their parts in the buffer of each round."""
     buffers: tuple[Tensor, ...]
-    """The parts of all ranks are added in these, in place."""
+    """Buffers in which the parts of all ranks are added, in place."""
     key: Key = Key(0, 0)
     state: State | None = None
     scale: float = 1.0
-    """A factor of this rank's parts, such that their sum over ranks is the mean."""
+    """Factor of this rank's parts with which their sum over ranks is the mean."""
 
     def slots(self, layer: str) -> LayerState:
         """Return the slots of a layer."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that compressors take. They compute in fp32."""
+"""Dtypes of the gradients that compressors take. They compute in fp32."""
 
 
 def not_finite(values: Tensor) -> Tensor:

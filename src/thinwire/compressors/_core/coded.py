@@ -28,13 +28,13 @@ class Coded(Compressor):
     @property
     @abstractmethod
     def grain(self) -> int | None:
-        """Elements, a multiple of 128, at whose multiples a layer may be cut among owners; None: it stays whole."""
+        """Elements, a multiple of 128, at whose multiples a layer may be cut among owners; None if it stays whole."""
 
     @property
     def gathered(self) -> bool:
         """Whether all ranks gather and decode all messages, so that each value is encoded only once.
 
-        This holds for layers that stay whole. For others, an owner adds up what ranks send and encodes the mean.
+        This is so for layers that stay whole. For others, an owner adds up what ranks send and encodes the mean.
         """
         return self.grain is None and self.traits.plain_sum
 
@@ -126,8 +126,8 @@ class OnePass(Coded):
 
     @abstractmethod
     def encode(self, x: Tensor, message: Tensor, call: CodecCall, residual: Residual | None = None) -> None:
-        """See `Coded.encode`. A ``residual`` of error feedback is added and updated by the same kernel; ``x`` may be
-        its next value, unless the compressor overrides `reduce`."""
+        """See `Coded.encode`. The kernel also adds and updates a ``residual`` of error feedback; ``x`` may be its next
+        value, unless the compressor overrides `reduce`."""
 
     def reduce(
         self,

@@ -19,36 +19,36 @@ class Traits(NamedTuple):
     """Properties of a compressor. The defaults suit a biased quantizer."""
 
     unbiased: bool = False
-    """The expected value of the decompressed tensor is the tensor."""
+    """Whether the expected value of the decompressed tensor is the tensor."""
     exact_bits: bool = True
-    """Messages are the same bytes on every machine. False for compressors that use an FFT or matrix products."""
+    """Whether messages are the same bytes on every machine. False for compressors that use FFTs or matrix products."""
     exact_natively: bool = False
-    """They are where the native core computes them, at every instruction-set level and on any number of threads."""
+    """Whether the native core computes the same bytes at every instruction-set level and on any number of threads."""
     dense: bool = True
-    """Every element is sent, not a choice of them."""
+    """Whether every element is sent, not a choice of them."""
     keeps_constants: bool = True
-    """A dense compressor decodes a layer with one value to that value, up to rounding."""
+    """Whether a dense compressor decodes a layer with one value to that value, up to rounding."""
     contracts: bool = True
-    """Residuals of error feedback stay bounded. The error is smaller than the input by the Euclidean norm, for normally
-    distributed values. For heavy-tailed ones, or one large value among small ones, a quantizer of few bits may err by
-    more for a while: its error is then below the input's largest magnitude, so that residuals stop growing."""
+    """Whether residuals of error feedback stay bounded. For normally distributed values the error is smaller than the
+    input by the Euclidean norm. For heavy-tailed ones, or one large value among small ones, that of a quantizer of few
+    bits may be larger for a while: once it is below the input's largest magnitude, residuals stop growing."""
     wants_feedback: bool = False
-    """So much is dropped or distorted that a plan adds error feedback."""
+    """Whether a plan adds error feedback, because much is dropped or distorted."""
     takes_every_layer: bool = False
-    """Biases, norms and small layers are compressed, too. A plan leaves these raw otherwise."""
+    """Whether biases, norms and small layers are compressed, too. A plan leaves these raw otherwise."""
     bounded: bool = False
-    """The size of a message has an upper bound, but is not a function of the shape alone; see `Bounded`."""
+    """Whether the size of a message has an upper bound, but is not a function of the shape alone; see `Bounded`."""
     plain_sum: bool = True
-    """The owner of a chunk adds up what ranks send. Otherwise the compressor overrides `Coded.add_up`."""
+    """Whether the owner of a chunk adds up the decoded messages. Otherwise the compressor overrides `Coded.add_up`."""
     plain_mean: bool = True
-    """Whoever gathers all messages takes their mean. Otherwise the compressor overrides `Coded.mean`."""
+    """Whether a rank that gathers all messages takes their mean. Otherwise the compressor overrides `Coded.mean`."""
     largest: float = math.inf
-    """Largest magnitude that can be represented. Beyond it, values saturate or become Inf.
+    """Largest magnitude that can be represented. Larger values saturate or become Inf.
 
     Where they saturate, it is that of unscaled gradients: what is encoded may be `CodecCall.loss_scale` times as large.
     """
     absolute: bool = False
-    """What is sent depends on how large values are in the gradient's own units: it reads `CodecCall.loss_scale`."""
+    """Whether messages depend on the size of values in the gradient's own units, found by `CodecCall.loss_scale`."""
 
 
 Count = int | Tensor
@@ -61,7 +61,7 @@ class Unsuited(ValueError):
 
 @dataclass(frozen=True)
 class Compressor(ABC):
-    """A compressor is an immutable set of parameters. It holds no state: what it must remember is kept in `slots`.
+    """A compressor is an immutable set of parameters. It has no state: what it must remember is in `slots`.
 
     ``str(compressor)`` is its spec, and ``thinwire.parse`` returns an equal compressor from it. A compressor is either
     `Coded` or `Summed`. What only some compressors do, such as following a schedule, is in mixins that the contract
@@ -72,12 +72,12 @@ class Compressor(ABC):
 
     @property
     def traits(self) -> Traits:
-        """Its properties, such as whether it is unbiased."""
+        """Properties of the compressor, such as whether it is unbiased."""
         return Traits()
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """The state that it needs for each layer."""
+        """State that the compressor needs for each layer."""
         return ()
 
     def fit(self, shape: Sequence[int]) -> Compressor:
@@ -129,7 +129,7 @@ class Wrapper(Compressor):
 
     @property
     def coder(self) -> Compressor:
-        """What computes the messages: ``inner``, with its rounding set; see `rounded_for`."""
+        """Compressor that computes the messages: ``inner``, with its rounding set; see `rounded_for`."""
         return self.inner
 
     @property

@@ -24,13 +24,13 @@ from thinwire.kernels import Table, align, int_decode, int_round, site_id
 
 _RUN = 1 << 18
 _SHORT = 1 << 16
-"""Fewer elements are added up in one call, in int64."""
+"""Number of elements below which they are added up in one call, in int64."""
 _EXACT = 1 << 10
-"""So many squares of int8 values add up to less than 2^24, which fp32 holds exactly."""
+"""Number of squares of int8 values whose sum is below 2^24, which fp32 represents exactly."""
 
 
 def integer_square_sum(q: Tensor) -> Tensor:
-    """``‖q‖²`` of a flat int8 or int32 tensor, exact but for its last roundings to fp64: a scalar."""
+    """Return ``‖q‖²`` of a flat int8 or int32 tensor, exact but for its last roundings to fp64: a scalar."""
     if q.dtype == torch.int8:
         return _int8_square_sum(q)
     high, cross, low = torch.zeros(3, dtype=torch.int64, device=q.device)
@@ -64,7 +64,7 @@ _LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 @dataclass(frozen=True)
 class Integers(Summed, WorldSized, Clipping):
-    """``Int(α·g)``, one integer for each element, with one scale α for each layer, which all ranks know.
+    """A compressor to ``Int(α·g)``, an integer for each element, with one scale α for each layer, which all ranks know.
 
     A rank's integers are at most ``(2^(bits−1) − 1) / n`` in magnitude, so that the sum over n ranks fits. Larger ones
     are clipped and counted. Layers are padded to a multiple of 64 bytes.
@@ -81,7 +81,7 @@ class Integers(Summed, WorldSized, Clipping):
     num_ranks: int = field(default=1, kw_only=True)
     """The world size; the handle sets it."""
     numel: int = field(default=0, kw_only=True)
-    """Elements of all its layers; 0 treats each layer by itself. The handle sets it."""
+    """Elements of all layers together; 0 treats each layer by itself. The handle sets it."""
 
     def __post_init__(self) -> None:
         check_choice("bits", self.bits, self.widths)
@@ -108,7 +108,7 @@ class Integers(Summed, WorldSized, Clipping):
 
     @property
     def traits(self) -> Traits:
-        # Rounding to nearest never errs by more than the value itself; rounding a small value up at random does.
+        # The error of rounding to nearest never exceeds the value; that of rounding a small one up at random does.
         return Traits(
             unbiased=self.rounding == "random",
             keeps_constants=False,
@@ -133,7 +133,7 @@ class Integers(Summed, WorldSized, Clipping):
         return align(numel * size) // size
 
     def sum_shape(self, numel: int) -> SumShape:
-        """Return what ``numel`` integers add, padding included."""
+        """Return the part that ``numel`` integers add, padding included."""
         packed = Packed(self.clip, self.num_ranks) if self.bits < 8 else None
         return SumShape(numel, self.sum_dtype, packed=packed)
 
@@ -158,11 +158,11 @@ class Integers(Summed, WorldSized, Clipping):
         measure: Callable[[Tensor], Tensor],
         scale: Callable[[Tensor], tuple[Tensor, Tensor]],
     ) -> Generator[None, None, Subtract]:
-        """The `rounds` of a compressor whose scales follow from all ranks' layers: maxima first, then integers.
+        """Run the `rounds` of a compressor whose scales follow from all ranks' layers: maxima first, then integers.
 
         Args:
-            x, y, call: as of `rounds`.
-            measure: what a layer's values (flat) add to the maxima, a scalar.
+            x, y, call: those of `rounds`.
+            measure: returns the scalar that a layer's values (flat) add to the maxima.
             scale: from the maxima over all ranks [parts], the scales (fp32) and whether layers are finite (bool), both
                 [parts].
         """

@@ -20,7 +20,7 @@ from thinwire.compressors._core.summed import Subtract, Summed, SumShape
 from thinwire.kernels import set_product, site_id, subtract_product
 
 _LEAST_RATIO = 2
-"""A layer is compressed if its factors have at most one element for so many of its own."""
+"""Least ratio of a layer's elements to those of its factors for which it is compressed."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class SummedMatrices(Summed):
 
     @abstractmethod
     def factor_shapes(self, rows: int, columns: int) -> tuple[tuple[int, int], ...]:
-        """Return the shape of what a matrix of ``rows`` x ``columns`` adds in each round."""
+        """Return the shape of a matrix's part in each round, for ``rows`` x ``columns``."""
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """The dtype in which ranks' parts are sent and added."""
+        """Dtype in which ranks' parts are sent and added."""
         return torch.float32
 
     @abstractmethod
@@ -86,11 +86,11 @@ class _Alike(NamedTuple):
     shape: tuple[int, int]
     starts: tuple[int, ...]
     buffer_starts: tuple[tuple[int, ...], ...]
-    """By round."""
+    """First element in the buffer of each round."""
 
 
 class _Batch:
-    """Evenly spaced matrices of one shape, compressed together. Here they are [count, rows, columns]."""
+    """Evenly spaced matrices of one shape, [count, rows, columns], compressed together."""
 
     def __init__(self, compressor: SummedMatrices, x: Tensor, alike: _Alike, call: SumCall) -> None:
         self._alike, self._call = alike, call
@@ -113,7 +113,7 @@ class _Batch:
             self._mine = sent.float() / self._call.scale  # what rounding loses, the residual keeps
 
     def take(self, number: int) -> None:
-        """Go on with the mean of a round."""
+        """Continue with the mean of a round."""
         self._total = self._in_buffer(number).float()
         try:
             self._mine = self._factors.send(self._total)
@@ -140,7 +140,7 @@ class _Batch:
 
 @lru_cache(maxsize=4096)
 def _alike(*rounds: Parts) -> list[_Alike]:
-    """Layers that go together, as the layers of repeated blocks do: they are then one strided tensor, and nothing is
+    """Find layers that go together, as the layers of repeated blocks do: they are one strided tensor, and nothing is
     copied. They are found once, and not in every step."""
     by_shape: dict[tuple[int, int], list[tuple[Part, ...]]] = {}
     for layer in zip(*rounds, strict=True):
@@ -164,7 +164,7 @@ def _of_one_shape(layers: Sequence[tuple[Part, ...]]) -> _Alike:
 
 
 def _places(layer: Sequence[Part]) -> tuple[int, ...]:
-    """Where a layer starts, in ``x`` and in the buffer of each round."""
+    """Return the first element of a layer in ``x`` and in the buffer of each round."""
     return layer[0].piece.start, *(part.where.start for part in layer)
 
 
@@ -173,14 +173,14 @@ def _steps(one: Sequence[Part], other: Sequence[Part]) -> list[int]:
 
 
 def _evenly_spaced(flat: Tensor, starts: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """The matrices of ``shape`` that begin at ``starts``, [count, rows, columns], in the memory of ``flat``."""
+    """Return the matrices of ``shape`` that begin at ``starts``, [count, rows, columns], in the memory of ``flat``."""
     rows, columns = shape
     step = starts[1] - starts[0] if len(starts) > 1 else rows * columns
     return flat[starts[0] :].as_strided((len(starts), rows, columns), (step, columns, 1))
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a layer as a matrix: its first axis, and all others together."""
+    """Return the rows and columns of a layer as a matrix: its first axis, and all others together."""
     return shape[0], math.prod(shape[1:])
 
 

@@ -1,6 +1,6 @@
-"""Mixins: what some compressors do beside the contract.
+"""Mixins: interfaces of only some compressors, which the contract does not know.
 
-The contract knows none of them. Whoever needs one looks for it with `find_mixin`, which also looks inside a `Wrapper`.
+Use `find_mixin` to look for one: it also looks inside a `Wrapper`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Mixin = TypeVar("Mixin")
 
 
 class Scheduled(ABC):
-    """Its parameters depend on the step."""
+    """A compressor whose parameters depend on the step."""
 
     @abstractmethod
     def at_step(self, step: int, learning_rate: float | None) -> Compressor:
@@ -36,7 +36,7 @@ class Scheduled(ABC):
 
 
 class WorldSized(ABC):
-    """Its parameters depend on the number of ranks."""
+    """A compressor whose parameters depend on the number of ranks."""
 
     @abstractmethod
     def for_world(self, num_ranks: int, numel: int) -> Compressor:
@@ -48,12 +48,12 @@ class WorldSized(ABC):
 
 
 class ColdStart(ABC):
-    """Its slots are unknown before the first step, which another compressor takes."""
+    """A compressor whose slots are unknown before the first step, which another compressor takes."""
 
     @property
     @abstractmethod
     def cold_start(self) -> Compressor:
-        """The compressor of a layer until a finite step has set its slots."""
+        """Compressor of a layer until a finite step has set its slots."""
 
     @abstractmethod
     def follow(self, mean: Tensor, layer: str, state: State) -> None:
@@ -61,7 +61,7 @@ class ColdStart(ABC):
 
 
 class FollowsOptimizer(ABC):
-    """Its slots may depend on what the optimizer did. It then reads `State.learning_rates`."""
+    """A compressor whose slots may depend on the optimizer's steps. It then reads `State.learning_rates`."""
 
     @property
     @abstractmethod
@@ -74,7 +74,7 @@ class FollowsOptimizer(ABC):
 
 
 class StepEnd(ABC):
-    """Its layers share a decision, which is made between two steps."""
+    """A compressor whose layers share a decision, which is made between two steps."""
 
     @abstractmethod
     def end_step(self, layers: Sequence[LayerState], loss_scale: float) -> None:
@@ -82,7 +82,7 @@ class StepEnd(ABC):
 
 
 class Learned(ABC):
-    """It learns parameters of its code from gradients, at a few steps.
+    """A compressor that learns parameters of its code from gradients, at a few steps.
 
     A layer that had no gradient in the first of them (zeros, or none at all) learns in its first step that has one.
     """
@@ -103,7 +103,7 @@ class Learned(ABC):
 
 
 class Bounded(ABC):
-    """Its messages may be smaller than `Coded.payload_bytes`; see `Traits.bounded`."""
+    """A coded compressor whose messages may be smaller than `Coded.payload_bytes`; see `Traits.bounded`."""
 
     @abstractmethod
     def used_bytes(self, message: Tensor, piece: Piece) -> int:
@@ -115,7 +115,7 @@ class Bounded(ABC):
 
 
 class Indexed(ABC):
-    """A part of its payloads is indices: which elements they contain."""
+    """A coded compressor whose payloads contain indices: those of the elements that are sent."""
 
     @abstractmethod
     def index_bytes(self, message: Tensor, piece: Piece) -> int:
@@ -123,7 +123,7 @@ class Indexed(ABC):
 
 
 class Saturating(ABC):
-    """Values may exceed what its messages can hold."""
+    """A coded compressor whose messages have a limited range, which values may exceed."""
 
     @abstractmethod
     def limits(self, message: Tensor, segments: Segments) -> tuple[Count, Count]:
@@ -160,7 +160,7 @@ def for_world(compressor: Compressor, num_ranks: int, numel: int) -> Compressor:
 
 
 def cold_start(compressor: Compressor) -> Compressor | None:
-    """Return what takes the first step in place of ``compressor``, with the same wrapper; None if it does itself."""
+    """Return the compressor that takes the first step for ``compressor``, with the same wrapper; None if it does."""
     cold = find_mixin(compressor, ColdStart)
     return None if cold is None else rewrap(compressor, cold.cold_start)
 

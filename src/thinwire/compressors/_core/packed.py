@@ -1,4 +1,4 @@
-"""Messages of integers of a few bits, which have as many bits as the sums in them need."""
+"""Messages of integers with only as many bits as their sums need."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from thinwire.kernels import Format
 
 _BUCKET = 1024
 _MOST = 127
-"""The largest magnitude of a sum: what codes of 8 bits hold."""
+"""Largest magnitude of a sum that codes of 8 bits can represent."""
 
 
 @dataclass(frozen=True)
 class Packed(Bucketed):
-    """Sums of ``terms`` integers of magnitudes up to ``limit`` each, exact, in the fewest bits that hold them.
+    """Sums of ``terms`` integers of magnitudes up to ``limit`` each, exact, in the fewest bits that suffice.
 
-    Integers travel as codes of `Format`'s max-abs quantizer, with ``terms · limit`` levels on each side of zero. The
+    Integers are sent as codes of `Format`'s max-abs quantizer, with ``terms · limit`` levels on each side of zero. The
     last element of each bucket is the bound itself, so that its scale is 1 and every code its integer (`spread`). The
     bounds of ranks add up to that of the sum as their integers do. It has no spec.
     """
@@ -37,12 +37,12 @@ class Packed(Bucketed):
 
     @property
     def bound(self) -> int:
-        """The largest magnitude of a sum."""
+        """Largest magnitude of a sum."""
         return self.limit * self.terms
 
     @property
     def bits(self) -> int:
-        """Of a sum in a message."""
+        """Number of bits of a sum in a message."""
         return (2 * self.bound).bit_length()
 
     @property
@@ -50,7 +50,7 @@ class Packed(Bucketed):
         return Traits(largest=float(self.bound))
 
     def of(self, terms: int) -> Packed:
-        """Return the messages of sums of so many ranks' integers."""
+        """Return the compressor of sums of ``terms`` ranks' integers."""
         return replace(self, terms=terms)
 
     def make_format(self) -> Format:

@@ -16,7 +16,7 @@ from thinwire.compressors._core.summed import Subtract, Summed, SumShape
 
 @dataclass(frozen=True)
 class Plain(Summed):
-    """All elements, divided by the number of ranks and added in one dtype."""
+    """A compressor that divides all elements by the number of ranks and adds them in one dtype."""
 
     @abstractmethod
     def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -29,7 +29,7 @@ class Plain(Summed):
         (parts,), (buffer,) = call.parts, call.buffers
         own = buffer[parts.where]
         if x.dtype is own.dtype:
-            # One operation, not one for each of the many small layers.
+            # One operation for all layers, many of which are small.
             torch.cat([x[piece.elements] for piece, _ in parts], out=own)
             own.mul_(call.scale)
         else:

@@ -13,12 +13,12 @@ from thinwire.kernels import Table, derive_key, site_id
 
 
 class Key(NamedTuple):
-    """The key of the random draws of a message. They depend only on it, on the layer and on the element's index."""
+    """The key of the random draws of a message. Draws depend only on it, on the layer and on the element's index."""
 
     own: int
-    """Of this rank, step and stage, so that ranks draw differently."""
+    """Key of this rank, step and stage, with which ranks draw differently."""
     shared: int
-    """Of this step and stage, so that all ranks draw the same."""
+    """Key of this step and stage, with which all ranks draw the same."""
 
     @staticmethod
     def derive(*parts: int) -> Key:
@@ -33,18 +33,18 @@ class Piece(NamedTuple):
     name: str
     """Name of the layer's parameter."""
     start: int
-    """Where it starts in the flat tensor, in elements."""
+    """First element in the flat tensor."""
     numel: int
     index0: int
-    """Index of its first element in its layer. Draws depend on it, so that cutting a layer changes no bit."""
+    """Index of the first element in its layer. Draws depend on it, so that cutting a layer changes no bit."""
     payload: int
-    """Where its payload starts in the message, in bytes."""
+    """First byte of the payload in the message."""
     layer_shape: tuple[int, ...] = ()
     """Shape of the whole layer; empty if unknown."""
 
     @property
     def elements(self) -> slice:
-        """Its place in the flat tensor."""
+        """Place of the piece in the flat tensor."""
         return slice(self.start, self.start + self.numel)
 
     @property
@@ -54,7 +54,7 @@ class Piece(NamedTuple):
 
     @property
     def site(self) -> str:
-        """The name of draws that are made for the piece as a whole: no two pieces of a layer share it."""
+        """Name of draws for the piece as a whole: no two pieces of a layer share it."""
         return f"{self.name} from {self.index0}" if self.index0 else self.name
 
 
@@ -63,7 +63,7 @@ class Part(NamedTuple):
 
     piece: Piece
     where: slice
-    """Its elements in the tensor that is summed."""
+    """Elements of the layer in the tensor that is summed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ class Parts:
 
     @staticmethod
     def build(sizes: Iterable[tuple[Piece, int]], start: int = 0) -> Parts:
-        """Return the parts of layers that have so many elements each in the sum, from element ``start`` on."""
+        """Return the parts of layers with ``sizes`` elements in the sum, from element ``start`` on."""
         parts = []
         for piece, numel in sizes:
             parts.append(Part(piece, slice(start, start + numel)))
@@ -92,12 +92,12 @@ class Parts:
 
     @cached_property
     def table(self) -> Table:
-        """The layers in the flat tensor, for kernels."""
+        """Table of the layers in the flat tensor, for kernels."""
         return _table([part.piece for part in self.parts])
 
     @property
     def where(self) -> slice:
-        """All of them in the tensor that is summed."""
+        """Elements of all parts in the tensor that is summed."""
         return slice(self.parts[0].where.start, self.parts[-1].where.stop)
 
 

@@ -15,34 +15,34 @@ from torch import Tensor
 class Slot:
     """Named state of a compressor, kept for each of its layers.
 
-    The handle owns it, saves it in checkpoints by parameter name, and reshards it. Nothing else holds state.
+    The handle owns it, saves it in checkpoints by parameter name, and reshards it. Nothing else keeps state.
     """
 
     name: str
     dtype: torch.dtype = torch.float32
     shape: Callable[[Sequence[int]], Sequence[int]] | None = field(default=None, compare=False)
-    """Its shape, from the layer's. None: one value for each element of the layer."""
+    """Shape of the slot, as a function of the layer's. None: one value for each element of the layer."""
     initial: Callable[[Sequence[int], str], Tensor] | None = field(default=None, compare=False)
-    """Its initial value, from the layer's shape and name, the same on every rank. None: zeros."""
+    """Initial value, as a function of the layer's shape and name, the same on every rank. None: zeros."""
     shared: bool = False
-    """Whether all ranks hold the same value."""
+    """Whether all ranks have the same value."""
     learned: bool = False
-    """Written by `Learned.learn` at a few steps, not by encoding. Its initial value is what is not learned yet."""
+    """Whether `Learned.learn` writes it, at a few steps, not encoding. It is initial until something is learned."""
     scratch: bool = False
-    """Used only during a step, and never saved."""
+    """Whether it is used only during a step, and never saved."""
     optional: bool = False
     """Whether the compressor does without it where no state is kept, as in process groups."""
     columns: bool = False
-    """A matrix, such as a low-rank factor, whose columns remain valid when there are more or fewer of them."""
+    """Whether it is a matrix, such as a low-rank factor, whose columns remain valid when their number changes."""
     bits: int = field(default=32, compare=False)
-    """Of each value between steps: 8 for residuals that are packed, if all layers of a bucket ask for it."""
+    """Bits of each value between steps: 8 for residuals that are packed, if all layers of a bucket ask for it."""
 
     def shape_of(self, layer: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the slot of a ``layer`` of this shape."""
         return tuple(layer if self.shape is None else self.shape(layer))
 
     def first(self, layer: Sequence[int], name: str) -> Tensor:
-        """Return its value before the first step, flat."""
+        """Return the slot's value before the first step, flat."""
         if self.initial is not None:
             return self.initial(layer, name).to(self.dtype).reshape(-1)
         return torch.zeros(math.prod(self.shape_of(layer)), dtype=self.dtype, device="cpu")
@@ -61,7 +61,7 @@ class State:
 
     A compressor reads ``now`` and writes all elements of its segments in ``next``, which replaces ``now`` only if the
     whole step is finite. Gradients are multiplied by ``loss_scale``; slots are not. Slots with one value for each
-    element are tensors like the flat one; ``layers`` holds the others by the name of the layer.
+    element are tensors like the flat one; ``layers`` has the others by the name of the layer.
     """
 
     now: Mapping[str, Tensor]
@@ -69,9 +69,9 @@ class State:
     loss_scale: float = 1.0
     layers: Mapping[str, LayerState] = field(default_factory=dict)
     learning_rates: Mapping[str, float] = field(default_factory=dict)
-    """Learning rates by layer; see `FollowsOptimizer`."""
+    """Learning rate of each layer; see `FollowsOptimizer`."""
     learning_rate: float = 1.0
-    """The highest of the optimizer's groups, which residuals may be weighted by; see `ef`."""
+    """Highest learning rate of the optimizer's groups, which residuals may be weighted by; see `ef`."""
 
     @staticmethod
     def fresh(

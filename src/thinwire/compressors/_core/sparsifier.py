@@ -29,16 +29,16 @@ HEADER = 64
 
 
 class Picked(NamedTuple):
-    """The elements of a piece that are sent."""
+    """Elements of a piece that are sent."""
 
     indices: Tensor
-    """int32, ascending, from the piece's first element."""
+    """Indices (int32) from the piece's first element, ascending."""
     values: Tensor
-    """fp32."""
+    """Values (fp32) of the elements."""
     finite: bool
     """Whether all elements of the piece are finite, sent or not."""
     overflow: int = 0
-    """Elements that should have been sent and did not fit."""
+    """Number of elements that should have been sent and did not fit."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
 
     @property
     def coder(self) -> Coded | None:
-        """The compressor of the values; None: they are sent in fp32."""
+        """Compressor of the values; None if they are sent in fp32."""
         return None
 
     @property
@@ -101,7 +101,7 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
         self.coder.encode(flat, message, call._replace(segments=_value_segments(tuple(pieces), tuple(rooms))))
 
     def _rooms(self, message: Tensor, pieces: Sequence[Piece]) -> list[int]:
-        """Return how many elements each payload holds. A header is not trusted beyond `room`."""
+        """Return how many elements each payload contains. A header is not trusted beyond `room`."""
         if not self.traits.bounded:
             return [self.room(piece.numel) for piece in pieces]
         return [min(max(0, header_of(message, piece)[1]), self.room(piece.numel)) for piece in pieces]
@@ -163,7 +163,7 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
 
 @dataclass(frozen=True)
 class Chain(Sparsifier, StepEnd, Scheduled):
-    """``topk(density=0.01) | minmax(bits=8)``: the values that ``first`` chose, coded by ``values``."""
+    """A sparsifier whose values another compressor codes: ``topk(density=0.01) | minmax(bits=8)``."""
 
     spec_name: ClassVar[str] = "chain"
 
@@ -257,7 +257,7 @@ def _starts(rooms: Sequence[int]) -> list[int]:
 
 @lru_cache(maxsize=1024)
 def _value_segments(pieces: tuple[Piece, ...], rooms: tuple[int, ...]) -> Segments:
-    """Return where the values of ``pieces`` lie: end to end in a flat tensor, and behind the indices in a message."""
+    """Return where the values of ``pieces`` are: end to end in a flat tensor, and behind the indices in a message."""
     placed = []
     for piece, room, start in zip(pieces, rooms, _starts(rooms), strict=True):
         at = piece.payload + HEADER + kernels.index_bytes(piece.numel, room)

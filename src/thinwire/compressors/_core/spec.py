@@ -48,7 +48,7 @@ PRESETS = {
     "2bit": "ef(minmax(bits=2, bucket=128))",
     "bf16": "cast(bf16)",
 }
-"""Short names for specs."""
+"""Specs by their short names."""
 _OTHER_NAMES = {
     "1bit": "onebit",
     **{f"{bits}bit": f"minmax(bits={bits})" for bits in (3, 5, 6, 7)},
@@ -64,7 +64,7 @@ _OTHER_NAMES = {
     "rank": "powersgd(rank=4)",
     "signsgd": "sign",
 }
-"""What users write, and a spec that they may mean."""
+"""Specs by other names that users may give them."""
 _calls = Calls[Compressor](
     kind="compressor",
     what="spec",

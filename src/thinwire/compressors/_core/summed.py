@@ -23,17 +23,17 @@ Reduction = Literal["sum", "max"]
 
 
 class SumShape(NamedTuple):
-    """What a layer adds in one round."""
+    """Size, dtype and operation of a layer's part in one round."""
 
     numel: int
     dtype: torch.dtype
     op: Reduction = "sum"
     packed: Packed | None = None
-    """Messages of few bits for integers, in the first round; None: a native all-reduce in ``dtype``."""
+    """Messages of few bits for integers, in the first round; None for a native all-reduce in ``dtype``."""
 
     @property
     def num_bytes(self) -> int:
-        """Its bytes in a message."""
+        """Bytes of the part in a message."""
         return self.numel * self.dtype.itemsize if self.packed is None else message_bytes(self.packed, self.numel)
 
 
@@ -48,14 +48,14 @@ class Summed(Compressor):
 
     @abstractmethod
     def sums(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[SumShape, ...]:
-        """Return what a layer of ``shape``, with gradients of ``dtype``, adds in each round."""
+        """Return the part that a layer of ``shape``, with gradients of ``dtype``, adds in each round."""
 
     @abstractmethod
     def rounds(self, x: Tensor, y: Tensor, call: SumCall) -> Generator[None, None, Subtract]:
         """Set the layers of ``y`` to the mean over all ranks of those of ``x``, as it is received.
 
         In every round, the generator writes its parts into ``call.buffers`` and yields; when it resumes, the buffer
-        holds the sum over all ranks. It returns a function that turns ``x`` into its residual (PowerSGD, Algorithm 2).
+        has the sum over all ranks. It returns a function that turns ``x`` into its residual (PowerSGD, Algorithm 2).
 
         Args:
             x: fp32, bf16 or fp16, flat.

@@ -1,7 +1,7 @@
 """Predicts the time of a training step, bucket by bucket, from measured speeds, for `thinwire doctor` and ``auto``.
 
 A step is a timeline: DDP's buckets become ready one after the other while backward runs, each is sent as soon as it is
-ready and the link is free, and the step goes on when the last one has arrived. So what counts is not the time that
+ready and the link is free, and the step continues when all are received. The time that counts is not all that
 communication takes but the part of it that backward does not hide.
 """
 
@@ -20,27 +20,27 @@ from thinwire.plan.forecast.links import Links, inner_form
 
 @dataclass(frozen=True)
 class Transfer:
-    """The time that the communication of one bucket takes."""
+    """Times of the communication of one bucket."""
 
     alone_s: float
-    """Seconds from ready to arrived, if nothing else is sent."""
+    """Seconds from ready to received, if nothing else is sent."""
     after_s: float
-    """At least, after the bucket before it has arrived: bytes queue, latencies do not."""
+    """Least seconds after the bucket before it was received: bytes queue, latencies do not."""
     cpu_s: float = 0.0
-    """Processor time, part of both."""
+    """Seconds of processor time, part of both."""
     codec_s: float = 0.0
-    """The part of ``cpu_s`` that nothing overlaps with: encoding and decoding."""
+    """Seconds of ``cpu_s`` that nothing overlaps with: encoding and decoding."""
 
 
 def finish(
     ready: Sequence[float], transfers: Sequence[Transfer], *, shared: float = 0.0, depth: int | None = None
 ) -> list[float]:
-    """The time at which each bucket has arrived.
+    """Return the time at which each bucket is received.
 
     Args:
         ready: seconds since the step began at which each would be ready if nothing were sent.
-        transfers: what each takes.
-        shared: share of the transfers' processor time that backward loses, as of `Pace`.
+        transfers: the times of each.
+        shared: share of the transfers' processor time that backward loses; see `Pace`.
         depth: how many may be under way at once; any number if None.
     """
     done: list[float] = []
@@ -49,7 +49,7 @@ def finish(
         begins = at + _lost(at, spans, shared)
         if depth is not None and i >= depth:
             begins = max(begins, done[i - depth])
-        # A core that backward uses, too, encodes at half its speed as long as that lasts.
+        # A core that backward uses, too, encodes at half its speed for so long.
         slowed = shared * min(transfer.codec_s, max(0.0, ready[-1] - begins))
         before = done[-1] if done else 0.0
         done.append(max(begins + transfer.alone_s + slowed, before + transfer.after_s))
@@ -58,7 +58,7 @@ def finish(
 
 
 def _lost(at: float, spans: Sequence[tuple[float, float, float]], shared: float) -> float:
-    """Seconds by which what backward would have reached at ``at`` is late: transfers took the core for so long."""
+    """Return the seconds by which backward is late at ``at``, because transfers took the core for so long."""
     late = 0.0
     for _ in range(50 if shared and spans else 0):
         now = at + late
@@ -74,25 +74,25 @@ def _part(now: float, start: float, end: float) -> float:
 
 
 _NATIVE_DEPTH = 2
-"""All-reduces that gloo has under way at once."""
+"""Number of all-reduces that gloo has under way at once."""
 _STAR = ScatterReduceAllGather()
 FEW_BITS = "gaussian(bits=2)"
-"""What `CompressedAdamW` sends its gradients with. Local updates send as few bits, in larger buckets."""
+"""Compressor of `CompressedAdamW`'s gradients. Local updates send as few bits, in larger buckets."""
 _INTERVALS = (10, 25, 50, 100, 250, 500)
 _HIDDEN_SHARE = 0.05
-"""Of a step: exchanges that take less are as good as none."""
+"""Share of a step below which exchanges count as free."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A DDP bucket, in a step that waits for nothing."""
+    """A DDP bucket, in a step without waits."""
 
     ready_s: float
-    """Since the step began."""
+    """Seconds since the step began."""
     layers: tuple[tuple[str, tuple[int, ...]], ...]
-    """Names and shapes."""
+    """Names and shapes of the layers."""
     itemsize: int = 4
-    """Bytes of an element of its gradients."""
+    """Bytes of an element of the gradients."""
 
     @property
     def numel(self) -> int:
@@ -104,7 +104,7 @@ class Bucket:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its gradients, as far as sizes go."""
+        """Dtype of the gradients, as far as sizes matter."""
         return torch.float32 if self.itemsize == 4 else torch.bfloat16
 
 
@@ -115,10 +115,10 @@ class Pace:
     buckets: tuple[Bucket, ...]
     """Buckets in the order in which they are sent."""
     compute_s: float
-    """The whole step: forward, backward, optimizer, and what the script does besides."""
+    """Seconds of the whole step: forward, backward, optimizer, and what else the script does."""
     shared: float = 0.0
-    """How much of the processor time that communication takes is taken from backward: 0 where a core is free for it, 1
-    where there is none."""
+    """Share of communication's processor time that is taken from backward: 0 where a core is free for it, 1 where none
+    is."""
 
     @property
     def backward_end_s(self) -> float:
@@ -127,7 +127,7 @@ class Pace:
 
 
 def native_transfer(bucket: Bucket, links: Links) -> Transfer:
-    """A bucket by the backend's own all-reduce: what DDP does."""
+    """Return the transfer of a bucket by the backend's own all-reduce, as in DDP."""
     sent = links.ring * bucket.num_bytes
     return Transfer(links.native.seconds(sent), sent * links.native.per_byte, sent * links.native_cpu)
 
@@ -139,16 +139,16 @@ def coded_transfer(
     codec_s: Mapping[Compressor, float],
     algorithm: Algorithm = _STAR,
 ) -> Transfer:
-    """A bucket whose layers have these compressors.
+    """Return the transfer of a bucket whose layers have these compressors.
 
     Coded layers are exchanged, added up by their owners and exchanged again; whole ones gathered by all; sums go
     through the native all-reduce, one round after the other. All three are under way together, and share the link.
 
     Args:
-        bucket: which layers.
-        layers: compressor of each, by name.
-        links: what messages take.
-        codec_s: seconds that an element costs a rank in a step, as of `Speeds`.
+        bucket: the layers.
+        layers: the compressor of each, by name.
+        links: the times of messages.
+        codec_s: seconds that an element costs a rank in a step; see `Speeds`.
         algorithm: the collective algorithm; one that is no hierarchy is taken for a scatter-reduce-all-gather.
     """
     n, ring, dtype = links.num_ranks, links.ring, bucket.dtype
@@ -171,7 +171,7 @@ def coded_transfer(
                 form, wide = inner_form(algorithm, compressor, dtype)
                 inner += form.wire_bytes(shape, wide)
                 if form is not compressor:
-                    # Of two ranks a node, half of the elements are coded otherwise there, and half as many encoded as
+                    # With two ranks a node, half of the elements are coded otherwise there, and half as many encoded as
                     # the layer's; decoding means stays the same.
                     plain = codec_s.get(compressor, 0.0)
                     codec += math.prod(shape) * (codec_s.get(form, plain) / 2 - plain / 4)
@@ -187,14 +187,14 @@ def coded_transfer(
 
 
 def exposed_seconds(pace: Pace, transfers: Sequence[Transfer], *, depth: int | None = None) -> float:
-    """Seconds that communication adds to a step: from when the last bucket is ready to when the last one has
-    arrived."""
+    """Return the seconds that communication adds to a step: from when the last bucket is ready to when the last one is
+    received."""
     ready = [bucket.ready_s for bucket in pace.buckets]
     return max(0.0, finish(ready, transfers, shared=pace.shared, depth=depth)[-1] - ready[-1])
 
 
 def native_step(pace: Pace, links: Links) -> float:
-    """Seconds of a step of stock DDP."""
+    """Return the seconds of a step of stock DDP."""
     transfers = [native_transfer(bucket, links) for bucket in pace.buckets]
     return pace.compute_s + exposed_seconds(pace, transfers, depth=_NATIVE_DEPTH)
 
@@ -206,27 +206,27 @@ def planned_step(
     codec_s: Mapping[Compressor, float],
     algorithm: Algorithm = _STAR,
 ) -> float:
-    """Seconds of a step with these compressors, by layer. ``codec_s``: as of `Speeds`."""
+    """Return the seconds of a step with these compressors, by layer. ``codec_s``: see `Speeds`."""
     transfers = [coded_transfer(bucket, layers, links, codec_s, algorithm) for bucket in pace.buckets]
     return pace.compute_s + exposed_seconds(pace, transfers)
 
 
 def accumulated(pace: Pace, step: float, times: int) -> float:
-    """Seconds for one of ``times`` batches between two exchanges (``no_sync``), from those of a step that has one."""
+    """Return the seconds of one of ``times`` batches between two exchanges (``no_sync``), from ``step`` with one."""
     return (step + (times - 1) * pace.backward_end_s) / times
 
 
 def local_step(
     pace: Pace, links: Links, layers: Mapping[str, Compressor], codec_s: Mapping[Compressor, float], every: int
 ) -> float:
-    """Seconds of a step of local updates: every ``every`` steps all layers are exchanged, and nothing else is done."""
+    """Return the seconds of a step of local updates that exchange all layers every ``every`` steps."""
     return pace.compute_s + exchange_seconds(pace, links, layers, codec_s) / every
 
 
 def hiding_interval(
     pace: Pace, links: Links, layers: Mapping[str, Compressor], codec_s: Mapping[Compressor, float]
 ) -> int:
-    """The least number of steps, from 10 to 500, between exchanges of local updates that hides these; 500 if none."""
+    """Return the least number of steps, 10 to 500, between exchanges that hides these; 500 if none does."""
     took = exchange_seconds(pace, links, layers, codec_s)
     hidden = (every for every in _INTERVALS if took / every <= _HIDDEN_SHARE * pace.compute_s)
     return next(hidden, _INTERVALS[-1])
@@ -235,7 +235,7 @@ def hiding_interval(
 def exchange_seconds(
     pace: Pace, links: Links, layers: Mapping[str, Compressor], codec_s: Mapping[Compressor, float]
 ) -> float:
-    """Seconds in which all layers are exchanged at once, in fp32 before compression."""
+    """Return the seconds in which all layers are exchanged at once, in fp32 before compression."""
     whole = Bucket(0.0, tuple(layer for bucket in pace.buckets for layer in bucket.layers))
     return coded_transfer(whole, layers, links, codec_s).alone_s
 
@@ -243,7 +243,7 @@ def exchange_seconds(
 def sent_in_step(
     pace: Pace, links: Links, layers: Mapping[str, Compressor] | None, algorithm: Algorithm = _STAR
 ) -> float:
-    """Bytes that a rank sends in a step: with these compressors, or without any."""
+    """Return the bytes that a rank sends in a step: with these compressors, or without any."""
     if layers is None:
         return sum(links.ring * bucket.num_bytes for bucket in pace.buckets)
     return sum(

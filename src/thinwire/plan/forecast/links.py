@@ -17,10 +17,10 @@ _UNEVEN = 1.25
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds that a message takes by the bytes that a rank sends, straight between those measured."""
+    """Seconds of a message as a function of a rank's bytes, straight between those measured."""
 
     points: tuple[tuple[float, float], ...]
-    """(bytes, seconds), ascending by bytes."""
+    """Pairs of bytes and seconds, ascending by bytes."""
 
     def __post_init__(self) -> None:
         sizes = [size for size, _ in self.points]
@@ -28,7 +28,7 @@ class Curve:
             raise ValueError(f"a curve is (bytes, seconds) by ascending bytes, not {self.points}")
 
     def seconds(self, num_bytes: float) -> float:
-        """Seconds of a message of ``num_bytes``; sizes beyond the measured ones by `per_byte`."""
+        """Return the seconds of a message of ``num_bytes``; sizes beyond the measured ones by `per_byte`."""
         if num_bytes <= 0:
             return 0.0
         sizes = [size for size, _ in self.points]
@@ -41,12 +41,12 @@ class Curve:
         return before + (after - before) * (num_bytes - low) / (high - low)
 
     def at_rate(self, rate: float) -> Curve:
-        """The same messages over a link that carries at most ``rate`` bytes per second each way."""
+        """Return the times of messages over a link that carries at most ``rate`` bytes per second each way."""
         return Curve(tuple((size, max(seconds, self.latency_s + size / rate)) for size, seconds in self.points))
 
     @property
     def per_byte(self) -> float:
-        """Seconds that one more byte costs a large message: what it costs behind another one, too."""
+        """Seconds that one more byte adds to a large message, also to one behind another."""
         if len(self.points) == 1:
             return self.points[0][1] / max(1.0, self.points[0][0])
         # The messages before the largest one are short, and their slope is mostly noise.
@@ -66,23 +66,23 @@ class Curve:
 
 @dataclass(frozen=True)
 class Legs:
-    """The time of a hierarchy's messages, inside nodes and between them, by the bytes that a rank sends."""
+    """Times of a hierarchy's messages, inside nodes and between them, by the bytes that a rank sends."""
 
     world: World
     inside: Curve
-    """Every rank sends to all others of its node at once."""
+    """Curve of messages from every rank to all others of its node at once."""
     across: Curve
-    """Every rank sends to its counterparts on all other nodes at once."""
+    """Curve of messages from every rank to its counterparts on all other nodes at once."""
 
     @property
     def shares(self) -> tuple[float, float]:
-        """Of an encoded bucket, how much the busiest rank sends inside its node, and to other nodes, in each hop."""
+        """Shares of an encoded bucket that the busiest rank sends inside its node, and to other nodes, in each hop."""
         sizes = [len(ranks) for ranks in self.world.members]
         return 1 - 1 / max(sizes), (len(sizes) - 1) / (len(sizes) * min(sizes))
 
     def seconds(self, num_bytes: float, inner_bytes: float) -> tuple[float, float]:
-        """Of a bucket that takes so many bytes encoded as between nodes, and as inside them on the way up: by itself,
-        and behind another one."""
+        """Return the seconds of a bucket, by itself and behind another one, from its bytes as encoded between nodes,
+        and inside them on the way up."""
         near, far = self.shares
         hops = [
             (self.inside, near * inner_bytes),
@@ -94,24 +94,24 @@ class Legs:
 
 @dataclass(frozen=True)
 class Links:
-    """The time of communication between these ranks, by the bytes that a rank sends."""
+    """Times of communication between these ranks, by the bytes that a rank sends."""
 
     native: Curve
-    """The backend's own all-reduce of fp32: what stock training has."""
+    """Curve of the backend's own all-reduce of fp32, as in stock training."""
     exchange: Curve
-    """Every rank sends to every other at once: what coded messages do, twice where an owner adds them up."""
+    """Curve of messages from every rank to every other at once. Coded ones take it twice where an owner adds them."""
     num_ranks: int
     native_cpu: float = 0.0
     """Seconds of processor time that a byte of an all-reduce takes on the sender's machine."""
     exchange_cpu: float = 0.0
-    """The time of an exchange."""
+    """Seconds of processor time that a byte of an exchange takes."""
     legs: Legs | None = None
-    """The time of hierarchies, if there are several nodes and one of them has several ranks."""
+    """Times of hierarchies, if there are several nodes and one of them has several ranks."""
     rates: tuple[float, ...] = ()
-    """By rank, the rate of its link relative to the fastest; empty if it was not measured."""
+    """Rate of each rank's link relative to the fastest; empty if it was not measured."""
 
     def adapted(self, algorithm: Algorithm) -> Algorithm | None:
-        """A collective algorithm as it is over these links, its rates measured; None if they have nothing for it."""
+        """Return the algorithm for these links, its rates measured; None if it needs measurements that they lack."""
         if algorithm.needs_nodes:
             return algorithm if self.legs is not None else None
         if isinstance(algorithm, ScatterReduceAllGather) and algorithm.rates == "measured":
@@ -119,15 +119,15 @@ class Links:
         return algorithm
 
     def coded_seconds(self, algorithm: Algorithm, num_bytes: float, inner_bytes: float) -> tuple[float, float]:
-        """Of the layers of a bucket that owners add up, by their encoded bytes between nodes, and inside them on the
-        way up: by themselves, and behind another bucket."""
+        """Return the seconds of the layers of a bucket that owners add up, by themselves and behind another bucket,
+        from their encoded bytes between nodes, and inside them on the way up."""
         if isinstance(algorithm, Hierarchical) and self.legs is not None:
             return self.legs.seconds(num_bytes, inner_bytes)
         sent = self.ring * num_bytes * self._balance(algorithm)
         return 2 * self.exchange.seconds(sent / 2), sent * self.exchange.per_byte
 
     def _balance(self, algorithm: Algorithm) -> float:
-        """Factor by which the slowest link ends sooner with this algorithm's shares than with equal ones."""
+        """Return the factor by which the slowest link ends sooner with this algorithm's shares than with equal ones."""
         n = self.num_ranks
         if (
             not isinstance(algorithm, ScatterReduceAllGather)
@@ -140,12 +140,12 @@ class Links:
         return max(busy) * min(self.rates) / (1 + (n - 2) / n)
 
     def at_rate(self, rate: float) -> Links:
-        """These links if each carried at most ``rate`` bytes per second each way; every rank alone on its node."""
+        """Return these links at no more than ``rate`` bytes per second each way; every rank alone on its node."""
         native, exchange = self.native.at_rate(rate), self.exchange.at_rate(rate)
         return replace(self, native=native, exchange=exchange, legs=None, rates=())
 
     def sent(self, algorithm: Algorithm, compressor: Compressor, shape: Sequence[int], dtype: torch.dtype) -> float:
-        """Bytes that a rank sends for a layer: of a hierarchy, the busiest one."""
+        """Return the bytes that a rank sends for a layer: of a hierarchy, the busiest one."""
         num_bytes = compressor.wire_bytes(shape, dtype)
         if not isinstance(compressor, Coded):
             return self.ring * num_bytes
@@ -159,12 +159,12 @@ class Links:
 
     @property
     def ring(self) -> float:
-        """Bytes that a rank sends for each byte that is all-reduced."""
+        """Ratio of the bytes that a rank sends to those that are all-reduced."""
         return 2 * self.others
 
     @property
     def others(self) -> float:
-        """Bytes that a rank sends for each byte that is gathered, or reduced in shards."""
+        """Ratio of the bytes that a rank sends to those that are gathered, or reduced in shards."""
         return (self.num_ranks - 1) / self.num_ranks
 
 
@@ -174,6 +174,6 @@ def _uneven(rates: Sequence[float]) -> bool:
 
 
 def inner_form(algorithm: Hierarchical, compressor: Coded, dtype: torch.dtype) -> tuple[Coded, torch.dtype]:
-    """The compressor of a part inside a node, and the dtype of sums if that is another."""
+    """Return the compressor of a part inside a node, and the dtype of sums if that is another."""
     form = algorithm.inner(compressor)
     return form, dtype if form is compressor else torch.promote_types(dtype, torch.float32)
