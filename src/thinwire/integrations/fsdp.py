@@ -20,6 +20,7 @@ from thinwire.compat import (
     FSDPGroup,
     all_gather_single,
     at_end_of_backward,
+    fill_unused,
     fsdp_groups,
     gathered_dtypes,
     group_timeout,
@@ -483,7 +484,7 @@ def _put_into(module: FSDPModule, attached: Attached, options: ShardedOptions) -
     if (attached.size > 1 or options.replicas is not None) and not use.fills:
         # If some had no gradients, the size of the buffer would not determine what it holds. Those that no rank has
         # are dropped when the pass ends.
-        module.set_reduce_scatter_unused_params(True, recurse=False)
+        fill_unused(module, True)
         wire.at_detach(partial(_without_zeros, weakref.ref(module)))
     module.set_custom_all_gather(QuantizedAllGather(attached))  # pyright: ignore[reportArgumentType] - called, not checked
     module.set_custom_reduce_scatter(QuantizedReduceScatter(attached))  # pyright: ignore[reportArgumentType]
@@ -507,7 +508,7 @@ def _put_into(module: FSDPModule, attached: Attached, options: ShardedOptions) -
 def _without_zeros(held: weakref.ref[FSDPModule]) -> None:
     module = held()
     if module is not None:
-        module.set_reduce_scatter_unused_params(False, recurse=False)
+        fill_unused(module, False)
 
 
 class _Across:
@@ -531,12 +532,6 @@ class _Across:
 def _modules(model: nn.Module) -> list[tuple[str, FSDPModule]]:
     from torch.distributed.fsdp import FSDPModule  # costs a second that only who shards a model should pay
 
-    for socket in ("set_custom_all_gather", "set_custom_reduce_scatter", "set_reduce_scatter_unused_params"):
-        if not hasattr(FSDPModule, socket):
-            raise RuntimeError(
-                f"FSDPModule.{socket} is missing in this PyTorch ({torch.__version__}), through which thinwire moves "
-                "its bytes: update PyTorch (2.13 has it)"
-            )
     modules = [(unwrapped(path), module) for path, module in model.named_modules() if isinstance(module, FSDPModule)]
     if not modules:
         raise TypeError(f"no module of this {type(model).__name__} is sharded: call fully_shard() on it first")
