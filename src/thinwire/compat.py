@@ -58,6 +58,14 @@ def all_gather_single(out: torch.Tensor, x: torch.Tensor, group: Any) -> Any:
     return gather(out, x, group=group)
 
 
+def makes_on_the_host() -> bool:
+    """Whether a tensor that is made without a device is on the CPU: see ``torch.set_default_device``."""
+    try:
+        return torch.get_default_device().type == "cpu"
+    except AttributeError:  # PyTorch 2.9 raises it where the default was set back to None
+        return True
+
+
 def register_gloo(group: Any, backend: Any) -> None:
     """Make gloo the backend of a ``torch.distributed.ProcessGroup`` that Python made.
 
