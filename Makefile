@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := $(wildcard native/*) CMakeLists.txt pyproject.toml constraints.txt
 
-.PHONY: demo test test-slow test-all check format sanitize fuzz fuzz-sanitized chaos soak mutants conformance triton cuda cuda-wheels bench experiments experiments-smoke readme docs wheel wheel-check first-answer address clean
+.PHONY: demo test test-slow test-all check format sanitize fuzz fuzz-sanitized chaos soak mutants conformance versions triton cuda cuda-wheels bench experiments experiments-smoke readme docs wheel wheel-check first-answer address clean
 
 demo: .venv/demo
 	$(BIN)/thinwire demo
@@ -56,6 +56,11 @@ mutants: .venv/ready
 conformance: .venv/ready
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check expecttest
 	$(BIN)/python -m experiments conformance --folder build/conformance --json benchmarks/conformance.json
+
+# The fast tests of what attaches, with the oldest PyTorch, later ones and the newest, and with other versions of Python:
+# a quarter of an hour and, with builds for CPUs, a gigabyte for each. Writes the table in docs/trainers.md.
+versions: .venv/ready
+	PYTHONPATH=. $(BIN)/python tools/versions.py
 
 # A thousand ranks that fail in seeded ways, with stock DDP beside them: which errors the others get, and when. Hours.
 chaos: .venv/ready

@@ -20,6 +20,7 @@ from torch import Tensor
 import thinwire
 from attachments import ATTACHMENTS, Training
 from harness import run_ranks
+from pipelines import needs_pipelines
 from ranks import settled
 
 STEPS = 3
@@ -191,7 +192,9 @@ def keeps_all_laws(rank: int, name: str) -> None:
                 raise AssertionError(f"{law.__name__} does not hold") from error
 
 
-@pytest.mark.parametrize("name", ATTACHMENTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=needs_pipelines) if n == "pipeline" else n for n in ATTACHMENTS]
+)
 def test_laws(name: str) -> None:
     run_ranks(keeps_all_laws, ATTACHMENTS[name].worlds[0], name, backend=ATTACHMENTS[name].backend)
 

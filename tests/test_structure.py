@@ -113,6 +113,7 @@ PRIVATE_IN_TESTS = {
     "_dynamo": "of PyTorch, as its users set it",
     "_coalescing_manager": "of PyTorch, as its users call it",
     "_functional_collectives": "of PyTorch, as its users import it",
+    "_make_nccl_premul_sum": "of PyTorch, whose public name for it is younger",
     "_make_wrapper_subclass": "of PyTorch, for a tensor that pretends to be on another device",
     "_optimizer_step_pre_hooks": "of PyTorch, to see that hooks are gone",
     "_register_backend": "of PyTorch, to build a group as torchft does",

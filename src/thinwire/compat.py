@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,6 +60,14 @@ def all_gather_single(out: torch.Tensor, x: torch.Tensor, group: Any) -> Any:
     return gather(out, x, group=group)
 
 
+def makes_on_the_host() -> bool:
+    """Whether a tensor that is made without a device is on the CPU: see ``torch.set_default_device``."""
+    try:
+        return torch.get_default_device().type == "cpu"
+    except AttributeError:  # PyTorch 2.9 raises it where the default was set back to None
+        return True
+
+
 def register_gloo(group: Any, backend: Any) -> None:
     """Make gloo the backend of a ``torch.distributed.ProcessGroup`` that Python made.
 
@@ -74,9 +83,7 @@ def register_gloo(group: Any, backend: Any) -> None:
 
 def gloo_backend(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """A ``torch.distributed.ProcessGroupGloo``, connected through ``store``."""
-    backend = torch.distributed.ProcessGroupGloo(store, rank, size, timeout)
-    backend._set_sequence_number_for_group()
-    return backend
+    return torch.distributed.ProcessGroupGloo(store, rank, size, timeout)
 
 
 def missing_member(error: RuntimeError) -> int | None:
@@ -119,7 +126,10 @@ def collective_options(name: str) -> Any:
 
 def premul_factor(op: Any) -> float | None:
     """The factor of a ``ReduceOp.PREMUL_SUM``; None if it is a tensor of several values, or unknown."""
-    factor = getattr(op, "factor", None)
+    try:
+        _, factor = op.__getstate__()  # as it is pickled: ``op.factor`` is younger
+    except (AttributeError, TypeError, ValueError):
+        return None
     if isinstance(factor, torch.Tensor):
         return float(factor) if factor.numel() == 1 else None
     return float(factor) if isinstance(factor, int | float) else None
@@ -209,12 +219,44 @@ def fsdp_groups(module: Any) -> list[FSDPGroup]:
     Raises ``RuntimeError`` where this PyTorch does not tell.
     """
     try:
-        state = module._get_fsdp_state()
-        return [_fsdp_group(group, state._auto_reshard_after_forward) for group in state._fsdp_param_groups]
+        by_default = module._get_fsdp_state()._auto_reshard_after_forward
+        return [_fsdp_group(group, by_default) for group in _param_groups(module)]
     except (AttributeError, TypeError) as error:
         raise RuntimeError(
             f"this PyTorch ({torch.__version__}) does not tell how fully_shard lays out its buffers: {error}"
         ) from None
+
+
+def _param_groups(module: Any) -> list[Any]:
+    """The parameter groups of an ``FSDPModule``, which had at most one before PyTorch 2.12."""
+    state = module._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in (state._fsdp_param_group,) if group] if several is None else several
+
+
+def fill_unused(module: Any, on: bool) -> None:
+    """Whether parameters of an ``FSDPModule`` without a gradient take part in reductions with zeros, as
+    ``set_reduce_scatter_unused_params`` says, which PyTorch has since 2.13. Before, they get zeros as their gradients
+    just before these are reduced."""
+    if hasattr(module, "set_reduce_scatter_unused_params"):
+        module.set_reduce_scatter_unused_params(on, recurse=False)
+        return
+    for group in _param_groups(module):
+        group.reduce_scatter_unused_params = on
+        if on:
+            group.post_backward = partial(_filled_post_backward, group)
+        else:
+            vars(group).pop("post_backward", None)
+
+
+def _filled_post_backward(group: Any, *unused: Any) -> None:
+    for parameter in group.fsdp_params if group.reduce_grads else ():
+        whole = getattr(parameter, "_unsharded_param", None)
+        if whole is None or not whole.requires_grad or whole.grad is not None:
+            continue
+        if parameter.unsharded_accumulated_grad is None:
+            whole.grad = torch.zeros_like(whole)
+    type(group).post_backward(group, *unused)
 
 
 def _fsdp_group(group: Any, by_default: bool) -> FSDPGroup:
@@ -333,9 +375,11 @@ def reduce_scatter_single(out: torch.Tensor, x: torch.Tensor, group: Any, op: An
     scatter(out, x, op=op, group=group)
 
 
-def tells_stage_tensors(stage: Any) -> bool:
-    """Whether `stage_tensors` will know what crosses the boundaries of a ``PipelineStage``, once it is set up."""
-    return hasattr(stage, "_stage_meta")
+def tells_stage_tensors() -> bool:
+    """Whether `stage_tensors` knows what crosses the boundaries of a ``PipelineStage``: since PyTorch 2.12."""
+    from torch.distributed.pipelining import stage
+
+    return hasattr(stage, "_StageMeta")
 
 
 def stage_tensors(stage: Any) -> dict[str, list[tuple[tuple[int, ...], torch.dtype]]]:

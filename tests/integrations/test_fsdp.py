@@ -18,6 +18,7 @@ from gathers import gathered
 from harness import on_ranks
 from ranks import alike, assert_alike
 from sharded import Net, Shared, batch, build, compress, train, whole
+from thinwire.compat import fill_unused
 from thinwire_tools import lab
 from thinwire_tools.bench.ranks import run_ranks as run_module
 
@@ -168,7 +169,7 @@ def _tied_and_frozen(rank: int, size: int) -> Pair:
     stock, ours = (build(net=lambda: Net(tied=True, spare=True)) for _ in range(2))
     for model in (stock, ours):
         model.blocks[1].up.weight.requires_grad_(False)
-    stock.blocks[0].set_reduce_scatter_unused_params(True)
+    fill_unused(stock.blocks[0], True)
     wire = compress(ours)
     names = [name for name in wire.plan if name.startswith("weights/")]
     assert names.count("weights/head.weight") == 1

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from harness import on_ranks
 from ranks import alike, assert_alike
 from sharded import Block, Net, batch, build, compress
+from thinwire.compat import fill_unused
 
 
 class Spare(Block):
@@ -174,7 +175,8 @@ def test_a_gradient_that_any_rank_has_stays_on_all(rank: int, size: int, replica
 @on_ranks(2)
 def test_who_asked_for_zeros_has_them(rank: int, size: int) -> None:
     model = build(net=InTurn)
-    model.set_reduce_scatter_unused_params(True)
+    for module in (model, *model.blocks):
+        fill_unused(module, True)
     wire = compress(model)
     for _ in range(2):
         model(batch(0, rank)[0]).sum().backward()

@@ -17,7 +17,7 @@ from harness import on_ranks
 from nets import DDP_OPTIONS, Net, assert_replicas_identical, batch, loss_of, train, trained
 from ranks import assert_alike
 from thinwire import ProcessGroup, ProcessGroupOptions
-from thinwire.compat import ddp_ready_order
+from thinwire.compat import all_gather_single, ddp_ready_order, reduce_scatter_single
 
 
 def group_of(options: ProcessGroupOptions | None = None) -> ProcessGroup:
@@ -168,8 +168,8 @@ def test_a_registered_layout_keeps_biases_raw_and_errs_less(rank: int) -> None:
     assert (layered.stats.matched, layered.stats.uniform, layered.stats.unknown) == (1, 0, 1)
     # The same layout of every rank's part.
     part, gathered = torch.empty(x.numel()), torch.empty(2, x.numel())
-    dist.reduce_scatter_single(part, x.repeat(2), group=layered)
-    dist.all_gather_single(gathered.view(-1), x, group=layered)
+    reduce_scatter_single(part, x.repeat(2), layered, dist.ReduceOp.SUM)
+    all_gather_single(gathered.view(-1), x, group=layered)
     where = slice(4096, 4096 + 64)
     torch.testing.assert_close(part[where], exact[where])
     assert torch.equal(gathered[rank][where], x[where])

@@ -16,8 +16,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from harness import on_ranks, run_ranks
-from pipelines import BATCH, CHUNKS, LENGTH, MULTI, SAMPLES, SINGLE, WIDTH, Block, Pipe, check_sides, samples
+from pipelines import (
+    BATCH,
+    CHUNKS,
+    LENGTH,
+    MULTI,
+    SAMPLES,
+    SINGLE,
+    WIDTH,
+    Block,
+    Pipe,
+    check_sides,
+    needs_pipelines,
+    samples,
+)
 from ranks import alike, of_ranks
+
+pytestmark = needs_pipelines
 
 FW3_BW6: dict[str, Any] = {"forward": "delta(maxabs(bits=3))", "backward": "maxabs(bits=6)"}
 RAW: dict[str, Any] = {"forward": "raw", "backward": "raw"}

@@ -10,11 +10,13 @@ import pytest
 from torch import Tensor
 
 from harness import on_ranks
-from pipelines import BATCH, SINGLE, Pipe, check_sides, samples
+from pipelines import BATCH, SINGLE, Pipe, check_sides, needs_pipelines, samples
 from ranks import of_ranks
 from thinwire.collectives import PeerFailedError
 from thinwire.pipeline.boundary import BoundarySide
 from thinwire.store import MemoryStore
+
+pytestmark = needs_pipelines
 
 FW3_BW6: dict[str, Any] = {"forward": "delta(maxabs(bits=3))", "backward": "maxabs(bits=6)"}
 _LONG_S = 20.0

@@ -11,6 +11,9 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import thinwire
 from harness import on_ranks, run_ranks
+from pipelines import needs_pipelines
+
+pytestmark = needs_pipelines
 
 SIZE, PADDING, IMAGES, BATCH = 8, 1, 12, 4
 CROPS = thinwire.store.Crops(size=SIZE, padding=PADDING)

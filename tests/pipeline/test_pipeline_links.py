@@ -15,11 +15,13 @@ import torch.distributed as dist
 from hypothesis import given, strategies as st
 
 from harness import on_ranks, run_ranks
-from pipelines import BATCH, Pipe, check_sides, samples
+from pipelines import BATCH, Pipe, check_sides, needs_pipelines, samples
 from ranks import of_ranks
 from thinwire.pipeline.links import LinkChoices
 from thinwire.policies import ByLink, choose_by_link
 from thinwire_tools import lab
+
+pytestmark = needs_pipelines
 
 SIZES = (200.0, 300.0, 400.0, 800.0)
 OPTIONS = {"forward": "delta(maxabs(bits=3))", "backward": "maxabs(bits=6)"}

@@ -15,8 +15,10 @@ import torch.distributed as dist
 
 import thinwire
 from harness import on_ranks, run_ranks
-from pipelines import BATCH, SAMPLES, Pipe, check_sides, samples
+from pipelines import BATCH, SAMPLES, Pipe, check_sides, needs_pipelines, samples
 from ranks import alike, of_ranks
+
+pytestmark = needs_pipelines
 
 FW3_BW6: dict[str, Any] = {"forward": "delta(maxabs(bits=3))", "backward": "maxabs(bits=6)", "check_every": 3}
 STEPS = 12

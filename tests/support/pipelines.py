@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,7 +19,10 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from thinwire.compat import tells_stage_tensors
 from thinwire.pipeline.stage import compress_stage
+
+needs_pipelines = pytest.mark.skipif(not tells_stage_tensors(), reason="pipelines need PyTorch 2.12")
 
 WIDTH, LENGTH, SAMPLES, BATCH, CHUNKS = 16, 6, 16, 8, 4
 MULTI = {

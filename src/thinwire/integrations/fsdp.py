@@ -498,12 +498,6 @@ def _put_into(module: FSDPModule, attached: Attached) -> None:
 def _modules(model: nn.Module) -> list[tuple[str, FSDPModule]]:
     from torch.distributed.fsdp import FSDPModule  # costs a second that only who shards a model should pay
 
-    for socket in ("set_custom_all_gather", "set_custom_reduce_scatter", "set_reduce_scatter_unused_params"):
-        if not hasattr(FSDPModule, socket):
-            raise RuntimeError(
-                f"FSDPModule.{socket} is missing in this PyTorch ({torch.__version__}), through which thinwire moves "
-                "its bytes: update PyTorch (2.13 has it)"
-            )
     modules = [(unwrapped(path), module) for path, module in model.named_modules() if isinstance(module, FSDPModule)]
     if not modules:
         raise TypeError(f"no module of this {type(model).__name__} is sharded: call fully_shard() on it first")

@@ -30,7 +30,7 @@ from thinwire.plan import Rules
 from thinwire.runtime import Channel, Contents, Exchange, Follower, GroupStats, NamedShape, Route, group_seed
 
 _GLOOS = (
-    *("broadcast", "barrier", "send", "recv"),
+    *("broadcast", "barrier", "send", "recv", "recv_anysource", "reduce", "gather", "scatter", "alltoall"),
     *("all_to_all_single", "all_gather_single_coalesced", "reduce_scatter_single_coalesced"),
     # Their names before PyTorch 2.13.
     *("alltoall_base", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from thinwire.compat import FSDPGroup
+from thinwire.compat import FSDPGroup, fill_unused
 from thinwire.runtime import Wire
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Uses:
         if not unit.fills and not group.alone:
             # If some had no gradients, the size of the buffer would not determine what it holds. Those that no rank
             # has are dropped when the pass ends.
-            module.set_reduce_scatter_unused_params(True, recurse=False)
+            fill_unused(module, True)
             wire.at_detach(partial(_without_zeros, weakref.ref(module)))
 
         def before_forward(_module: nn.Module, _inputs: object) -> None:
@@ -121,7 +121,7 @@ class Uses:
 def _without_zeros(held: weakref.ref[FSDPModule]) -> None:
     module = held()
     if module is not None:
-        module.set_reduce_scatter_unused_params(False, recurse=False)
+        fill_unused(module, False)
 
 
 def _adding(names: set[str], name: str) -> Callable[[Tensor], None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from thinwire.arguments import check_number
-from thinwire.compat import unwrapped
+from thinwire.compat import makes_on_the_host, unwrapped
 from thinwire.optim.shards import as_whole, is_sharded, local, sharded_like
 
 _OUTPUT_HEADS = ("*head.weight", "*output.weight")
@@ -102,7 +103,9 @@ class Muon(Optimizer):
         if self._adamw is not None:
             # Loading a state replaces groups and state, so AdamW is given the present ones.
             self._adamw.param_groups, self._adamw.state = others, self.state
-            self._adamw.step()
+            # Before PyTorch 2.13 it makes the counters of its steps on the default device.
+            with nullcontext() if makes_on_the_host() else torch.device("cpu"):
+                self._adamw.step()
         return loss
 
     def _step_matrices(self, group: Mapping[str, Any]) -> None:

@@ -224,14 +224,14 @@ class CompressedStage(PipelineStage):
             tensors = self._pipeline.take(boundary, direction, chunk)
         if tensors is None:
             return
-        infos = [info for info in infos if not info.is_root_arg and info.buffer is not None]
+        infos = [info for info in infos if not info.is_root_arg and info.tensor_meta is not None]
         with torch.no_grad():
             for info, tensor in zip(infos, tensors, strict=True):
-                place = info.buffer
-                if place.shape != tensor.shape or (place.device, place.stride()) == (tensor.device, tensor.stride()):
-                    info.buffer = tensor.to(place.device)
+                shape, stride = info.tensor_meta.shape, info.tensor_meta.stride
+                if tensor.shape == shape and tensor.stride() != stride:
+                    info.buffer = tensor.new_empty_strided(shape, stride, device=self.device).copy_(tensor)
                 else:
-                    place.copy_(tensor)
+                    info.buffer = tensor.to(self.device)
 
 
 def compress_stage(
@@ -301,7 +301,7 @@ def compress_stage(
             )
         if isinstance(stage, CompressedStage):
             raise RuntimeError("this stage is compressed already")
-        if not tells_stage_tensors(stage):
+        if not tells_stage_tensors():
             raise RuntimeError(
                 f"this PyTorch ({torch.__version__}) does not tell what crosses a stage boundary: pipelines need "
                 "PyTorch 2.12 or newer"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives import FailureDetector, Pending, PendingWork
-from thinwire.compat import group_timeout
+from thinwire.compat import group_timeout, makes_on_the_host
 from thinwire.threads import Worker
 
 CLOSED = (
@@ -326,7 +326,7 @@ class StreamExecutor(Executor):
 
 def on_the_host() -> AbstractContextManager[object]:
     """Inside, a tensor that is made without a device is on the CPU, whatever `torch.set_default_device` says."""
-    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+    return nullcontext() if makes_on_the_host() else torch.device("cpu")
 
 
 class AsyncReadback:

@@ -1,0 +1,110 @@
+"""Try thinwire with other versions of PyTorch and Python: an environment of each, with the fast tests of what attaches.
+
+    python tools/versions.py                   # those of `make versions`; a Python that is not found is left out
+    python tools/versions.py 2.11.0 2.13.0/3.12
+
+Writes benchmarks/versions.json and, of it, the table in docs/trainers.md. PyTorch is the build that pip takes: on Linux
+one for CUDA, of several GB, unless PIP_EXTRA_INDEX_URL names PyTorch's index of builds for CPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from figures import BENCHMARKS, ROOT, table
+
+from thinwire_tools.results import Results
+
+TORCH = ("2.9.1", "2.11.0", "2.13.0")
+PYTHON = ("3.12", "3.13", "3.14")
+FOLDERS = ("integrations", "runtime", "pipeline", "local", "optim", "test_attachments.py")
+NEEDED = ["numpy", "rich", "tyro", "scipy", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis"]
+SHOWN = ("DDP", "FSDP2", "pipeline", "process group", "DiLoCo")
+"""Attachments, by their names in tests/test_attachments.py, whose laws say whether a version has them."""
+BUILD, RECORD, PAGE = ROOT / "build" / "versions", BENCHMARKS / "versions.json", ROOT / "docs" / "trainers.md"
+_MARKS = re.compile(r"(<!-- versions -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def run(*command: object) -> str:
+    return subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True, cwd=ROOT).stdout
+
+
+def found(python: str) -> bool:
+    """Whether ``python3.12``, say, can be started: the name may be one of a launcher that has no such version."""
+    try:
+        return run(f"python{python}", "--version").startswith("Python 3")
+    except (OSError, subprocess.CalledProcessError):
+        return False
+
+
+def environment(torch: str, python: str) -> Path:
+    """The interpreter of an environment with these versions, which is made once."""
+    folder = BUILD / f"{torch}-{python}"
+    pip = (folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    if not (folder / "ready").exists():
+        run(f"python{python}", "-m", "venv", folder)
+        run(*pip, "--no-cache-dir", f"torch=={torch}")
+        constraints = (ROOT / "constraints.txt").read_text().splitlines()
+        (folder / "constraints.txt").write_text("\n".join(line for line in constraints if line[:7] != "torch=="))
+        run(*pip, "--constraint", folder / "constraints.txt", *NEEDED)
+        (folder / "ready").touch()
+    run(*pip, "--no-deps", "--force-reinstall", *BUILD.glob("thinwire-*.whl"))
+    return folder / "bin" / "python"
+
+
+def tried(torch: str, python: str) -> tuple[int, dict[str, Any]]:
+    """How many of the fast tests passed with these versions, and which did not, and the attachments that work."""
+    report = BUILD / f"{torch}-{python}.xml"
+    report.unlink(missing_ok=True)
+    tests = [f"tests/{folder}" for folder in FOLDERS]
+    chosen = ("-m", "not slow and not alone", "-n", "2", "--max-worker-restart", "0", "-p", "no:cacheprovider")
+    command = [environment(torch, python), "-m", "pytest", "-q", *chosen, f"--junitxml={report}", *tests]
+    subprocess.run(command, cwd=ROOT, check=False)  # what fails is counted
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    supported, failures = [], []
+    for case in ElementTree.parse(report).iter("testcase"):
+        kinds = {part.tag for part in case} & {"failure", "error", "skipped"}
+        outcome = "skipped" if kinds == {"skipped"} else "failed" if kinds else "passed"
+        counts[outcome] += 1
+        law = re.fullmatch(r"test_laws\[(.*)\]", case.get("name", ""))
+        supported += [law[1]] if law and outcome == "passed" else []
+        failures += [f"{case.get('classname')}.{case.get('name')}"] if outcome == "failed" else []
+    return counts.pop("passed"), {**counts, "supported": supported, "failures": failures}
+
+
+def write(results: Results) -> None:
+    """The record, and the table of the page."""
+    results.write(RECORD)
+    body = []
+    for row in results.results:
+        marks = ["yes" if name in row["supported"] else "no" for name in SHOWN]
+        counts = [str(row[count]) for count in ("value", "skipped", "failed")]
+        body.append([*row["name"].split("/"), *marks, *counts])
+    shown = table(["PyTorch", "Python", *SHOWN, "tests passed", "skipped", "failed"], body)
+    PAGE.write_text(_MARKS.sub(lambda marks: f"{marks[1]}{shown}\n{marks[2]}", PAGE.read_text()))
+
+
+def main() -> None:
+    newest = run(sys.executable, "-m", "pip", "index", "versions", "torch").split("(")[1].split(")")[0]
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    asked = sys.argv[1:] or [*TORCH, newest, *(f"{newest}/{python}" for python in PYTHON if found(python))]
+    BUILD.mkdir(parents=True, exist_ok=True)
+    # One for every Python and PyTorch: the core has a stable interface, and is built without PyTorch.
+    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", BUILD, ".")
+    known = {row["name"]: row for row in json.loads(RECORD.read_text())["results"]} if RECORD.exists() else {}
+    for torch, _, python in (each.partition("/") for each in asked):
+        name = f"{torch}/{python or here}"
+        passed, more = tried(torch, python or here)
+        known[name] = {"name": name, "value": passed, "unit": "tests", **more}
+        in_order = sorted(known, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])
+        write(Results("make versions", [known[name] for name in in_order]))
+
+
+if __name__ == "__main__":
+    main()
