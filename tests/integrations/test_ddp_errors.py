@@ -19,6 +19,8 @@ import thinwire
 from harness import on_ranks, run_ranks
 from nets import assert_replicas_identical, batch, loss_of, make, train
 from thinwire.integrations import transports
+from thinwire.runtime.bucket import BucketLayers
+from thinwire.runtime.substitute import Substitute
 from thinwire_tools.lab import free_port
 
 _VICTIM = 1
@@ -154,8 +156,11 @@ OTHERS: list[tuple[str, dict, str]] = [
 ]
 
 
-def _broken_policy(*args, **kwargs) -> None:
-    raise ArithmeticError("this policy is broken")
+class Broken(Substitute):
+    when_dense = True
+
+    def make(self, flat: torch.Tensor, layers: BucketLayers, loss_scale: float) -> None:
+        raise ArithmeticError("this optimizer is broken")
 
 
 @on_ranks(3)
@@ -164,12 +169,11 @@ def test_nor_do_others_wait_for_a_rank_that_fails_before_it_sends(rank: int) -> 
         model = make(rank)
         wire = thinwire.compress(model, spec, skip_if_slower=False, **options)
         train(model, rank, 3)
-        observe = wire.engine.observe
-        wire.engine.observe = _broken_policy if rank == _VICTIM else observe
+        wire.engine.substitute = Broken() if rank == _VICTIM else None
         found = _error_of(loss_of(model, batch(rank, 3)).backward)
         theirs = kind, _VICTIM if kind == "peer" else None
-        assert found == (("this policy is broken", None) if rank == _VICTIM else theirs)
-        wire.engine.observe = observe
+        assert found == (("this optimizer is broken", None) if rank == _VICTIM else theirs)
+        wire.engine.substitute = None
         model.zero_grad()
         train(model, rank, 2, first=4)
         wire.detach()

@@ -60,10 +60,7 @@ def wires(policy: Policy, spec: str, steps: int, *, start: int = 0, num_ranks: i
         for step in range(steps):
             wire.engine.begin_step()
             flat = torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * step + wire.rank)) * loss_scale
-            wire.engine.observe(flat, LAYERS, loss_scale=loss_scale)
-            arrived.append(
-                flat if wire.engine.dense else wire.engine.reduce(flat, LAYERS, loss_scale=loss_scale).wait()
-            )
+            arrived.append(wire.engine.reduce(flat, LAYERS, loss_scale=loss_scale).wait())
         return wire, arrived
 
     return run_threads(run, num_ranks)
@@ -172,7 +169,6 @@ def test_a_nonfinite_gradient_is_left_out_of_the_sum() -> None:
         for step in range(4):
             wire.engine.begin_step()
             flat = torch.full((NUMEL,), 1.0 if step != 1 else float("inf"))
-            wire.engine.observe(flat, LAYERS)
             wire.engine.reduce(flat, LAYERS).wait()
         wire.engine.begin_step()
 
@@ -202,7 +198,6 @@ def _sums(wire: Wire, shapes: dict[str, tuple[int, ...]], num_steps: int) -> tup
         wire.engine.begin_step()
         flat = torch.randn(sent.numel(), generator=torch.Generator().manual_seed(10 * step + wire.rank))
         sent += flat
-        wire.engine.observe(flat, layers)
         arrived += wire.engine.reduce(flat, layers).wait()
     return arrived, sent
 
@@ -258,7 +253,6 @@ def test_another_family_is_handed_the_mean_residual_and_not_how_ranks_differ() -
             wire.engine.begin_step()
             flat = shared + (apart if wire.rank else -apart)
             unsent += shared
-            wire.engine.observe(flat, tuple(shapes.items()))
             arrived = wire.engine.reduce(flat, tuple(shapes.items())).wait()
             if wire.plan["w"] == thinwire.parse(policy.specs[1]):
                 return float(torch.cosine_similarity(arrived, unsent, dim=0))
@@ -344,7 +338,6 @@ def test_a_layer_that_the_rank_does_not_suit_gets_a_lower_one() -> None:
             draw = torch.Generator().manual_seed(10 * step + wire.rank)
             low_rank = torch.randn(16, 1, generator=draw) @ torch.randn(1, 144, generator=draw)
             flat = torch.cat([torch.randn(256 * 256, generator=draw), low_rank.view(-1)])
-            wire.engine.observe(flat, layers)
             wire.engine.reduce(flat, layers).wait()
         state = wire.state_dict()
         wire.load_state_dict(state)
@@ -367,7 +360,6 @@ def test_low_rank_factors_keep_their_columns() -> None:
             if wire.rank == 0 and step in (4, 8):
                 changes.append((before, wire.state_dict()["rank0/q/w"]))
             flat = torch.randn(64 * 48, generator=torch.Generator().manual_seed(step + wire.rank))
-            wire.engine.observe(flat, tuple(shapes.items()))
             wire.engine.reduce(flat, tuple(shapes.items())).wait()
             before = wire.state_dict()[f"rank{wire.rank}/q/w"]
 

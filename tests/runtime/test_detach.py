@@ -72,7 +72,7 @@ def _detached_wire(transport: Any) -> None:
     calls: dict[str, Callable[[], Any]] = {
         **_calls(wire, state),
         "resync": lambda: wire.engine.resync({}),
-        "check_parity": lambda: wire.engine.check_parity([], None, now=True),
+        "check_parity": lambda: wire.engine.check_parity([], None),
         "reduce": lambda: wire.engine.reduce(torch.zeros(64 * 64), LAYERS).wait(),
         "plan_rows": wire.engine.plan_rows,
         "begin_step": wire.engine.begin_step,

@@ -30,11 +30,7 @@ def trained(spec: str, transport, scale: float, *, simulated: bool = False) -> W
     for _ in range(3):
         wire.engine.begin_step()
         flat = torch.randn(NUMEL, generator=generator) ** 3 * scale
-        if simulated:
-            wire.engine.simulate(flat, LAYERS)
-            wire.engine.note_simulated(flat, LAYERS)
-        else:
-            wire.engine.reduce(flat, LAYERS).wait()
+        wire.engine.reduce(flat, LAYERS).wait()
     return wire
 
 

@@ -5,9 +5,10 @@
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,7 +44,6 @@ from thinwire.integrations.updates import Updates
 from thinwire.plan import DEFAULT_RULES, Filter, Plan, Rules
 from thinwire.policies import Auto, Policy, parse_policy
 from thinwire.runtime import AsyncReadback, BucketEngine, Follower, Wire, agree, on_the_host
-from thinwire.runtime.bucket import BucketLayers
 from thinwire.runtime.consistency import checksums, failing_together
 from thinwire.runtime.warning import check_feedback, warn_caller
 
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage] - documented, yet not exported
 Reduced = torch.futures.Future[torch.Tensor]
-Finish = Callable[[torch.Tensor], torch.Tensor]
 _BIG_BUCKET_BYTES = 4 << 20
 _attached: "weakref.WeakKeyDictionary[DistributedDataParallel, _Hook]" = weakref.WeakKeyDictionary()
 
@@ -119,18 +118,17 @@ class _Hook:
         # DDP's comes after the first and before the second. None comes for a rank that shadows others (``join()``).
         ends = last and at_end_of_backward(lambda: at_end_of_backward(self._end_backward))
         try:
-            future, finish = self._start(bucket)
+            future = self._start(bucket)
             if last:
                 self._mean_sketches = self._mean_of_sketches()
         except Exception as error:  # noqa: BLE001 - raised at the end of backward
             future = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
             future.set_exception(error)  # pyright: ignore[reportArgumentType]
-            finish = _as_it_is
-        return future.then(lambda reduced: self._result(reduced, finish, flat, raises=last and not ends))
+        return future.then(lambda reduced: self._result(reduced, flat, raises=last and not ends))
 
-    def _result(self, reduced: Reduced, finish: Finish, flat: torch.Tensor, *, raises: bool) -> torch.Tensor:
+    def _result(self, reduced: Reduced, flat: torch.Tensor, *, raises: bool) -> torch.Tensor:
         try:
-            return finish(reduced.value())
+            return reduced.value()
         except Exception as error:  # noqa: BLE001 - raised below, or at the end of backward
             self._error = self._error or error
         finally:
@@ -182,88 +180,40 @@ class _Hook:
         sketches = self.momentum.sketches() if self.momentum is not None else None
         return None if sketches is None else self._follower.mean(sketches, self.group)
 
-    def _start(self, bucket: GradBucket) -> tuple[Reduced, Finish]:
-        """The future of the mean, and what is still to be done with it."""
+    def _start(self, bucket: GradBucket) -> Reduced:
         flat, wire = bucket.buffer(), self.wire
         if wire is None or not wire.attached:
             if self.preconditioned is not None:
                 self.preconditioned.release([self.group])
                 self.preconditioned = None
-            return self._follower.mean(flat, self.group), _as_it_is
+            return self._follower.mean(flat, self.group)
         if bucket.index() == 0:
-            wire.engine.begin_step(self.updates.learning_rates() if self.updates else None)
-            self._loss_scale = self._present_scale()
-            self._check_overlap(bucket, flat, wire)
-            if self.parity and wire.step % self.parity == 0:
-                sums, self._sums = self._sums, None
-                waits = self.momentum is not None and not self.momentum.active
-                wire.engine.check_parity(tuple(self.names.values()), sums, now=waits)
+            self._begin_step(bucket, flat, wire)
         parameters = bucket.parameters()
         if self.watch is not None:
             self.watch.note_exchange(parameters)
+        if flat.is_sparse:
+            return self._sparse(flat, [self.names[p] for p in parameters], wire)
         layers = tuple((self.names[p], _shape_in_bucket(p)) for p in parameters)
-        momentum = self.momentum if not wire.engine.dense else None
-        if momentum is not None and not momentum.active:
-            return self._dense(flat, wire), _as_it_is
-        if flat.is_sparse:
-            return self._mean(flat, layers, wire)
-        try:
-            finish = self._make(flat, layers, wire, momentum)
-        except Exception as error:  # noqa: BLE001 - raised at the end of backward
-            return self._fail(error, flat, layers, wire)
-        future, first = self._mean(flat, layers, wire)
-        return future, lambda mean: finish(first(mean))
+        return wire.engine.reduce(flat, layers, loss_scale=self._loss_scale)
 
-    def _make(self, flat: torch.Tensor, layers: BucketLayers, wire: Wire, momentum: "Momentum | None") -> Finish:
-        """Put in the place of gradients what is sent of them. Returns what is to be done with its mean."""
-        scale = self._loss_scale
-        if self.preconditioned is not None:
-            self.preconditioned.make(flat, layers, scale)
-        if momentum is not None:
-            momentum.sketch(flat, layers)
-            momentum.make(flat, layers, scale)
-        wire.engine.observe(flat, layers, loss_scale=scale)
-        unsent = wire.engine.add_unsent(flat, layers, loss_scale=scale)
+    def _begin_step(self, bucket: GradBucket, flat: torch.Tensor, wire: Wire) -> None:
+        wire.engine.begin_step(self.updates.learning_rates() if self.updates else None)
+        self._loss_scale = self._present_scale()
+        self._check_overlap(bucket, flat, wire)
+        if self.parity and wire.step % self.parity == 0:
+            sums, self._sums = self._sums, None
+            wire.engine.check_parity(tuple(self.names.values()), sums)
 
-        def finish(mean: torch.Tensor) -> torch.Tensor:
-            if unsent:
-                wire.engine.note_unsent(mean)
-            return mean if momentum is None else momentum.undo(mean, layers, scale)
-
-        return finish
-
-    def _fail(self, error: Exception, flat: torch.Tensor, layers: BucketLayers, wire: Wire) -> tuple[Reduced, Finish]:
-        """Take part in the exchange that the other ranks wait in, and tell them of ``error`` where messages can."""
-        if not (wire.engine.dense or wire.engine.simulated):
-            return wire.engine.reduce(flat, layers, loss_scale=self._loss_scale, failed=error), _as_it_is
-
-        def finish(mean: torch.Tensor) -> torch.Tensor:
-            raise error
-
-        return self._follower.mean(flat, self.group, wire.engine.detector), finish
-
-    def _mean(self, flat: torch.Tensor, layers: BucketLayers, wire: Wire) -> tuple[Reduced, Finish]:
-        if wire.engine.dense:
-            return self._dense(flat, wire), _as_it_is
-        if flat.is_sparse:
-            for name, _ in layers:
-                if not isinstance(wire.plan[name], Raw):
-                    raise TypeError(
-                        f"{name} has sparse gradients (Embedding(sparse=True)), which cannot be compressed: "
-                        f"leave it raw with exclude=[{name!r}], or make the embedding dense"
-                    )
-            # As in stock DDP. What a sparse all-reduce moves is not known here, and is not counted.
-            return self._follower.mean(flat, self.group), _as_it_is
-        if not wire.engine.simulated:
-            return wire.engine.reduce(flat, layers, loss_scale=self._loss_scale), _as_it_is
-        wire.engine.simulate(flat, layers, loss_scale=self._loss_scale)
-        return self._follower.mean(flat, self.group, wire.engine.detector), lambda mean: _noted(mean, wire, layers)
-
-    def _dense(self, flat: torch.Tensor, wire: Wire) -> Reduced:
-        """The mean by a native all-reduce, as without compression."""
-        return wire.engine.count_dense(
-            flat.numel() * flat.element_size(), self._follower.mean(flat, self.group, wire.engine.detector)
-        )
+    def _sparse(self, flat: torch.Tensor, names: Sequence[str], wire: Wire) -> Reduced:
+        """As in stock DDP. What a sparse all-reduce moves is not known here, and is not counted."""
+        for name in names if not wire.engine.dense else ():
+            if not isinstance(wire.plan[name], Raw):
+                raise TypeError(
+                    f"{name} has sparse gradients (Embedding(sparse=True)), which cannot be compressed: "
+                    f"leave it raw with exclude=[{name!r}], or make the embedding dense"
+                )
+        return self._follower.mean(flat, self.group)
 
     def _present_scale(self) -> float:
         """The loss scale of this backward pass."""
@@ -371,15 +321,6 @@ def _shape_in_bucket(parameter: torch.Tensor) -> tuple[int, ...]:
     return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
 
 
-def _as_it_is(mean: torch.Tensor) -> torch.Tensor:
-    return mean
-
-
-def _noted(mean: torch.Tensor, wire: Wire, layers: BucketLayers) -> torch.Tensor:
-    wire.engine.note_simulated(mean, layers)
-    return mean
-
-
 def _hook(state: _Hook, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     return state(bucket)
 
@@ -457,6 +398,8 @@ def _attach(model: DistributedDataParallel, options: Options) -> Wire:
         hook.momentum.attach(wire)
         wire.between_steps(hook.momentum.check_taken)
     wire.moments = prepared.preconditioned
+    engine.substitute = prepared.momentum or prepared.preconditioned
+    engine.native = partial(hook._follower.mean, group=hook.group, detector=engine.detector)
     if prepared.follows_optimizer and options.optimizer is not None:
         hook.updates = Updates(wire, options.optimizer, parameters)
     hook.grad_scaler = options.grad_scaler

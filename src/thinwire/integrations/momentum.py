@@ -19,6 +19,7 @@ from thinwire.optim import QuantizedAdam
 from thinwire.plan import Plan
 from thinwire.runtime import Wire
 from thinwire.runtime.bucket import BucketLayers, in_order_of
+from thinwire.runtime.substitute import Substitute
 
 _ROUNDING = 1e-4
 """Lengths that differ by less are the same: what a loss scale or a sum in fp16 changes of them."""
@@ -60,7 +61,7 @@ class _Part(NamedTuple):
     beta: float
 
 
-class Momentum:
+class Momentum(Substitute):
     """Turns a bucket of gradients into momenta before it is sent, and back when it has arrived.
 
     The gradient ``h = (m' − β1·m) / (1 − β1)`` that makes the received momentum m' has the quantization error of m',
@@ -95,11 +96,10 @@ class Momentum:
             wire.at_detach(call)
 
     @property
-    def active(self) -> bool:
-        """Whether momenta are sent by now: the warm-up is over."""
-        return self._optimizer.frozen
+    def waits(self) -> bool:
+        return not self._optimizer.frozen  # the warm-up
 
-    def sketch(self, flat: Tensor, layers: BucketLayers) -> None:
+    def _sketch(self, flat: Tensor, layers: BucketLayers) -> None:
         """Sketch this rank's gradients of a bucket, which `make` will replace."""
         wire = self._wire()
         if wire is None or wire.world_size == 1 or not (compressed := _compressed(self._parts(flat, layers), wire)):
@@ -116,6 +116,7 @@ class Momentum:
 
     def make(self, flat: Tensor, layers: BucketLayers, loss_scale: float) -> None:
         """``g ← β1·m + (1 − β1)·g``, in the gradients' units."""
+        self._sketch(flat, layers)
         # The kernel of weights' steps, w ← kept·w − size·u, for all layers of the bucket at once.
         steps = []
         for part in self._parts(flat, layers):
@@ -126,9 +127,9 @@ class Momentum:
                 steps.append(AdamStep(part.ordered, part.momentum, None, kept, -part.beta * loss_scale))
         adam_apply(steps)
 
-    def undo(self, flat: Tensor, layers: BucketLayers, loss_scale: float) -> Tensor:
+    def undo(self, mean: Tensor, layers: BucketLayers, loss_scale: float) -> None:
         """``g ← (g − β1·m) / (1 − β1)``: the gradient that makes the momentum which has arrived."""
-        parts = self._parts(flat, layers)
+        parts = self._parts(mean, layers)
         adam_apply([AdamStep(g, m, None, 1.0, beta * loss_scale) for _, _, g, m, beta in parts if m is not None])
         for part in parts:
             # Of the small difference: 1 / (1 − β1) times the momentum may be too much for fp16.
@@ -138,7 +139,6 @@ class Momentum:
             compressed = _compressed(parts, wire)
             sketched.received = _sketches(compressed, wire.step)
             sketched.squares = square_sums([part.gradient for part in compressed])
-        return flat
 
     @torch.no_grad()
     def set_lengths(self, mean_sketches: Tensor, loss_scale: float) -> None:

@@ -13,13 +13,16 @@ from thinwire.optim import CompressedAdamW
 from thinwire.runtime.bucket import BucketLayers, bucket_parts, in_order_of
 from thinwire.runtime.checkpoint import check_sealed, sealed
 from thinwire.runtime.placement import Placement
+from thinwire.runtime.substitute import Substitute
 
 _CHECKSUMS = "moment_checksums"
 
 
-class Preconditioned:
+class Preconditioned(Substitute):
     """Turns gradients in a DDP bucket, or in a flat buffer of FSDP2, into what `CompressedAdamW` sends, before they are
     reduced."""
+
+    when_dense = True
 
     def __init__(self, optimizer: CompressedAdamW, parameters: Mapping[str, Tensor]) -> None:
         """``parameters``: those of the model, by name.
@@ -39,7 +42,6 @@ class Preconditioned:
         return sum(2 * num_bytes * len(moments) for num_bytes, moments in sizes)
 
     def make(self, flat: Tensor, layers: BucketLayers, loss_scale: float) -> None:
-        """Replace the gradients of ``layers``, end to end in ``flat`` and ``loss_scale`` times their size, in place."""
         parts = [(self._parameters[name], gradient) for name, gradient in bucket_parts(flat, layers)]
         self._optimizer.outgoing([(p, in_order_of(p, gradient)) for p, gradient in parts], loss_scale)
 

@@ -10,22 +10,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.collectives import (
-    Algorithm,
-    CollectiveCall,
-    DeviceTransport,
-    FailureDetector,
-    Layer,
-    Layout,
-    SumRounds,
-    Transport,
-    ring_bytes,
-    sum_buffers,
-)
-from thinwire.collectives.stages import WORKER
+from thinwire.collectives import Algorithm, DeviceTransport, FailureDetector, Layer, Layout, Transport, ring_bytes
 from thinwire.compressors import (
     RESIDUAL,
-    CodecCall,
     Coded,
     ColdStart,
     Compressor,
@@ -53,44 +40,19 @@ from thinwire.runtime.channel import Channel
 from thinwire.runtime.consistency import agree, check_parity, failing_together, library_version, machine_record, resync
 from thinwire.runtime.engine import Engine
 from thinwire.runtime.exchange import Contents, Exchange
-from thinwire.runtime.executor import Alone, AsyncReadback, StreamExecutor, ThreadExecutor
+from thinwire.runtime.executor import Alone, AsyncReadback, StreamExecutor, ThreadExecutor, followed_by
 from thinwire.runtime.poison import PoisonMonitor
 from thinwire.runtime.probe import measure_speeds, settle
 from thinwire.runtime.route import Route
 from thinwire.runtime.settings import WireSettings
+from thinwire.runtime.simulation import simulate
 from thinwire.runtime.slots import Slots, UnsentResiduals, moved_residual, slot_bytes
 from thinwire.runtime.stats import Stats, StatsRecorder
 from thinwire.runtime.step_plan import StepPlan
+from thinwire.runtime.substitute import Substitute
 from thinwire.runtime.table import LayerRow, layer_rows, layer_table
 
 _T = TypeVar("_T")
-
-
-def simulate(
-    flat: Tensor, layout: Layout, *, seed: int, step: int, rank: int, num_ranks: int, state: State | None
-) -> None:
-    """Replace each layer of ``flat`` by what its receivers would decode, on any device.
-
-    ``layout`` is that of a world of one: every layer is whole. The second coding, that of the mean by its owner, is
-    left out, and error feedback works on the worker's side alone.
-    """
-    call = CollectiveCall(seed, step, scale=1.0, state=state)
-    key = call.key(WORKER, rank)
-    for chunk in (*layout.chunks, *layout.gathered):
-        message = torch.zeros(chunk.message_bytes, dtype=torch.uint8, device=flat.device)
-        for compressor, segments in chunk.groups:
-            compressor.encode(flat, message, CodecCall(segments, key, state=state))
-            compressor.decode(message, flat, CodecCall(segments))
-    buffers = sum_buffers(layout, flat.device)
-    running = SumRounds(flat, layout, buffers, call, rank=rank, num_ranks=num_ranks)
-    running.start()
-    for s, buffer in zip(layout.sums, buffers, strict=True):
-        if s.op == "sum" and not s.dtype.is_floating_point:
-            # As if all ranks had sent the same: integers are not divided by their number beforehand.
-            buffer.mul_(num_ranks)
-        running.go_on(s)
-
-
 _STALE_STEPS = 16
 
 
@@ -113,6 +75,8 @@ class Bucket(Exchange):
     flat: Tensor
     layers: BucketLayers
     loss_scale: float
+    made: Substitute | None
+    """What is sent in the gradients' place."""
     turns: int = 1
     _state: State | None = field(default=None, init=False)
     _exact: Tensor | None = field(default=None, init=False)
@@ -150,6 +114,8 @@ class Bucket(Exchange):
         engine.stats.buckets += 1
         engine.recorder.bucket_ends()
         engine.raise_parity_error()
+        if self.failed is None:
+            engine.undo(x, self.layers, self.loss_scale, self.made)
 
     def fail(self) -> None:
         # Peers have the same news, or will: nobody commits this step.
@@ -199,6 +165,11 @@ class BucketEngine(Engine):
         """The change that the optimizer's last step made to each layer that follows it: ``‖x^k − x^{k−1}‖²``."""
         self.used: Mapping[str, Tensor] = {}
         """The share (0 to 1) of the last step's result that was used of a layer."""
+        self.substitute: Substitute | None = None
+        """What the optimizer has sent in the gradients' place."""
+        self.native: Callable[[Tensor], torch.futures.Future[Tensor]] | None = None
+        """Replaces a tensor by its mean, in steps without compression, or in which it is only simulated. If it is None,
+        the former go through the channel as well, and the latter stay on their rank."""
         self._loss_scale = 1.0
         self._beside_bytes = 0
         """Bytes that the last step sent beside its buckets: the lengths of momenta (`QuantizedAdam`)."""
@@ -252,7 +223,7 @@ class BucketEngine(Engine):
     def dense(self) -> bool:
         """Whether the present step is uncompressed: it is before ``start``, or every layer is raw.
 
-        The attachment then leaves gradients to a native all-reduce, as without a Wire, and calls `count_dense`.
+        Gradients then go through a native all-reduce, as without a Wire.
         """
         return not self.attached or self.step < self.start or self.plan.all_raw
 
@@ -330,29 +301,6 @@ class BucketEngine(Engine):
         if plan is not self.plan or adapter.algorithm != self.algorithm:
             self.executor.call(lambda: self.change(plan, adapter.algorithm))
 
-    def observe(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> None:
-        """Show a bucket's gradients to the policy, before they are reduced. Attachments call this for each bucket."""
-        if self._clock is not None:
-            self._clock.ready(flat, layers)
-        if self.adapter is not None and self.attached:
-            self.adapter.observe(flat, layers, self.step, loss_scale)
-
-    def add_unsent(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> bool:
-        """Add to a bucket's gradients the residuals of layers that keep none from this step on.
-
-        A policy has taken error feedback from them. Attachments call this for each bucket, before it is reduced. If it
-        returns True, they call `note_unsent` with the bucket's mean.
-        """
-        if not self.unsent:
-            return False
-        self.unsent.send(flat, layers, loss_scale)
-        return True
-
-    def note_unsent(self, mean: Tensor) -> None:
-        """See whether a bucket's mean is finite: if one of a step's is not, residuals that it took are sent again."""
-        if self.unsent:
-            self.unsent.note_mean(mean)
-
     def on_optimizer_step(self, changes: Mapping[str, float]) -> None:
         """Say what the optimizer did to the layers that follow it: ``‖x^k − x^{k−1}‖²``, the same on all ranks."""
         self.changes = dict(changes)
@@ -362,40 +310,85 @@ class BucketEngine(Engine):
         rest."""
         self.used = dict(shares)
 
-    def reduce(
-        self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0, failed: Exception | None = None
-    ) -> torch.futures.Future[Tensor]:
+    def reduce(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> torch.futures.Future[Tensor]:
         """Start replacing ``flat``, the gradients of ``layers`` end to end, by their mean over all ranks.
 
         ``loss_scale`` is how many times larger than the gradients its values are (a `GradScaler`'s scale). The future's
-        result is ``flat`` itself; whatever goes wrong reaches the caller through it. ``failed`` is what has gone wrong
-        on this rank already: the other ranks, which wait for its messages, are told instead, and the future has it.
+        result is ``flat`` itself; whatever goes wrong reaches the caller through it. If that is on this rank alone, it
+        takes part in the exchange all the same, and tells the other ranks where messages can.
         """
-        if self.world_size == 1:
-            kept: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
-            if failed is None:
-                kept.set_result(flat)
-            else:
-                kept.set_exception(failed)  # pyright: ignore[reportArgumentType]
-            return kept
-        bucket = Bucket(
-            kind="all_reduce",
-            dtype=flat.dtype,
-            number=self.step,
-            failed=failed,
-            engine=self,
-            flat=flat,
-            layers=layers,
-            loss_scale=loss_scale,
-        )
-        future = self.channel.submit(bucket)
+        dense, waits = self.dense, self._waits
+        simulated = self.simulated and not (dense or waits)
+        made: Substitute | None = None
+        failed: Exception | None = None
+        try:
+            if not waits:
+                made = self._make(flat, layers, loss_scale)
+            if simulated:
+                self._simulate(flat, layers, loss_scale)
+        except Exception as error:  # noqa: BLE001 - in the future
+            failed = error
+
+        def finish(mean: Tensor) -> None:
+            if failed is not None:
+                raise failed
+            if simulated:
+                self._note_simulated(mean, layers)
+            self.undo(mean, layers, loss_scale, made)
+
+        if self.native is not None and (dense or waits or simulated):
+            if not simulated:
+                self._count_dense(flat.nbytes)
+            future = followed_by(self.native(flat), finish, flat.device)
+        elif self.world_size == 1 or self.simulated:
+            here: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
+            here.set_result(flat)
+            future = followed_by(here, finish, flat.device)
+        else:
+            bucket = Bucket(
+                kind="all_reduce",
+                dtype=flat.dtype,
+                number=self.step,
+                failed=failed,
+                engine=self,
+                flat=flat,
+                layers=layers,
+                loss_scale=loss_scale,
+                made=made,
+            )
+            future = self.channel.submit(bucket)
         return self._clock.arriving(future) if self._clock is not None else future
 
-    def simulate(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> None:
-        """Replace ``flat`` by what would arrive of it, here and now, and count the bytes that would have been sent.
+    @property
+    def _waits(self) -> bool:
+        """Whether the present step is uncompressed because what is to be sent in the gradients' place waits."""
+        return self.substitute is not None and self.substitute.waits and not self.dense
 
-        The attachment then takes the mean by a native all-reduce and shows it to `note_simulated`.
-        """
+    def _make(self, flat: Tensor, layers: BucketLayers, loss_scale: float) -> Substitute | None:
+        """Put in the place of gradients what is sent of them; returns what has to be undone."""
+        made = self.substitute
+        if made is not None and self.dense and not made.when_dense:
+            made = None
+        if made is not None:
+            made.make(flat, layers, loss_scale)
+        if self._clock is not None:
+            self._clock.ready(flat, layers)
+        if self.adapter is not None and self.attached:
+            self.adapter.observe(flat, layers, self.step, loss_scale)
+        if self.unsent:
+            # A policy has taken error feedback from some layers: their residuals go with the gradients.
+            self.unsent.send(flat, layers, loss_scale)
+        return made
+
+    def undo(self, mean: Tensor, layers: BucketLayers, loss_scale: float, made: Substitute | None) -> None:
+        """Put in the place of a mean that has arrived the gradients that it stands for."""
+        if self.unsent:
+            self.unsent.note_mean(mean)
+        if made is not None:
+            made.undo(mean, layers, loss_scale)
+
+    def _simulate(self, flat: Tensor, layers: BucketLayers, loss_scale: float) -> None:
+        """Replace ``flat`` by what would arrive of it, and count the bytes that would have been sent."""
         self.begin()
         contents = self.place(flat, layers)
         known = self._buckets[contents.key]
@@ -408,7 +401,7 @@ class BucketEngine(Engine):
         self.recorder.clipped(*route.clipped(state))
         self.recorder.bucket(ring_bytes(flat.nbytes, self.world_size), route.sent_bytes)
 
-    def note_simulated(self, mean: Tensor, layers: BucketLayers) -> None:
+    def _note_simulated(self, mean: Tensor, layers: BucketLayers) -> None:
         """See whether a simulated step's mean is finite: if not, no slot moves in it. Slots that depend on the mean
         follow it: before, a rank saw only its own gradient."""
         self.note_result(mean)
@@ -421,24 +414,23 @@ class BucketEngine(Engine):
                     cold.follow(mean[start : start + numel], name, state)
             start += numel
 
-    def count_dense(self, num_bytes: int, future: torch.futures.Future[Tensor]) -> torch.futures.Future[Tensor]:
-        """Count gradients of ``num_bytes`` that go through a native all-reduce; returns its future to pass on."""
+    def _count_dense(self, num_bytes: int) -> None:
+        """Count gradients of ``num_bytes`` that go through a native all-reduce."""
         self._count_step()
         moved = ring_bytes(num_bytes, self.world_size)
         self.recorder.bucket(moved, moved)
-        return self._clock.arriving(future) if self._clock is not None else future
 
     def count_beside(self, num_bytes: int) -> None:
         """Count ``num_bytes`` that a native all-reduce has moved beside the gradients of a backward pass."""
         self._beside_bytes = ring_bytes(num_bytes, self.world_size)
         self.recorder.beside(self._beside_bytes)
 
-    def check_parity(self, names: Sequence[str], sums: Tensor | None, *, now: bool = False) -> None:
+    def check_parity(self, names: Sequence[str], sums: Tensor | None) -> None:
         """Compare the checksums of all ranks' parameters (`thinwire.runtime.consistency.checksums`), behind the
         training loop's back; this step's gradients raise a difference. A rank without ``sums`` is not compared.
 
-        In a dense or simulated step nothing else is under way in the worker: it is waited for, and raised here. So it
-        is with ``now``: where gradients do not come to the worker, nothing else keeps the optimizer from going on.
+        In a step whose gradients do not come to the worker, uncompressed or simulated, nothing else would keep the
+        optimizer from going on: it is waited for, and raised here.
         """
         step = self.step
 
@@ -450,7 +442,7 @@ class BucketEngine(Engine):
             self.stats.parity_checks += 1
 
         checked = self.executor.submit(Alone(check))
-        if now or self.dense or self.simulated:
+        if self.dense or self._waits or self.simulated:
             checked.wait()
             self.raise_parity_error()
 

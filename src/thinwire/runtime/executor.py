@@ -227,6 +227,27 @@ class Follower:
         return self.follow(PendingWork(work, "the all-reduce", group_timeout(group), detector=detector), lambda: flat)
 
 
+def followed_by(
+    future: torch.futures.Future[_T], job: Callable[[_T], object], device: torch.device
+) -> torch.futures.Future[_T]:
+    """A future with the result of ``future``, which is on ``device``, once ``job`` has been called with it. What either
+    raises, waiting for it raises, with its own type, which what a callback of ``then()`` raises would lose."""
+    followed: torch.futures.Future[_T]
+    followed = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+
+    def end(_: object) -> None:
+        try:
+            result = future.value()
+            job(result)
+        except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the future
+            followed.set_exception(error)  # pyright: ignore[reportArgumentType]
+        else:
+            followed.set_result(result)
+
+    future.add_done_callback(end)
+    return followed
+
+
 def for_reducer(future: torch.futures.Future[_T]) -> torch.futures.Future[_T]:
     """The same future for DDP's reducer: an exception set from Python it would take for the result; one that a callback
     raises is an error to it, as a ``RuntimeError`` with the exception's text."""

@@ -398,8 +398,10 @@ class UnsentResiduals:
         """Add what is still to be sent to a bucket's gradients, which are ``loss_scale`` times as large as they are."""
         self._num_buckets += 1
         for name, values in bucket_parts(flat, layers):
-            if (residual := self._waiting.pop(name, None)) is not None:
+            if (residual := self._waiting.get(name)) is not None:
+                # In this order: another thread, which has the mean of a bucket, asks for the truth value meanwhile.
                 self._sent[name] = residual
+                del self._waiting[name]
                 values.add_(residual.to(values.device).view_as(values), alpha=loss_scale)
 
     def note_mean(self, mean: Tensor) -> None:
