@@ -117,6 +117,13 @@ def rank_of_store(store: Any) -> int | None:
     return 0 if served and not launched else None
 
 
+def uses_torchcomms() -> bool:
+    """Whether PyTorch makes process groups of torchcomms. False where it is not installed, or PyTorch does not tell."""
+    from torch.distributed import distributed_c10d
+
+    return bool(getattr(distributed_c10d, "_use_torchcomms_enabled", bool)())
+
+
 def collective_options(name: str) -> Any:
     """Return new options of a collective of process groups: ``Allreduce``, ``ReduceScatter``, ``Allgather`` ..."""
     from torch._C import _distributed_c10d

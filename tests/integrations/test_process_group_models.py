@@ -125,6 +125,8 @@ def test_fsdp2_and_hsdp_over_a_mesh(rank: int, size: int) -> None:
             shape = {"mesh_dim_names": ("rep", "shard")[-size // 2 :], "backend_override": override}
             mesh = init_device_mesh("cpu", (2,) * (size // 2), **shape)
         found.append((*_sharded(rank, mesh), mesh.get_group(name)))
+        if size == 4:
+            assert not isinstance(mesh.get_group("shard"), ProcessGroup)
     (want, exact, stock), (losses, full, group) = found
     assert not isinstance(stock, ProcessGroup)
     assert losses == pytest.approx(want, rel=0.02 if size == 2 else 0.03)

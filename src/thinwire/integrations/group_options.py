@@ -6,12 +6,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, NoReturn, get_args
 
 import torch
 
 from thinwire.arguments import check_choice, check_int
 from thinwire.collectives import Algorithm, TransportChoice, parse_algorithm
+from thinwire.compat import uses_torchcomms
 from thinwire.compressors import Coded, Compressor, Raw, Summed, at_step, needs_state, parse
 from thinwire.plan import DEFAULT_RULES
 from thinwire.runtime import Kind
@@ -76,6 +77,7 @@ class ProcessGroupOptions:
     Raises:
         ValueError: A spec or a value is invalid, or a compressor needs state.
         TypeError: An argument is of the wrong kind.
+        RuntimeError: PyTorch makes its process groups of torchcomms.
     """
 
     compressor: str | Compressor = DEFAULT_RULES
@@ -91,6 +93,8 @@ class ProcessGroupOptions:
     where: Callable[[GroupBuffer], bool] = _is_known
 
     def __post_init__(self) -> None:
+        if uses_torchcomms():
+            refuse_torchcomms()
         check_int("min_numel", self.min_numel, 0)
         check_int("seed", self.seed, 0)
         check_choice("transport", self.transport, get_args(TransportChoice))
@@ -129,6 +133,14 @@ class ProcessGroupOptions:
         # A function's text has its address.
         named["where"] = getattr(self.where, "__qualname__", type(self.where).__name__)
         return {name: str(value) for name, value in named.items()}
+
+
+def refuse_torchcomms() -> NoReturn:
+    """Raise ``RuntimeError``, where PyTorch asks torchcomms for all process groups and never calls this backend."""
+    raise RuntimeError(
+        "PyTorch makes its process groups of torchcomms here (TORCH_DISTRIBUTED_USE_TORCHCOMMS, or "
+        "torch.distributed.config.use_torchcomms), and torchcomms has no backend thinwire: unset it"
+    )
 
 
 def stateless(where: str, spec: str | Compressor) -> Compressor:

@@ -64,7 +64,8 @@ class DiLoCo:
     (Streaming DiLoCo, 2501.18512).
 
     The model is a plain module, or one under ``fully_shard``: then ``group`` holds the ranks that have the same shards,
-    and the outer state is sharded as the parameters are. For several workers on a node that average gradients in every
+    and the outer state is sharded as the parameters are. In a pipeline it is a stage's module, and ``group`` the ranks
+    that have the same stage. For several workers on a node that average gradients in every
     step, wrap the model in ``DistributedDataParallel`` over the node's ranks, and let ``group`` be all ranks.
 
     Memory: four fp32 values a parameter on each worker (shared weights, outer momentum, residual, mean), a fifth with
