@@ -43,7 +43,7 @@ class Inputs(Dataset[dict[str, Tensor]]):
         return {"x": torch.randn(64, generator=torch.Generator().manual_seed(index))}
 
 
-Trained = tuple[nn.Module, thinwire.Wire]
+Trained = tuple[Any, thinwire.Wire]
 """The model that a trainer has trained from a step on to `STEPS`, and its wire."""
 
 
@@ -65,6 +65,7 @@ def transformers(wrapper: str, folder: str, resume: bool) -> Trained:
     from transformers import Trainer, TrainingArguments
 
     callback = thinwire.trainer_callback(**arguments(wrapper))
+    sharded: Any = wrapper == "fsdp"
     args = TrainingArguments(
         output_dir=folder,
         max_steps=STEPS,
@@ -72,7 +73,7 @@ def transformers(wrapper: str, folder: str, resume: bool) -> Trained:
         per_device_train_batch_size=8,
         eval_on_start=not resume,
         prediction_loss_only=True,
-        fsdp=wrapper == "fsdp" or None,
+        fsdp=sharded,
         fsdp_config={"version": 2, "auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 4000},
         report_to="none",
         disable_tqdm=True,
@@ -117,7 +118,7 @@ def lightning(wrapper: str, folder: str, resume: bool) -> Trained:
             self.net = Net()
 
         def configure_model(self) -> None:
-            if wrapper == "fsdp":
+            if self.device_mesh is not None:
                 fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
