@@ -1,4 +1,4 @@
-"""Lightning's Trainer with gradients in 4 bits: another strategy than ``"ddp"``.
+"""Lightning's Trainer with gradients in 4 bits: one callback more than without.
 
 python examples/lightning.py
 Needs: pip install '.[trainers]' in the clone
@@ -33,11 +33,12 @@ class Flip(pytorch_lightning.LightningModule):
 def main() -> None:
     pytorch_lightning.seed_everything(0)
     # On a slow network leave skip_if_slower out.
-    strategy = thinwire.lightning_strategy("4bit", skip_if_slower=False)
+    callback = thinwire.lightning_callback("4bit", skip_if_slower=False)
     trainer = pytorch_lightning.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=strategy,
+        strategy="ddp",
+        callbacks=[callback],
         max_steps=40,
         logger=False,
         enable_checkpointing=False,
@@ -45,7 +46,7 @@ def main() -> None:
         enable_model_summary=False,
     )
     trainer.fit(Flip(), DataLoader(TensorDataset(torch.randn(4096, 64)), batch_size=32, shuffle=True))
-    print(f"rank {trainer.global_rank}: {strategy.wire.stats}", flush=True)
+    print(f"rank {trainer.global_rank}: {callback.wire.stats}", flush=True)
 
 
 if __name__ == "__main__":

@@ -58,13 +58,12 @@ def with_trainer(folder: str) -> None:
 def with_accelerate() -> None:
     from accelerate import Accelerator
 
-    # On a slow network leave skip_if_slower out.
-    handler = thinwire.accelerate_handler("4bit", skip_if_slower=False)
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    accelerator = Accelerator(cpu=True)
     optimizer = torch.optim.AdamW((net := model()).parameters(), lr=3e-3)
     net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(Counting(), batch_size=8, shuffle=True))
-    if handler.wire is not None:  # None with a single process
-        accelerator.register_for_checkpointing(handler.wire.checkpointable())
+    # On a slow network leave skip_if_slower out.
+    wire = thinwire.compress(net, "4bit", skip_if_slower=False)
+    accelerator.register_for_checkpointing(wire.checkpointable())
     for step, batch in zip(range(1, STEPS + 1), loader, strict=False):
         loss = net(**batch).loss
         optimizer.zero_grad()
@@ -72,7 +71,7 @@ def with_accelerate() -> None:
         optimizer.step()
         if step % 10 == 0 and accelerator.is_main_process:
             print(f"step {step}: loss {loss.item():.4f}")
-    print(f"rank {accelerator.process_index}: {handler.wire.stats}", flush=True)
+    print(f"rank {accelerator.process_index}: {wire.stats}", flush=True)
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

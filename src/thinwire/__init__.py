@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from thinwire.integrations.process_group import ProcessGroup, register_model
     from thinwire.pipeline.stage import CompressedStage, compress_stage
     from thinwire.pipeline.tensor_parallel import CompressedRowwiseParallel
-    from thinwire.trainers import accelerate_handler, lightning_strategy, trainer_callback
+    from thinwire.trainers import lightning_callback, trainer_callback
 
 __all__ = [
     "AggregatorAddress",
@@ -47,14 +47,13 @@ __all__ = [
     "Stats",
     "TransportError",
     "Wire",
-    "accelerate_handler",
     "compress",
     "compress_ddp",
     "compress_fsdp",
     "compress_stage",
     "compressors",
     "data",
-    "lightning_strategy",
+    "lightning_callback",
     "local",
     "optim",
     "parse",
@@ -72,9 +71,8 @@ _LATE = {
     "CompressedStage": "thinwire.pipeline.stage",
     "ProcessGroup": "thinwire.integrations.process_group",
     "ProcessGroupOptions": "thinwire.integrations.group_options",
-    "accelerate_handler": "thinwire.trainers",
     "compress_stage": "thinwire.pipeline.stage",
-    "lightning_strategy": "thinwire.trainers",
+    "lightning_callback": "thinwire.trainers",
     "prefetch": "thinwire.integrations.fsdp",
     "register_model": "thinwire.integrations.process_group",
     "trainer_callback": "thinwire.trainers",

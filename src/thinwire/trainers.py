@@ -1,7 +1,6 @@
-"""Trainers that wrap the model themselves: what each has a place for, to compress the model that it wraps.
+"""Trainers that wrap the model themselves: a callback for each, which compresses the model that it wraps.
 
-For Hugging Face's ``Trainer`` that is a callback, for accelerate a handler of keyword arguments, for Lightning a
-strategy. Their libraries are imported when one of them is asked for, not with thinwire.
+Their libraries are imported when a callback is asked for, not with thinwire.
 """
 
 from __future__ import annotations
@@ -16,30 +15,29 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from thinwire.api import compress, compress_ddp, explained
+from thinwire.api import compress, compress_ddp, compress_fsdp, explained
 from thinwire.integrations.alone import is_alone
 from thinwire.integrations.ddp import Options, rules_of
-from thinwire.integrations.first_forward import on_first_forward
+from thinwire.integrations.first_forward import is_sharded, on_first_forward
 from thinwire.runtime import Wire
 
-_KEY = "thinwire"
 _FILE = "thinwire.pt"
 
 
 def trainer_callback(compressor: Any = None, **options: Any) -> Any:
-    """A ``transformers.TrainerCallback`` that compresses what the ``Trainer`` wraps in DDP.
+    """A ``transformers.TrainerCallback`` that compresses what the ``Trainer`` wraps in DDP or shards by FSDP2.
 
         callback = thinwire.trainer_callback("4bit")
         trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
 
-    ``compressor`` and ``options`` are those of `thinwire.compress_ddp`; ``callback.wire`` is what that returns, from
-    the first step on. The states of all ranks go into ``thinwire.pt`` beside the trainer's checkpoints; a run of any
-    number of ranks that goes on from one of ``args.output_dir`` reads it.
+    ``compressor`` and ``options`` are those of `thinwire.compress` for the model as it is wrapped; ``callback.wire`` is
+    what that returns, from the first step on. The states of all ranks go into ``thinwire.pt`` beside the trainer's
+    checkpoints; a run of any number of ranks that goes on from one of ``args.output_dir`` reads it.
 
     Raises:
         ImportError: transformers is not installed.
-        TypeError, ValueError: an argument is none of `thinwire.compress_ddp`, or is wrong; or, after the first step,
-            the trainer did not wrap its model in ``DistributedDataParallel``.
+        TypeError, ValueError: an argument is none of `thinwire.compress`, or is wrong; or, after the first step, the
+            trainer did not wrap its model.
         FileNotFoundError: when training goes on: the checkpoint has no such file.
     """
     from transformers import TrainerCallback
@@ -58,8 +56,9 @@ def trainer_callback(compressor: Any = None, **options: Any) -> Any:
                 if folder is not None:
                     self.wire.load_state_dict(torch.load(folder / _FILE, weights_only=True))
 
-            # The trainer wraps its model after this, and hands callbacks the one inside.
-            if is_alone():
+            # The trainer wraps a model in DDP after this, and hands callbacks the one inside. A sharded one is there
+            # already, and an evaluation that comes first would leave parameters of FSDP2's root gathered.
+            if is_alone() or is_sharded(model):
                 attach(model)
             else:
                 self._waits = on_first_forward(attach)
@@ -84,92 +83,68 @@ def trainer_callback(compressor: Any = None, **options: Any) -> Any:
     return Compress()
 
 
-def accelerate_handler(compressor: Any = None, *, ddp: Mapping[str, Any] | None = None, **options: Any) -> Any:
-    """A ``DistributedDataParallelKwargs`` with which accelerate's ``prepare`` compresses the models that it wraps.
+def lightning_callback(compressor: Any = None, **options: Any) -> Any:
+    """A Lightning ``Callback`` that compresses what the trainer's strategy wraps in DDP or the module shards by FSDP2.
 
-        handler = thinwire.accelerate_handler("4bit")
-        accelerator = Accelerator(kwargs_handlers=[handler])
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        accelerator.register_for_checkpointing(handler.wire.checkpointable())
+        callback = thinwire.lightning_callback("4bit")
+        trainer = Trainer(strategy="ddp", callbacks=[callback])
 
-    ``compressor`` and ``options`` are those of `thinwire.compress_ddp`, ``ddp`` the arguments of
-    ``DistributedDataParallelKwargs``. ``handler.wire`` is what compressing the last model that was prepared returned;
-    None in a world of one, where accelerate wraps none.
-
-    Raises:
-        ImportError: accelerate is not installed.
-        TypeError, ValueError: an argument is none of `thinwire.compress_ddp`, or is wrong.
-    """
-    from accelerate import DistributedDataParallelKwargs
-
-    _check(compressor, options)
-    handler: Any = DistributedDataParallelKwargs(**(ddp or {}))
-    settings = handler.to_kwargs()
-
-    def register(model: Any) -> None:
-        handler.wire = compress(model, compressor, **options)
-
-    # accelerate tells handlers apart by their very class, so that it refuses a subclass, and takes all attributes for
-    # settings.
-    handler.wire, handler.register_comm_hook, handler.to_kwargs = None, register, lambda: settings
-    return handler
-
-
-def lightning_strategy(compressor: Any = None, *, ddp: Mapping[str, Any] | None = None, **options: Any) -> Any:
-    """A Lightning ``DDPStrategy`` that compresses the model that it wraps.
-
-        trainer = Trainer(strategy=thinwire.lightning_strategy("4bit"))
-        trainer.strategy.wire.stats
-
-    ``compressor`` and ``options`` are those of `thinwire.compress_ddp`, ``ddp`` the arguments of ``DDPStrategy``;
-    ``strategy.wire`` is what compressing returned, once training begins. The states of all ranks go into Lightning's
-    checkpoint, from which a run of any number of ranks goes on.
+    ``compressor`` and ``options`` are those of `thinwire.compress` for the model as it is wrapped; ``callback.wire`` is
+    what that returns, once training begins. The states of all ranks go into Lightning's checkpoint, from which a run of
+    any number of ranks goes on.
 
     Raises:
         ImportError: ``pytorch_lightning`` is not installed, and ``lightning.pytorch`` was not imported before.
-        TypeError, ValueError: an argument is none of `thinwire.compress_ddp`, or is wrong.
+        TypeError, ValueError: an argument is none of `thinwire.compress`, or is wrong.
     """
     # The same classes are there twice, and a trainer takes its own: those that the script has imported.
     package = "lightning.pytorch" if "lightning.pytorch" in sys.modules else "pytorch_lightning"
     _check(compressor, options)
-    DDPStrategy: Any = importlib.import_module(f"{package}.strategies").DDPStrategy
+    Callback: Any = importlib.import_module(f"{package}.callbacks").Callback
 
-    class Compressed(DDPStrategy):
-        # Not DDPStrategy(ddp_comm_hook=...), which Lightning registers on CUDA only.
+    class Compress(Callback):
         wire: Wire | None = None
+        state_key = "thinwire"
+        _loaded: Mapping[str, Any] | None = None
 
-        def configure_ddp(self) -> None:
-            super().configure_ddp()
-            self.wire = compress(self.model, compressor, **options)
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:
+            if stage == "fit":
+                self.wire = self._loaded = None
 
-        def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            # Lightning calls it before it wraps a model in DDP, and once one is sharded.
+            if self.wire is None:
+                self._loaded = state_dict
+            else:
+                self.wire.load_state_dict(state_dict)
+
+        def on_fit_start(self, trainer: Any, *_: Any) -> None:
+            # Before a first validation, which would leave parameters of FSDP2's root gathered.
+            self.wire = compress(trainer.strategy.model, compressor, **options)
+            if self._loaded is not None:
+                self.wire.load_state_dict(self._loaded)
+
+        def state_dict(self) -> dict[str, Any]:
             # Lightning calls it on every rank, and rank 0 writes.
-            if self.wire is not None:
-                checkpoint[_KEY] = self.wire.gather_state_dict()
-            super().save_checkpoint(checkpoint, *args, **kwargs)
+            return {} if self.wire is None else self.wire.gather_state_dict()
 
-        def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-            # Called where training goes on, when the model is wrapped; not where a checkpoint is only tested.
-            super().load_optimizer_state_dict(checkpoint)
-            if self.wire is not None and _KEY in checkpoint:
-                self.wire.load_state_dict(checkpoint[_KEY])
-
-    return Compressed(**(ddp or {}))
+    return Compress()
 
 
 def _unwrapped(model: Any) -> TypeError:
     return TypeError(
-        f"the trainer wrapped its model in {type(model).__name__}, not in DistributedDataParallel: start it with "
-        "torchrun, with its DDP strategy; for fully_shard call thinwire.compress(model) in your own loop"
+        f"the trainer left its model a {type(model).__name__} that neither DistributedDataParallel nor fully_shard "
+        "(FSDP2) wraps: start it with torchrun, and with FSDP leave fsdp_config's version at 2"
     )
 
 
 def _check(compressor: Any, options: Mapping[str, Any]) -> None:
     """Raise where the user writes a wrong argument, not where the trainer wraps its model."""
+    ddp, fsdp = (inspect.signature(function).parameters for function in (compress_ddp, compress_fsdp))
     for name, value in options.items():
-        if name not in inspect.signature(compress_ddp).parameters:
+        if name not in ddp and name not in fsdp:
             raise TypeError(explained(name, value, compress_ddp, "DistributedDataParallel"))
-    rules_of(Options(compressor=compressor, **options))
+    rules_of(Options(compressor=compressor, **{name: value for name, value in options.items() if name in ddp}))
 
 
 def _checkpoint(folder: str, step: int) -> Path:

@@ -170,8 +170,9 @@ def test_a_killed_training_goes_on_and_ends_where_it_would_have(tmp_path: Path) 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install 'ray[train]'")
 @pytest.mark.timeout(400)
-def test_ray_train_replaces_a_killed_worker_and_goes_on() -> None:
-    done = start(str(EXAMPLES / "ray_train.py"), "--die-at", "25")
+@pytest.mark.parametrize("wrapper", [(), ("--fsdp",)], ids=["ddp", "fsdp"])
+def test_ray_train_replaces_a_killed_worker_and_goes_on(wrapper: tuple[str, ...]) -> None:
+    done = start(str(EXAMPLES / "ray_train.py"), "--die-at", "25", *wrapper)
     (told,) = re.findall(r"^step 40: loss ([\d.]+), last attempt from step (\d+)$", done.stdout, re.MULTILINE)
     assert int(told[1]) in (10, 20)
     assert float(told[0]) < 0.7

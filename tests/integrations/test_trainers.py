@@ -1,7 +1,8 @@
-"""Callbacks for trainers: what they compress, keep in checkpoints and refuse."""
+"""Trainers that wrap the model: what is compressed in each, kept in its checkpoints and refused."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,158 +10,207 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, Dataset
 
 import thinwire
 from harness import run_ranks
 from ranks import alike, assert_alike
 
-RULES = {"*": "ef(minmax(bits=2))"}
+SPEC = "ef(minmax(bits=2))"
+STEPS, SAVED = 4, 2
 
 
-def model() -> DistributedDataParallel:
-    torch.manual_seed(0)
-    return DistributedDataParallel(nn.Linear(64, 64))
+class Net(nn.Module):
+    """What every trainer trains, on inputs that are numbered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.layers(x) - x.flip(-1)).square().mean()}
 
 
-def train(ddp: nn.Module, rank: int, steps: int) -> torch.Tensor:
-    for step in range(steps):
-        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * rank + step))
-        ddp.zero_grad()
-        ddp(x).square().mean().backward()
-    return torch.cat([p.grad.reshape(-1) for p in ddp.parameters() if p.grad is not None])
+class Inputs(Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 32  # an epoch is `SAVED` steps: in the middle of one, Lightning goes on with the first batch
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(64, generator=torch.Generator().manual_seed(index))}
 
 
-def hugging_face_on(rank: int, folder: str) -> None:
-    arguments = SimpleNamespace(output_dir=folder, should_save=rank == 0)
-
-    def begin(step: int) -> Any:
-        callback = thinwire.trainer_callback(RULES, skip_if_slower=False)
-        # The trainer hands over the model inside, and wraps it afterwards.
-        callback.on_train_begin(arguments, SimpleNamespace(global_step=step), None, model=nn.Linear(64, 64))
-        return callback
-
-    callback = begin(0)
-    train(model(), rank, 3)
-    callback.on_step_end(arguments, SimpleNamespace(global_step=3), None)
-    callback.on_save(arguments, SimpleNamespace(global_step=3), None)
-    dist.barrier()
-    assert [path.name for path in Path(folder).rglob("*.pt")] == ["thinwire.pt"]
-    before, resumed, net = callback.wire.state_dict(), begin(3), model()
-    net.module.register_forward_pre_hook(stop)
-    with pytest.raises(RuntimeError, match="stop here"):
-        net(torch.ones(1, 64))
-    assert alike(before, resumed.wire.state_dict())
-    missing = begin(5)
-    with pytest.raises(FileNotFoundError, match="checkpoint-5"):
-        model()(torch.ones(1, 64))
-    missing.on_train_end(arguments, None, None)
-    unwrapped = begin(0)
-    with pytest.raises(TypeError, match="start it with torchrun"):
-        unwrapped.on_step_end(arguments, SimpleNamespace(global_step=1), None, model=nn.Linear(2, 2))
-    unwrapped.on_train_end(arguments, None, None)
+Trained = tuple[Any, thinwire.Wire]
+"""The model that a trainer has trained from a step on to `STEPS`, and its wire."""
 
 
-def stop(module: nn.Module, inputs: object) -> None:
-    raise RuntimeError("stop here")
+def arguments(wrapper: str) -> dict[str, Any]:
+    """The arguments of `thinwire.compress`."""
+    return {"compressor" if wrapper == "ddp" else "gradients": SPEC, "skip_if_slower": False}
 
 
-@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
-def test_hugging_face_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
-    run_ranks(hugging_face_on, 2, str(tmp_path))
+def pretend_devices(wrapper: str) -> None:
+    """Have accelerate heed its FSDP plugin, for which it wants GPUs: on CPUs it takes DDP."""
+    from accelerate import DistributedType, PartialState
+
+    state = PartialState(cpu=True)
+    if wrapper == "fsdp" and state.distributed_type == DistributedType.MULTI_CPU:
+        state.distributed_type = DistributedType.MULTI_GPU
 
 
-def lightning_on(rank: int, path: str) -> None:
+def transformers(wrapper: str, folder: str, resume: bool) -> Trained:
+    from transformers import Trainer, TrainingArguments
+
+    callback = thinwire.trainer_callback(**arguments(wrapper))
+    sharded: Any = wrapper == "fsdp"
+    args = TrainingArguments(
+        output_dir=folder,
+        max_steps=STEPS,
+        save_steps=SAVED,
+        per_device_train_batch_size=8,
+        eval_on_start=not resume,
+        prediction_loss_only=True,
+        fsdp=sharded,
+        fsdp_config={"version": 2, "auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 4000},
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    pretend_devices(wrapper)
+    trainer = Trainer(Net(), args, train_dataset=Inputs(), eval_dataset=Inputs(), callbacks=[callback])
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{SAVED}" if resume else None)
+    return trainer.model, callback.wire
+
+
+def accelerate(wrapper: str, folder: str, resume: bool) -> Trained:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    pretend_devices(wrapper)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if wrapper == "fsdp" else None
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    net = Net()
+    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+    wire = thinwire.compress(net, **arguments(wrapper))
+    accelerator.register_for_checkpointing(wire.checkpointable())
+    if resume:
+        accelerator.load_state(folder)
+    for step in range(SAVED if resume else 0, STEPS):
+        x = Inputs()[2 * step + accelerator.process_index]["x"]
+        optimizer.zero_grad()
+        accelerator.backward(net(x)["loss"])
+        optimizer.step()
+        if step + 1 == SAVED and not resume:
+            accelerator.save_state(folder)
+    return net, wire
+
+
+def lightning(wrapper: str, folder: str, resume: bool) -> Trained:
     import pytorch_lightning
+    from pytorch_lightning.callbacks import ModelCheckpoint
+    from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 
     class Module(pytorch_lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = nn.Linear(64, 64)
+            self.net = Net()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x)
+        def configure_model(self) -> None:
+            if self.device_mesh is not None:
+                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
-    def begin() -> Any:
-        strategy = thinwire.lightning_strategy(RULES, skip_if_slower=False, ddp={"find_unused_parameters": True})
-        # What Lightning's Trainer gives it before it calls `configure_ddp`.
-        strategy.parallel_devices = [torch.device("cpu")]
-        strategy.cluster_environment = SimpleNamespace(local_rank=lambda: 0, global_rank=lambda: rank)
-        strategy.model = Module()
-        strategy.configure_ddp()
-        return strategy
+        def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+            return self.net(**batch)["loss"]
 
-    first, again = begin(), begin()
-    assert first.model.find_unused_parameters
-    train(first.model, rank, 3)
-    first.save_checkpoint({"optimizer_states": []}, path)
-    dist.barrier()
-    checkpoint = torch.load(path, weights_only=True)
-    assert int(checkpoint["thinwire"]["step"]) == 2
-    again.load_optimizer_state_dict(checkpoint)
-    assert alike(first.wire.state_dict(), again.wire.state_dict())
-    # A checkpoint that knows nothing of thinwire, as of a run before.
-    begin().load_optimizer_state_dict({"optimizer_states": []})
+        def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
+            self.net(**batch)
 
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
 
-@pytest.mark.skipif(find_spec("pytorch_lightning") is None, reason="pytorch_lightning is not installed")
-def test_lightning_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
-    run_ranks(lightning_on, 2, str(tmp_path / "last.ckpt"))
+    callback = thinwire.lightning_callback(**arguments(wrapper))
+    trainer = pytorch_lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=DDPStrategy() if wrapper == "ddp" else ModelParallelStrategy(2, 1),
+        max_steps=STEPS,
+        callbacks=[callback, ModelCheckpoint(folder, "{step}", every_n_train_steps=SAVED, save_top_k=-1)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module, loader = Module(), DataLoader(Inputs(), 8)
+    trainer.fit(module, loader, loader, ckpt_path=f"{folder}/step={SAVED}.ckpt" if resume else None)
+    return module, callback.wire
 
 
-def accelerate_on(rank: int, folder: str) -> None:
-    from accelerate import Accelerator
-
-    # accelerate asks the environment, as torchrun sets it, for the world.
+def trained_and_resumed(rank: int, train: Callable[[str, str, bool], Trained], wrapper: str, folder: str) -> None:
+    # Trainers ask the environment, as torchrun sets it, for the world.
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in launched.items():
             patch.setenv(name, str(value))
-
-        def begin() -> tuple[Any, Any, Any]:
-            torch.manual_seed(0)
-            handler = thinwire.accelerate_handler(RULES, skip_if_slower=False, ddp={"find_unused_parameters": True})
-            accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
-            net = accelerator.prepare(nn.Linear(64, 64))
-            accelerator.register_for_checkpointing(handler.wire.checkpointable())
-            return accelerator, net, handler.wire
-
-        accelerator, net, wire = begin()
-        train(net, rank, 3)
-        accelerator.save_state(folder)
-        again, _, resumed = begin()
-        again.load_state(folder)
-    assert wire.stats.compressed_steps == 3
-    assert net.find_unused_parameters
-    assert alike(wire.state_dict(), resumed.state_dict())
+        whole, resumed = train(wrapper, folder, False), train(wrapper, folder, True)
+    for (_, wire), steps in ((whole, STEPS), (resumed, STEPS - SAVED)):
+        assert wire.stats.steps == steps
+        assert wire.stats.ratio > 4
+    assert alike(whole[1].state_dict(), resumed[1].state_dict())
+    first, second = ({name: full(value) for name, value in net.state_dict().items()} for net, _ in (whole, resumed))
+    assert alike(first, second)
+    assert_alike(first)
 
 
-def accelerate_local_on(rank: int, folder: str) -> None:
+def full(value: Any) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+@pytest.mark.parametrize("train", [transformers, accelerate, lightning])
+def test_trainers_compress_what_they_wrap_and_go_on_from_their_checkpoints(
+    train: Any, wrapper: str, tmp_path: Path
+) -> None:
+    needs = "pytorch_lightning" if train is lightning else train.__name__
+    if find_spec(needs) is None:
+        pytest.skip(f"{needs} is not installed")
+    run_ranks(trained_and_resumed, 2, train, wrapper, str(tmp_path))
+
+
+def test_the_trainer_is_told_of_a_model_that_is_not_wrapped_and_a_state_that_is_missing(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    callback, net = thinwire.trainer_callback(SPEC), nn.Linear(64, 64)
+    with pytest.raises(TypeError, match=r"a Linear that neither .* start it with torchrun"):
+        callback.on_step_end(None, None, None, model=net)
+    arguments, state = SimpleNamespace(output_dir=tmp_path), SimpleNamespace(global_step=5)
+    with pytest.raises(FileNotFoundError, match="checkpoint-5"):
+        callback.on_train_begin(arguments, state, None, model=net)
+
+
+def accelerate_local_on(rank: int) -> None:
     from accelerate import Accelerator
 
-    net = nn.Linear(64, 64)
+    net = Net()
     optimizer = Accelerator(cpu=True).prepare(torch.optim.SGD(net.parameters(), lr=0.1))
     local = thinwire.local.DiLoCo(net, optimizer, every=2, compressor="minmax(bits=4)")
     for step in range(4):
-        train(net, 10 * rank + step, 1)
+        optimizer.zero_grad()
+        net(Inputs()[2 * step + rank]["x"])["loss"].backward()
         optimizer.step()
         local.step()
-    assert_alike(net.weight.detach())
+    assert_alike(net.state_dict())
 
 
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
-@pytest.mark.parametrize("what", [accelerate_on, accelerate_local_on])
-def test_accelerate_compresses_what_it_prepares_and_local_updates_take_its_optimizer(what: Any, tmp_path: Path) -> None:
-    run_ranks(what, 2, str(tmp_path))
+def test_local_updates_take_the_optimizer_that_accelerate_prepared() -> None:
+    run_ranks(accelerate_local_on, 2)
 
 
-@pytest.mark.parametrize("library", ["trainer_callback", "lightning_strategy", "accelerate_handler"])
-def test_a_wrong_option_is_refused_where_it_is_given(library: str) -> None:
-    needs = {"trainer_callback": "transformers", "lightning_strategy": "pytorch_lightning"}.get(library, "accelerate")
-    if find_spec(needs) is None:
-        pytest.skip(f"{needs} is not installed")
+@pytest.mark.parametrize(
+    ("callback", "needs"), [("trainer_callback", "transformers"), ("lightning_callback", "pytorch_lightning")]
+)
+def test_a_wrong_option_is_refused_where_it_is_given(callback: str, needs: str) -> None:
+    pytest.importorskip(needs)
     for error, says, arguments, options in (
         (TypeError, r"nosuch= is not an argument .*compress_ddp\(\) takes compressor=, ex", ["4bit"], {"nosuch": 1}),
         (TypeError, r'thinwire.compress\(model, "minmax\(bits=4\)"\)', [], {"bits": 4}),
@@ -168,4 +218,4 @@ def test_a_wrong_option_is_refused_where_it_is_given(library: str) -> None:
         (TypeError, r"start must be an integer", ["4bit"], {"start": "abc"}),
     ):
         with pytest.raises(error, match=says):
-            getattr(thinwire, library)(*arguments, **options)
+            getattr(thinwire, callback)(*arguments, **options)

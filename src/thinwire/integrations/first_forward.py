@@ -25,7 +25,7 @@ def on_first_forward(act: Callable[[nn.Module], None]) -> RemovableHandle:
         if not (module.training and torch.is_grad_enabled()):
             return
         model = uncompiled(module)
-        if isinstance(model, DistributedDataParallel) or _is_sharded(model):
+        if isinstance(model, DistributedDataParallel) or is_sharded(model):
             handle.remove()
             act(model)
 
@@ -33,7 +33,7 @@ def on_first_forward(act: Callable[[nn.Module], None]) -> RemovableHandle:
     return handle
 
 
-def _is_sharded(module: nn.Module) -> bool:
+def is_sharded(module: nn.Module) -> bool:
     """Whether the module, or one in it, is an ``FSDPModule``."""
     # Who has not imported it has sharded nothing, and to import it takes a second.
     fsdp = sys.modules.get("torch.distributed.fsdp")
