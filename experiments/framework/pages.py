@@ -16,12 +16,15 @@ from statistics import fmean
 from typing import Any
 
 import jinja2
+from rich.console import Console
+from rich.markdown import Markdown
 
 from experiments.framework import power, results_page
 from experiments.framework.claims import estimated
 from experiments.framework.verdicts import WORDS, outcome, shown_difference
 from thinwire_tools.compare.statistics import estimate, relative_differences
 from thinwire_tools.lab.units import format_rate, parse_rate
+from thinwire_tools.results import Results
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -87,6 +90,13 @@ def section(name: str, run: Record | None = None) -> str:
     if run is None and (BENCHMARKS / f"{name}.json").exists():
         run = read(name, *([f"{name}-*"] if name.startswith("repro-") else []))
     return _TEMPLATES.get_template(f"{name}.j2").render(name=name, run=run).strip("\n")
+
+
+def show(name: str, results: Results, json: Path | None) -> None:
+    """Write ``results`` to ``json``, and print what a page would say of them."""
+    if json is not None:
+        results.write(json)
+    Console().print(Markdown(section(name, Record(results.to_dict()))))
 
 
 def filled(page: Path) -> str:
