@@ -138,11 +138,11 @@ experiments-smoke: .venv/ready
 
 # The figures of README.md and docs/, from the JSON files that `make bench` and `make experiments` wrote.
 readme: .venv/ready
-	PYTHONPATH=. $(BIN)/python tools/readme.py
+	$(BIN)/python -m experiments.framework.pages
 
 # The documentation, strictly: a link or an anchor that leads nowhere is an error. Open build/site/index.html.
 docs: .venv/ready
-	PYTHONPATH=. $(BIN)/python tools/journey.py
+	$(BIN)/python tools/journey.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # An sdist, and from it a wheel for every Python from 3.11 on, in dist/.

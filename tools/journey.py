@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from figures import ROOT
+from pathlib import Path
 
 STAGES = (
     ("gradients", "a DDP bucket,\n3 layers, fp32"),
@@ -13,6 +13,7 @@ STAGES = (
     ("decode", "the mean,\nthe same on all ranks"),
 )
 COLORS = {"exchange": "#d98a00", "gather": "#d98a00", "reduce": "#0a7d4f"}
+JOURNEY = Path(__file__).resolve().parents[1] / "docs" / "journey.svg"
 RANKS, WIDTH, HEIGHT, GAP = 2, 1.7, 0.9, 0.45
 
 
@@ -50,7 +51,7 @@ def main() -> None:
     axes.set_ylim(-1.9, 1.15)
     axes.set_axis_off()
     with matplotlib.rc_context({"svg.hashsalt": "thinwire"}):
-        figure.savefig(ROOT / "docs" / "journey.svg", format="svg", metadata={"Date": None})
+        figure.savefig(JOURNEY, format="svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -6,10 +6,9 @@ import math
 from dataclasses import asdict, replace
 from statistics import fmean, median
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
+from experiments.framework.pages import show
 from experiments.papers.qsdp.methods import Method
 from experiments.papers.qsdp.sizes import SIZES, SIZES_SMOKE
 from experiments.papers.qsdp.trainings import Trained, Trainings
@@ -83,9 +82,6 @@ def deltas(
     about |= {"task": asdict(task), "parameters": size.num_parameters}
     results = Results("python -m experiments bench deltas", about=about)
     console, losses = Console(highlight=False), dict[str, list[float]]()
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for column in ("weights and gradients", "a step", "held-out loss", "against fp32"):
-        table.add_column(column, no_wrap=column != "weights and gradients")
     with Trainings(ranks) as together, Trainings(1) as alone, console.status("training ...") as status:
         for method in methods:
             runs: list[Trained] = []
@@ -97,14 +93,8 @@ def deltas(
             sent = median(runs[0].step_bytes[1:])
             results.add(f"loss/{method.name}", fmean(losses[method.name]), "nats/byte", losses=losses[method.name])
             results.add(f"sent_bytes/{method.name}", sent, "B/step")
-            row = [method.title, f"{sent / 1e3:,.0f} kB", f"{fmean(losses[method.name]):.4f}"]
             if method.name != FP32.name and seeds > 1:
                 both = estimate(relative_differences(losses[method.name], losses[FP32.name]))
                 results.add(f"difference/{method.name}", both.mean, "", lower=both.lower, upper=both.upper)
-                row.append(f"{both.mean:+.2%} ({both.lower:+.2%} to {both.upper:+.2%})")
-            table.add_row(*row)
-    console.print(table)
-    if json:
-        results.write(json)
-        console.print(f"Figures: {json}", soft_wrap=True, markup=False)
+    show("deltas", results, json)
     return 0

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 import thinwire
+from experiments.framework.pages import show
 from thinwire.plan import DEFAULT_RULES
 from thinwire_tools import lab
 from thinwire_tools.bench.rank import serve
@@ -87,9 +87,6 @@ def doctor(
         "python -m experiments bench doctor",
         about={"ranks": ranks, "batch": batch, "sharded": sharded, "claimed": _CLAIMED, "cells": {}},
     )
-    table = Table(title="A step, predicted and taken")
-    for column in ("link", "", "predicted", "range", "taken", "error"):
-        table.add_column(column, justify="right" if column not in ("link", "") else "left", no_wrap=True)
     for rtt in rtts:
         for rate in rates:
             shape: dict[str, Any] = {"rate": rate} | ({} if rtt in ("0ms", "0") else {"rtt": rtt})
@@ -97,31 +94,21 @@ def doctor(
             with lab.Network(ranks, **shape) as network, console.status(f"{rate}, +{rtt} ..."):
                 answer = run_ranks(__name__, config, ranks, network)
             results.about["cells"][cell] = {k: v for k, v in answer.items() if k not in ("predictions", "times")}
-            _add(results, table, cell, answer)
-    console.print(table)
-    worst = max(abs(row["value"]) for row in results.results if row["name"].startswith("error/"))
-    results.add("largest_error", worst, "")
-    inside = [row for row in results.results if row["name"].startswith("error/")]
-    close = sum(abs(row["value"]) <= _CLAIMED for row in inside)
-    results.add("within_claimed", close / len(inside), "")
-    console.print(f"{close} of {len(inside)} within {_CLAIMED:.0%}; the largest error is {worst:.1%}.")
-    if json is not None:
-        results.write(json)
+            _add(results, cell, answer)
+    errors = [abs(row["value"]) for row in results.results if row["name"].startswith("error/")]
+    results.add("largest_error", max(errors), "")
+    results.add("within_claimed", sum(error <= _CLAIMED for error in errors) / len(errors), "")
+    show("doctor-fsdp" if sharded else "doctor", results, json)
     return 0
 
 
-def _add(results: Results, table: Table, cell: str, answer: dict[str, Any]) -> None:
+def _add(results: Results, cell: str, answer: dict[str, Any]) -> None:
     for title, times in answer["times"].items():
         step = answer["predictions"][title]["step"]
         taken = median(times)
-        error = step["value"] / taken - 1
         results.add(f"predicted_step_s/{title}/{cell}", step["value"], "s", low=step["low"], high=step["high"])
         results.add(f"step_s/{title}/{cell}", taken, "s", all=times)
-        results.add(f"error/{title}/{cell}", error, "")
-        shown = (step["value"], taken)
-        predicted, took = (f"{value * 1e3:.0f} ms" for value in shown)
-        bounds = f"{step['low'] * 1e3:.0f} – {step['high'] * 1e3:.0f}"
-        table.add_row(cell, title, predicted, bounds, took, f"{error:+.1%}", end_section=title == "nothing sent")
+        results.add(f"error/{title}/{cell}", step["value"] / taken - 1, "")
 
 
 # --- on a rank

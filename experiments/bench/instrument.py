@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from experiments.framework.instrument import SeparateRuns
 from experiments.framework.methods import FP32, NOTHING, THINWIRE
-from experiments.framework.timing import Times, shown_rate
+from experiments.framework.pages import show
+from experiments.framework.timing import Times
 from experiments.papers.cgx.methods import powersgd
 from experiments.tasks.models import TIMED, TIMED_SMOKE
 from thinwire_tools import lab
@@ -52,7 +52,6 @@ def instrument(
         smoke: small models, one round: the same path, no figures worth keeping.
         json: write the figures to this file.
     """
-    console = Console(highlight=False)
     num_cores = len(os.sched_getaffinity(0))
     with ends_command():
         links = rates.split(",")
@@ -64,15 +63,14 @@ def instrument(
             lab.Network(2, rate=rate).close()
     about: dict[str, Any] = {"runs": runs, "rounds": rounds, "steps": steps, "cores": num_cores, "smoke": smoke}
     results = Results("python -m experiments bench instrument", about=about)
-    table = Table("", "link", "model", "method", "ratio", "interval")
-    with console.status("timing ...") as status:
+    with Console().status("timing ...") as status:
 
-        def show(_: int, title: str) -> None:
+        def on_turn(_: int, title: str) -> None:
             status.update(f"{model.title}: {title}")
 
         for model in TIMED_SMOKE[:1] if smoke else TIMED:
             methods = (FP32, THINWIRE, _AGAIN, powersgd(model), NOTHING)
-            turns: dict[str, Any] = {"rounds": rounds, "steps": steps, "rates": links, "on_turn": show}
+            turns: dict[str, Any] = {"rounds": rounds, "steps": steps, "rates": links, "on_turn": on_turn}
             replayed = SeparateRuns("links", True, num_cores, runs)
             computed = replace(replayed, computes=None)
             slowed = replace(replayed, num_cores=num_cores // 2)
@@ -89,14 +87,9 @@ def instrument(
                     low, ratio, high = (math.exp(value) for value in (seen.lower, seen.mean, seen.upper))
                     interval = {"lower": low, "upper": high, "by_run": ratios}
                     results.add(f"{kind}/{model.name}/{rate}/{title}", ratio, "x", **interval)
-                    table.add_row(
-                        kind, shown_rate(rate), model.title, title, f"{ratio:.3f}", f"{low:.3f} to {high:.3f}"
-                    )
             assert replayed.computes is not None
             results.add(f"computed_s/{model.name}", replayed.computes[model].step_s, "s")
-    console.print(table)
-    if json:
-        results.write(json)
+    show("instrument", results, json)
     return 0
 
 

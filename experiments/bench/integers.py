@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
+from experiments.framework.pages import show
 from experiments.tasks.resnet import ImageTask
 from thinwire import Plan, Wire
 from thinwire.collectives import ProcessGroupTransport, ring_bytes
@@ -72,16 +72,15 @@ def integers(
     results = Results("python -m experiments bench integers", about=about)
     if repeats:
         lab.need_network()
-        console.print(_time(results, ranks, rate, size_mb, repeats))
+        _time(results, ranks, rate, size_mb, repeats)
     if seeds:
         _train(results, console)
-    if json:
-        results.write(json)
+    show("integers", results, json)
     return 0
 
 
 def _train(results: Results, console: Console) -> None:
-    """Train alone and by each compressor, beside fp32, as ``results.about`` says; losses go to ``results`` and a table.
+    """Train alone and by each compressor, beside fp32, as ``results.about`` says; losses go to ``results``.
 
     It says the task of `_TASKS`, the seeds, the ranks, and whether it is a smoke test.
     """
@@ -92,30 +91,23 @@ def _train(results: Results, console: Console) -> None:
     seeds, ranks = range(about["seeds"]), about["ranks"]
     with Bar(console, task.steps) as bar:
         comparison = compare_training(task, [ALONE, *SPECS], seeds=seeds, num_ranks=ranks, watcher=bar)
-    console.print(comparison.table())
     for line in comparison.remarks():
         console.print(line, soft_wrap=True)
     about["training"] = facts_of(comparison)
     comparison.record(results)
 
 
-def _time(results: Results, ranks: int, rate: str, size_mb: float, repeats: int) -> Table:
-    """Time all methods; the figures go to ``results``, and into a table."""
+def _time(results: Results, ranks: int, rate: str, size_mb: float, repeats: int) -> None:
+    """Time all methods; the figures go to ``results``."""
     config: dict[str, Any] = {"specs": SPECS, "numel": int(size_mb * 1e6 / 4), "repeats": repeats}
     with lab.Network(ranks, rate=rate) as network:
         answer = run_ranks(__name__, config, ranks, network)
-    table = Table("all-reduce", "ms", "of gloo's fp32", "MB sent a rank", "bits a coordinate", "encode, decode, ms")
     for spec, figures in answer.items():
-        seconds, codec = figures["seconds"], figures["codec_s"]
-        share = seconds / answer["fp32"]["seconds"]
-        results.add(f"seconds/{spec}", seconds, "s", all=figures["all"])
+        results.add(f"seconds/{spec}", figures["seconds"], "s", all=figures["all"])
         results.add(f"sent_bytes/{spec}", figures["sent_bytes"], "B", interface=figures["interface_bytes"])
         results.add(f"bits/{spec}", figures["bits"], "bits")
-        results.add(f"codec_s/{spec}", codec, "s")
+        results.add(f"codec_s/{spec}", figures["codec_s"], "s")
         results.add(f"replicas_identical/{spec}", float(figures["replicas_identical"]), "")
-        cells = f"{seconds * 1e3:.1f}", f"{share:.2f}", f"{figures['sent_bytes'] / 1e6:.2f}", f"{figures['bits']:.2f}"
-        table.add_row(spec, *cells, f"{codec * 1e3:.1f}")
-    return table
 
 
 # --- on a rank

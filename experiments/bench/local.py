@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 from statistics import fmean
 
 from rich.console import Console
-from rich.table import Table
 
+from experiments.framework.pages import show
 from thinwire_tools import lab
 from thinwire_tools.compare.comparison import Run
 from thinwire_tools.compare.demo import MARGIN, TASK, Turns
@@ -24,7 +24,6 @@ from thinwire_tools.compare.variants import (
     local_updates,
     low_rank,
 )
-from thinwire_tools.lab.units import format_rate, parse_rate
 from thinwire_tools.results import OutputFile, Results
 
 VARIANTS = {
@@ -87,9 +86,7 @@ def local(
     add_losses(results, [links[rates[0]], *others])
     for rate, runs in links.items():
         add_speeds(results, rate, runs, steps)
-        console.print(_table(results, rate, order))
-    if json is not None:
-        results.write(json)
+    show("local", results, json)
     return 0
 
 
@@ -147,15 +144,3 @@ def add_speeds(results: Results, rate: str, trained: Mapping[str, Run], num_step
 
 def _value(results: Results, name: str) -> float | None:
     return next((row["value"] for row in results.results if row["name"] == name), None)
-
-
-def _table(results: Results, rate: str, order: Sequence[str]) -> Table:
-    table = Table(f"over {format_rate(parse_rate(rate))}", "ms a step", "of alone's speed", "same loss in", "vs fp32")
-    for name in order:
-        step_s, reached = (_value(results, f"{rate}/{kind}/{name}") for kind in ("step_s", "seconds_to_same_loss"))
-        times = ["–"] * 3  # of what was not trained over this link
-        if step_s is not None:
-            speed = results.value(f"{rate}/speed_over_alone/{name}")
-            times = [f"{1e3 * step_s:.0f}", f"{speed:.2f}x", f"{reached:.1f} s" if reached else "never"]
-        table.add_row(VARIANTS[name].title, *times, f"{results.value(f'val_loss_above_fp32/{name}'):+.2%}")
-    return table

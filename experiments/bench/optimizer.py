@@ -10,9 +10,9 @@ from typing import Literal, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
+from experiments.framework.pages import show
 from thinwire import kernels
 from thinwire.collectives.layout import SLICE
 from thinwire.kernels import AdamGradient, Format, Moving, Residual
@@ -56,28 +56,20 @@ def optimizer(*, size_mb: float = 64.0, threads: int = 1, turns: int = 15, json:
     count = round(size_mb * 2**20 / (4 * _WIDTH**2))
     if count < 1 or threads < 1 or turns < 1:
         raise ValueError("size_mb must be at least 4, one matrix; threads and turns at least 1")
-    console = Console(highlight=False)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with console.status(f"{size_mb:g} MB, {threads} threads: {turns} turns ..."):
+        with Console().status(f"{size_mb:g} MB, {threads} threads: {turns} turns ..."):
             measured = measure(count, turns)
     finally:
         torch.set_num_threads(before)
     about = {"cpu_level": kernels.cpu_level(), "threads": threads, "size_mb": size_mb, "turns": turns}
     results = Results("python -m experiments bench optimizer", about=about)
-    table = Table()
-    for column in ("", "ms", "of fused", "values/s"):
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
     for name, (taken, touched) in measured.items():
         over = taken / measured[_FUSED][0]
         of_copy = touched / taken / (measured[_COPY][1] / measured[_COPY][0])
         results.add(f"cpu_seconds/{name}", taken, "s", over_fused=over, touched=touched, of_copy=of_copy)
-        table.add_row(name, f"{1e3 * taken:.2f}", f"{over:.2f}x", f"{of_copy:.2f}x")
-    console.print(f"CPU seconds of a step, {size_mb:g} MB of fp32 weights, {threads} threads")
-    console.print(table)
-    if json:
-        results.write(json)
+    show("optimizer", results, json)
     return 0
 
 

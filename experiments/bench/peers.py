@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 
+from experiments.framework.pages import show
 from thinwire.local import DiLoCo, Nesterov
 from thinwire.local.fragments import FEW_BITS
 from thinwire_tools import lab
@@ -85,9 +85,7 @@ def peers(
                 runs[method].append(_run(method, task, every, seed, rate))
                 console.print(f"{format_rate(parse_rate(rate))}, {method}, seed {seed}: {runs[method][-1]}")
         _add(results, rate, runs)
-        console.print(_table(results, rate, methods))
-        if json is not None:
-            results.write(json)
+        show("peers", results, json)
     return 0
 
 
@@ -111,20 +109,6 @@ def _add(results: Results, rate: str, runs: dict[str, list[dict[str, Any]]]) -> 
         above = estimate(relative_differences(losses[method], losses[PEER]))
         bounds = {} if len(seconds) == 1 or method == PEER else {"lower": above.lower, "upper": above.upper}
         results.add(f"{rate}/loss_above_peer/{method}", above.mean, "", **bounds)
-
-
-def _table(results: Results, rate: str, methods: Sequence[str]) -> Table:
-    table = Table(f"over {format_rate(parse_rate(rate))}", "sent per step", "seconds", f"of {PEER}'s", "loss", "above")
-    for method in methods:
-        table.add_row(
-            method,
-            f"{results.value(f'{rate}/sent_bytes/{method}') / 1e3:.2f} kB",
-            f"{results.value(f'{rate}/seconds/{method}'):.1f}",
-            f"{results.value(f'{rate}/seconds_of_peer/{method}'):.2f}x",
-            f"{results.value(f'{rate}/loss/{method}'):.4f}",
-            f"{results.value(f'{rate}/loss_above_peer/{method}'):+.2%}",
-        )
-    return table
 
 
 # --- on a rank

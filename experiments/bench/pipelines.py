@@ -11,18 +11,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 import thinwire
+from experiments.framework.pages import show
 from thinwire.store import Disk
 from thinwire_tools import lab
 from thinwire_tools.bench.rank import serve
 from thinwire_tools.bench.ranks import run_ranks
-from thinwire_tools.lab.units import format_rate, parse_rate
 from thinwire_tools.results import OutputFile, Results
 
 RANKS, CHUNKS, BATCH, LENGTH, WIDTH = 4, 8, 2, 128, 512
@@ -56,19 +54,13 @@ def pipelines(*, steps: int = 5, json: OutputFile = None) -> int:
     results = Results("python -m experiments bench pipelines")
     results.about = {"ranks": RANKS, "micro_batches": CHUNKS, "activation_bytes": 4 * BATCH * LENGTH * WIDTH}
     results.about |= {"steps": steps, "layer_ms": list(LAYER_MS), "times": dict(LINKS)}
-    table = Table("links", "schedule", *METHODS)
     for rate, times in LINKS:
         with lab.Network(RANKS, rate=rate) as network:
             for schedule in SCHEDULES:
-                cells = []
                 for name, method in METHODS.items():
                     taken = run(method, schedule, even_stages(schedule, times), steps, network)
                     results.add(f"step_s/{name}/{schedule}/{rate}", median(taken), "s", all=taken)
-                    cells.append(f"{1e3 * median(taken):.0f} ms")
-                table.add_row(format_rate(parse_rate(rate)), schedule, *cells)
-    Console(highlight=False).print(table)
-    if json is not None:
-        results.write(json)
+    show("pipelines", results, json)
     return 0
 
 

@@ -7,13 +7,10 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Literal
 
-from rich.console import Console
-from rich.table import Table
-
 from experiments.bench.pipelines import CHUNKS, LAYER_MS, RANKS, even_stages, run
+from experiments.framework.pages import show
 from thinwire_tools import lab
 from thinwire_tools.compare.statistics import estimate, relative_differences
-from thinwire_tools.lab.units import format_rate, parse_rate
 from thinwire_tools.results import OutputFile, Results
 
 SCHEDULES = ("gpipe", "1f1b")
@@ -45,12 +42,10 @@ def stores(
         rounds: turns of all methods.
         json: write the figures to this file.
     """
-    console = Console(highlight=False)
     lab.need_network()
     results = Results("python -m experiments bench stores")
     results.about = {"ranks": RANKS, "micro_batches": CHUNKS, "layer_ms": list(LAYER_MS), "rates": list(rates)}
     results.about |= {"steps": steps, "rounds": rounds}
-    table = Table("links", "schedule", "kept", "a step", "against nothing kept")
     for rate in rates:
         with lab.Network(RANKS, rate=rate) as network:
             for schedule in SCHEDULES:
@@ -60,16 +55,11 @@ def stores(
                         own.append(_step_s(name, schedule, steps, network))
                 for name, own in seconds.items():
                     results.add(f"step_s/{name}/{schedule}/{rate}", median(own), "s", all=own)
-                    against = ""
                     if name != DIRECT:
                         difference = estimate(relative_differences(own, seconds[DIRECT]))
                         cell = f"difference/{name}/{schedule}/{rate}"
                         results.add(cell, difference.mean, "", lower=difference.lower, upper=difference.upper)
-                        against = f"{difference.mean:+.1%} ({difference.lower:+.1%} to {difference.upper:+.1%})"
-                    table.add_row(format_rate(parse_rate(rate)), schedule, name, f"{1e3 * median(own):.0f} ms", against)
-    console.print(table)
-    if json is not None:
-        results.write(json)
+    show("stores", results, json)
     return 0
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 
+from experiments.framework.pages import show
 from thinwire.collectives import ProcessGroupTransport
 from thinwire_tools import lab
 from thinwire_tools.bench.allreduce_rank import Method, Stopwatch
@@ -47,11 +46,9 @@ def streams(
         repeats: measurements of each, of which the median counts.
         json: write the figures to this file.
     """
-    console = Console(highlight=False)
     lab.need_network()
     about = {"size_mb": size_mb, "compressor": compressor, "repeats": repeats, "numbers": list(numbers)}
     results = Results("python -m experiments bench streams", about=about)
-    table = Table("ms, 2 ranks", "idle before", *(f"{number} streams" for number in numbers))
     config = {"numel": int(size_mb * 1e6 / 4), "compressor": compressor, "repeats": repeats}
     config |= {"numbers": numbers, "pauses_s": PAUSES_S}
     for link in links:
@@ -64,10 +61,9 @@ def streams(
             for number, seconds in times.items():
                 gain = median(times[numbers[0]]) / median(seconds)
                 results.add(f"{link}/{pause_s:g} s/{number}", median(seconds), "s", all=seconds, gain=gain)
-            table.add_row(link, f"{pause_s:g} s", *(f"{1e3 * median(times[number]):.0f}" for number in numbers))
         if json is not None:
             results.write(json)
-    console.print(table)
+    show("streams", results, json)
     return 0
 
 

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from experiments.chaos.rank import main as rank_main
 from experiments.chaos.scenario import Scenario, Training, draw
+from experiments.framework.pages import show
 from thinwire_tools.lab import free_port
 from thinwire_tools.results import OutputFile, Results
 
@@ -227,16 +227,14 @@ def chaos(
     with ThreadPoolExecutor(jobs) as pool:
         outcomes = [outcome for several in pool.map(one, range(faults)) for outcome in several]
     summaries = {name: summary(group, timeout) for name, group in _groups(outcomes).items()}
-    console.print(_table(summaries))
     ours = [o for o in outcomes if o.scenario.training.attachment != "stock" and o.struck]
     missed = [{"scenario": asdict(o.scenario), **asdict(s)} for o in ours for s in o.survivors if not _kept(s, timeout)]
-    if json:
-        about = {"faults": len(ours), "seed": seed, "timeout_s": timeout, "jobs": jobs, "missed": missed}
-        results = Results("python -m experiments chaos", about=about)
-        for name, figures in summaries.items():
-            for figure, value in figures.items():
-                results.add(f"{figure}/{name}", value, "s" if figure.endswith("_s") else "")
-        results.write(json)
+    about = {"faults": len(ours), "seed": seed, "timeout_s": timeout, "jobs": jobs, "missed": missed}
+    results = Results("python -m experiments chaos", about=about)
+    for name, figures in summaries.items():
+        for figure, value in figures.items():
+            results.add(f"{figure}/{name}", value, "s" if figure.endswith("_s") else "")
+    show("chaos", results, json)
     aborts = sum(survivor["kind"] == "aborted" for survivor in missed)
     aborts_of_stock = summaries.get("stock DDP", {}).get("aborted", 0)
     return int(len(missed) > aborts or aborts > aborts_of_stock)
@@ -280,12 +278,3 @@ def summary(outcomes: Iterable[Outcome], timeout: float) -> dict[str, float]:
         "checkpoints_failed": sum(survivor.saved is False for survivor in failed),
         "wrong_digests": sum(survivor.wrong_digests for survivor in survivors),
     }
-
-
-def _table(summaries: dict[str, dict[str, float]]) -> Table:
-    table = Table("")
-    for name in summaries:
-        table.add_column(name, justify="right")
-    for figure in next(iter(summaries.values()), {}):
-        table.add_row(figure.replace("_", " "), *(f"{figures[figure]:g}" for figures in summaries.values()))
-    return table

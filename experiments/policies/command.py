@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from rich import box
 from rich.console import Console
-from rich.table import Table as Shown
 
 from experiments.framework.findings import plain
+from experiments.framework.pages import show
 from experiments.policies.frontier import Curve, Ratio, curve, fewer_bytes, less_error, uniform_curve
 from experiments.policies.methods import METHODS
 from experiments.policies.recording import BadRecording, Recording
@@ -40,48 +39,18 @@ def replay_command(gradients: tyro.conf.Positional[Path], *, json: OutputFile = 
         json: write the figures to this file.
         plot: write the picture of all frontiers to this SVG file.
     """
-    console = Console(highlight=False)
     with ends_command(BadRecording, OSError, ImportError):
         need_scipy()
         if plot is not None:
             plots.need_matplotlib()
         recording = Recording.open(gradients)
-        with console.status("") as status:
+        with Console().status("") as status:
             benches = replay(recording, on_step=status.update)
-    for bench in benches:
-        console.print(shown(bench, recording.tasks[bench.task]))
     found = results(benches, recording)
     if plot is not None:
         draw(found, plot)
-    if json is not None:
-        found.write(json)
+    show("policies", found, json)
     return 0
-
-
-def shown(bench: Bench, title: str) -> Shown:
-    """A table of one task and family, for people."""
-    table = Shown(box=box.SIMPLE_HEAD, pad_edge=False, title=f"{title}, {bench.family.title}: against uniform")
-    table.add_column("policy", no_wrap=True)
-    for head in ("fewer bytes", "on the next snapshot", "less error", "a decision"):
-        table.add_column(head, justify="right")
-    for name, replayed in bench.replayed.items():
-        table.add_row(
-            replayed.method.title,
-            bounded(fewer_bytes(bench, name)),
-            bounded(fewer_bytes(bench, name, later=True)),
-            bounded(less_error(bench, name)),
-            f"{1e3 * replayed.seconds:,.1f} ms",
-        )
-    return table
-
-
-def bounded(ratio: Ratio | None) -> str:
-    """``"1.27x (1.25 to 1.29)"``."""
-    if ratio is None:
-        return "–"
-    if not math.isfinite(ratio.upper):
-        return f"{ratio.mean:.2f}x"
-    return f"{ratio.mean:.2f}x ({ratio.lower:.2f} to {ratio.upper:.2f})"
 
 
 def about(recording: Recording) -> dict[str, Any]:

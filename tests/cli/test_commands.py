@@ -1,4 +1,4 @@
-"""The command line: help, errors, benchmarks at small sizes, and README figures that are those of the JSON files."""
+"""The command line: help, errors, benchmarks at small sizes, and pages whose figures are those of the JSON files."""
 
 from __future__ import annotations
 
@@ -128,10 +128,9 @@ def test_bench_step_over_loopback(tmp_path: Path) -> None:
     assert found["share_of_ceiling/thinwire"] > 0.2
 
 
-@pytest.mark.skipif(not (ROOT / "tools" / "readme.py").exists(), reason="not in a source tree")
-def test_the_figures_of_the_readme_are_those_of_the_json_files() -> None:
-    command = [sys.executable, str(ROOT / "tools" / "readme.py"), "--check"]
-    assert subprocess.run(command, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode == 0
+def test_the_figures_of_pages_are_those_of_the_json_files() -> None:
+    command = [sys.executable, "-m", "experiments.framework.pages", "--check"]
+    assert subprocess.run(command, check=False, cwd=ROOT).returncode == 0
 
 
 WRONG = [

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-from pathlib import Path
+import re
 
 import pytest
 import torch
@@ -13,10 +12,10 @@ from experiments.bench import claims, families
 from experiments.bench.claims import Point, at_equal_bytes, at_the_settings, fft_points, verdicts
 from experiments.bench.gradients import Gradients, Moment, make_task, record
 from experiments.bench.passes import Pass, Quality, measure_quality
+from experiments.framework.pages import BENCHMARKS
 from thinwire.compressors import FFT, QSGD, TernGrad, TopK, parse, registered
 from thinwire_tools.compare import every
 
-ROOT = Path(__file__).resolve().parents[2]
 LAYERS = {"a": (48, 64), "b": (128, 40)}
 
 
@@ -73,14 +72,14 @@ def test_a_recorded_gradient_is_that_of_the_run() -> None:
     assert not torch.equal(found.moments[0].before, found.moments[0].now)
 
 
-def test_every_compressor_is_compared_and_the_readme_names_what_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_compressor_is_compared_and_the_page_names_what_is() -> None:
     specs = " ".join(families.default_specs())
     # raw has no error, dgc is what its sparsifier is, and intdiana rounds as intsgd does, what gradients differ by from
     # those before; delta and direct are for activations: none says anything here.
     without = ("raw", "dgc", "intdiana", "delta", "direct")
     assert not [n for n in registered() if n not in specs and n not in without]
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    named = set(importlib.import_module("readme").COMPRESSORS.values())
+    named = set(re.findall(r'^  ".+": "(.+)",$', (BENCHMARKS / "compressors.j2").read_text(), re.MULTILINE))
+    assert "minmax(bits=4, bucket=128)" in named
     for measured in (families.default_specs(), every.EVERY):
         assert named <= {str(parse(spec)) for spec in measured}
 

@@ -163,6 +163,7 @@ def test_a_recording_is_replayed_shown_and_drawn(
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(command, "replay", lambda made, on_step: replay.replay(made, methods=FAST, on_step=on_step))
+    monkeypatch.setenv("COLUMNS", "200")
     json_path, svg = tmp_path / "policies.json", tmp_path / "frontiers.svg"
     argv = ["policies", "replay", str(recording.folder), "--json", str(json_path), "--plot", str(svg)]
     assert experiments_main(argv) == 0

@@ -455,6 +455,6 @@ def claims(folder: Any) -> dict[str, list[tuple[str, str, str, bool | None]]]:
 
 def figure_sections() -> dict[str, str]:
     """The generated sections of README.md and docs/, by page and name."""
-    import readme
+    from experiments.framework import pages
 
-    return {f"{page}: {name}": make() for page, sections in readme.PAGES.items() for name, make in sections.items()}
+    return {f"{page}: {name}": pages.section(name) for page, name in pages.sections()}
