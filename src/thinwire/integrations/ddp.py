@@ -136,7 +136,7 @@ class _Hook:
 
         DDP then calls its hook for each parameter, and leaves it to the hook to put the mean in the gradient's place.
         """
-        # It calls nothing at the end of a pass, so that each mean is waited for.
+        # Compiled autograd calls nothing at the end of a pass: there each mean is waited for.
         compiled = in_compiled_backward()
         if compiled and self.momentum is not None:
             raise NotImplementedError("QuantizedAdam needs the end of a backward pass, which compiled autograd hides")
