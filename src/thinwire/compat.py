@@ -12,10 +12,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _RANGE_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
 
 
@@ -355,10 +357,14 @@ def accepts_uneven_inputs(model: Any) -> bool:
     return bool(getattr(getattr(model, "_join_config", None), "enable", False))
 
 
-def reduces_in_python(model: Any) -> bool:
-    """Whether a ``DistributedDataParallel`` model was built for ``optimize_ddp="python_reducer"`` of ``torch.compile``,
-    which hands a communication hook single gradients. False where this PyTorch does not tell."""
-    return bool(getattr(model, "_use_python_reducer", False))
+def untraced(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """``function``, which ``torch.compile`` never traces into, without importing the compiler before it is called."""
+    return torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def in_compiled_backward() -> bool:
+    """Whether the backward pass that runs was compiled (compiled autograd), and will call nothing at its end."""
+    return bool(getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False))
 
 
 def optimizes_in_backward(module: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import thinwire
 from harness import on_ranks
 from nets import Net, assert_replicas_identical, batch, fingerprint, loss_of, make, train, trained
-from ranks import assert_alike
+from ranks import alike, assert_alike
 
 
 @on_ranks(2)
@@ -63,6 +64,31 @@ def test_models_over_parts_of_the_world_come_and_go(rank: int) -> None:
         wire.detach()
     assert len(set(sent)) == 1
     assert_alike(sent[0])
+
+
+def _backward(model: DDP, tokens: torch.Tensor) -> None:
+    loss_of(model, tokens).backward()
+
+
+@on_ranks(2)
+def test_where_ddp_reduces_in_python_every_bit_is_the_same_also_with_compiled_autograd(rank: int) -> None:
+    found = []
+    for reducer, compiled in (True, False), ("python_reducer", False), ("python_reducer", True):
+        torch._dynamo.config.optimize_ddp, torch._dynamo.config.compiled_autograd = reducer, compiled
+        model = make(rank)
+        wire = thinwire.compress(model, "ef(minmax(bits=2))", skip_if_slower=False)
+        optimizer = torch.optim.SGD(trained(model), lr=0.05)
+        backward = torch.compile(_backward, backend="aot_eager") if compiled else _backward
+        for step in range(8):
+            with model.no_sync() if step % 2 == 0 else nullcontext():
+                backward(model, batch(rank, step))
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_replicas_identical(model)
+        found.append((fingerprint(model), wire.state_dict(), wire.stats.steps, wire.stats.dense_bytes))
+    assert torch._dynamo.utils.counters["compiled_autograd"]["captures"] > 0
+    assert alike(found, [found[0]] * 3)
 
 
 @on_ranks(2)

@@ -499,32 +499,26 @@ def test_a_process_ends_whether_it_destroys_its_group_or_leaves_it(tmp_path: Pat
 
 
 TORCHCOMMS = {
-    "__init__": "def new_comm(backend, *_, **__):\n"
-    "    from importlib.metadata import entry_points\n"
-    "    (found,) = entry_points(group='torchcomms.backends', name=backend)\n"
-    "    found.load()\n",
-    "_comms": "_BackendWrapper = object\n",
-    "hooks": "FlightRecorderHook = object\n",
+    "__init__.py": """def new_comm(backend, *_, **__):
+    from importlib.metadata import entry_points
+    (found,) = entry_points(group="torchcomms.backends", name=backend)
+    found.load()""",
+    "_comms.py": "_BackendWrapper = object",
+    "hooks.py": "FlightRecorderHook = object",
 }
 """What PyTorch imports of torchcomms, which loads backends as the real one does."""
 
-_WITH_TORCHCOMMS = """
-import torch.distributed as dist, thinwire
+_ASKING = """import torch.distributed as dist, thinwire
 for ask in (lambda: dist.init_process_group("cpu:thinwire", store=dist.HashStore(), rank=0, world_size=1),
             thinwire.ProcessGroupOptions):
-    try:
-        ask()
-    except RuntimeError as error:
-        print(error)
-"""
+    try: ask()
+    except RuntimeError as error: print(error)"""
 
 
 def test_where_torchcomms_makes_the_groups_the_backend_is_refused(tmp_path: Path) -> None:
     (tmp_path / "torchcomms").mkdir()
     for name, source in TORCHCOMMS.items():
-        (tmp_path / "torchcomms" / f"{name}.py").write_text(source)
+        (tmp_path / "torchcomms" / name).write_text(source)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TORCH_DISTRIBUTED_USE_TORCHCOMMS": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", _WITH_TORCHCOMMS]
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert len(told) == 2
-    assert all("torchcomms has no backend thinwire" in line for line in told)
+    told = subprocess.check_output([sys.executable, "-W", "ignore", "-c", _ASKING], env=environment, text=True)
+    assert ["torchcomms has no backend thinwire" in line for line in told.splitlines()] == [True, True]

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,10 @@ from thinwire.compat import (
     accepts_uneven_inputs,
     at_end_of_backward,
     group_timeout,
+    in_compiled_backward,
+    inside_a_node,
     optimizes_in_backward,
-    reduces_in_python,
+    untraced,
 )
 from thinwire.compressors import GRADIENT_DTYPES, Raw, Summed, SummedMatrices, find_mixin
 from thinwire.integrations.devices import device_of, on_device, replicated, trained
@@ -100,6 +103,8 @@ class _Hook:
         self._loss_scale = 1.0
         self._loss_scale_readback = AsyncReadback()
         self._follower = Follower("thinwire dense")
+        self._one_by_one: dict[torch.Tensor, tuple[torch.Tensor, Reduced]] = {}
+        """By parameter, the gradients of the pass that runs and their means, where DDP reduces in Python."""
 
     def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
         return _Hook, ()
@@ -125,6 +130,49 @@ class _Hook:
             future = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
             future.set_exception(error)  # pyright: ignore[reportArgumentType]
         return future.then(lambda reduced: self._result(reduced, flat, raises=last and not ends))
+
+    def reduce_one(self, gradient: torch.Tensor, parameter: torch.Tensor) -> Reduced:
+        """Start reducing a gradient, a bucket of one layer, where DDP reduces in Python (``python_reducer``).
+
+        DDP then calls its hook for each parameter, and leaves it to the hook to put the mean in the gradient's place.
+        """
+        # Compiled autograd calls nothing at the end of a pass: there each mean is waited for.
+        compiled = in_compiled_backward()
+        if compiled and self.momentum is not None:
+            raise NotImplementedError("QuantizedAdam needs the end of a backward pass, which compiled autograd hides")
+        if parameter in self._one_by_one:
+            if not compiled:
+                raise RuntimeError(
+                    f"{self.names[parameter]} got a gradient twice in one backward pass: checkpoints must not be "
+                    "reentrant where DistributedDataParallel reduces in Python (use_reentrant=False)"
+                )
+            self._one_by_one = {}
+        number = len(self._one_by_one)
+        if not (number or compiled):
+            at_end_of_backward(self._end_one_by_one)
+        if not gradient.is_sparse:
+            gradient = (torch.view_as_real(gradient) if gradient.is_complex() else gradient).detach()
+        flat = gradient if gradient.is_sparse else gradient.reshape(-1)
+        bucket: Any = SimpleNamespace(
+            buffer=lambda: flat,
+            index=lambda: number,
+            is_last=lambda: False,
+            parameters=lambda: [parameter],
+            gradients=lambda: [gradient],
+        )
+        future = self(bucket)
+        self._one_by_one[parameter] = gradient, future
+        if compiled:
+            _put(gradient, future.wait())
+            self.raise_error()
+        return future
+
+    def _end_one_by_one(self) -> None:
+        reduced, self._one_by_one = self._one_by_one, {}
+        self._mean_sketches = self._mean_of_sketches()
+        for gradient, future in reduced.values():
+            _put(gradient, future.wait())
+        self._end_backward()
 
     def _result(self, reduced: Reduced, flat: torch.Tensor, *, raises: bool) -> torch.Tensor:
         try:
@@ -222,6 +270,7 @@ class _Hook:
             return float(scales[-1])
         return self.grad_scaler.get_scale() if self.grad_scaler else 1.0
 
+    @untraced
     def before_forward(self, model: DistributedDataParallel, inputs: object) -> None:
         """Copy rank 0's parameters to all every ``resync`` steps: here nothing else reads or writes them.
 
@@ -229,6 +278,8 @@ class _Hook:
         backward pass could not raise is raised.
         """
         self.raise_error()
+        if not inside_a_node():
+            self._one_by_one = {}  # of a pass that an error ended
         self._handled = id(sys.exc_info()[1])
         wire, watch = self.wire, self.watch
         if wire is None or watch is None or not wire.attached or not torch.is_grad_enabled():
@@ -283,6 +334,7 @@ class _Hook:
                 "whose data have ended take no part in a forward pass, where parameters are copied"
             )
 
+    @untraced
     def after_forward(self, model: DistributedDataParallel, inputs: object, outputs: object) -> None:
         """Add the cause to an error of DDP's own collectives in forward: of buffers, or when it rebuilds its buckets.
 
@@ -321,8 +373,14 @@ def _shape_in_bucket(parameter: torch.Tensor) -> tuple[int, ...]:
     return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
 
 
+def _put(gradient: torch.Tensor, mean: torch.Tensor) -> None:
+    if mean is not gradient:
+        gradient.copy_(mean.view_as(gradient))
+
+
+@untraced
 def _hook(state: _Hook, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return state(bucket)
+    return state(bucket) if isinstance(bucket, GradBucket) else state.reduce_one(*bucket)
 
 
 @dataclass(frozen=True)
@@ -521,11 +579,6 @@ def _register(model: DistributedDataParallel, hook: _Hook, wire: Wire) -> None:
 
 
 def _check_reducer(model: DistributedDataParallel) -> None:
-    if reduces_in_python(model):
-        raise RuntimeError(
-            'this DDP model reduces each gradient by itself (torch._dynamo.config.optimize_ddp = "python_reducer"), in '
-            "no buckets that could be compressed: leave optimize_ddp at True, and build DistributedDataParallel anew"
-        )
     if optimizes_in_backward(model):
         raise RuntimeError(
             "optimizers that step in backward (_apply_optimizer_in_backward) take DDP's only communication hook: step "
