@@ -23,24 +23,19 @@ from thinwire_tools.results import Results
 
 TORCH = ("2.9.1", "2.11.0", "2.13.0")
 PYTHON = ("3.12", "3.13", "3.14")
-FOLDERS = ("integrations", "runtime", "pipeline", "local", "optim", "test_attachments.py")
+TESTS = [f"tests/{name}" for name in ("integrations", "runtime", "pipeline", "local", "optim", "test_attachments.py")]
 NEEDED = ["numpy", "rich", "tyro", "scipy", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis"]
 SHOWN = ("DDP", "FSDP2", "pipeline", "process group", "DiLoCo")
 """Attachments, by their names in tests/test_attachments.py, whose laws say whether a version has them."""
-BUILD, RECORD, PAGE = ROOT / "build" / "versions", BENCHMARKS / "versions.json", ROOT / "docs" / "trainers.md"
-_MARKS = re.compile(r"(<!-- versions -->\n).*?(<!-- end -->)", re.DOTALL)
+BUILD, RECORD, PAGE = ROOT / "build/versions", BENCHMARKS / "versions.json", ROOT / "docs/trainers.md"
 
 
 def run(*command: object) -> str:
     return subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True, cwd=ROOT).stdout
 
 
-def found(python: str) -> bool:
-    """Whether ``python3.12``, say, can be started: the name may be one of a launcher that has no such version."""
-    try:
-        return run(f"python{python}", "--version").startswith("Python 3")
-    except (OSError, subprocess.CalledProcessError):
-        return False
+def starts(python: str) -> bool:
+    return subprocess.run(f"python{python} --version", shell=True, capture_output=True).returncode == 0
 
 
 def environment(torch: str, python: str) -> Path:
@@ -49,10 +44,7 @@ def environment(torch: str, python: str) -> Path:
     pip = (folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     if not (folder / "ready").exists():
         run(f"python{python}", "-m", "venv", folder)
-        run(*pip, "--no-cache-dir", f"torch=={torch}")
-        constraints = (ROOT / "constraints.txt").read_text().splitlines()
-        (folder / "constraints.txt").write_text("\n".join(line for line in constraints if line[:7] != "torch=="))
-        run(*pip, "--constraint", folder / "constraints.txt", *NEEDED)
+        run(*pip, "--no-cache-dir", f"torch=={torch}", *NEEDED)
         (folder / "ready").touch()
     run(*pip, "--no-deps", "--force-reinstall", *BUILD.glob("thinwire-*.whl"))
     return folder / "bin" / "python"
@@ -61,17 +53,14 @@ def environment(torch: str, python: str) -> Path:
 def tried(torch: str, python: str) -> tuple[int, dict[str, Any]]:
     """How many of the fast tests passed with these versions, and which did not, and the attachments that work."""
     report = BUILD / f"{torch}-{python}.xml"
-    report.unlink(missing_ok=True)
-    tests = [f"tests/{folder}" for folder in FOLDERS]
     chosen = ("-m", "not slow and not alone", "-n", "2", "--max-worker-restart", "0", "-p", "no:cacheprovider")
-    command = [environment(torch, python), "-m", "pytest", "-q", *chosen, f"--junitxml={report}", *tests]
-    subprocess.run(command, cwd=ROOT, check=False)  # what fails is counted
-    counts = {"passed": 0, "failed": 0, "skipped": 0}
-    supported, failures = [], []
+    command = [environment(torch, python), "-m", "pytest", "-q", *chosen, f"--junitxml={report}", *TESTS]
+    if subprocess.run(command, cwd=ROOT).returncode > 1:  # what fails is counted
+        raise SystemExit(f"the tests did not run with PyTorch {torch} and Python {python}")
+    counts, supported, failures = {"passed": 0, "failed": 0, "skipped": 0}, [], []
     for case in ElementTree.parse(report).iter("testcase"):
         kinds = {part.tag for part in case} & {"failure", "error", "skipped"}
-        outcome = "skipped" if kinds == {"skipped"} else "failed" if kinds else "passed"
-        counts[outcome] += 1
+        counts[outcome := "skipped" if kinds == {"skipped"} else "failed" if kinds else "passed"] += 1
         law = re.fullmatch(r"test_laws\[(.*)\]", case.get("name", ""))
         supported += [law[1]] if law and outcome == "passed" else []
         failures += [f"{case.get('classname')}.{case.get('name')}"] if outcome == "failed" else []
@@ -81,19 +70,21 @@ def tried(torch: str, python: str) -> tuple[int, dict[str, Any]]:
 def write(results: Results) -> None:
     """The record, and the table of the page."""
     results.write(RECORD)
-    body = []
-    for row in results.results:
-        marks = ["yes" if name in row["supported"] else "no" for name in SHOWN]
-        counts = [str(row[count]) for count in ("value", "skipped", "failed")]
-        body.append([*row["name"].split("/"), *marks, *counts])
-    shown = table(["PyTorch", "Python", *SHOWN, "tests passed", "skipped", "failed"], body)
-    PAGE.write_text(_MARKS.sub(lambda marks: f"{marks[1]}{shown}\n{marks[2]}", PAGE.read_text()))
+    counts = {"value": "tests passed", "skipped": "skipped", "failed": "failed"}
+    rows = [
+        row["name"].split("/")
+        + ["yes" if name in row["supported"] else "no" for name in SHOWN]
+        + [str(row[count]) for count in counts]
+        for row in results.results
+    ]
+    shown = table(["PyTorch", "Python", *SHOWN, *counts.values()], rows)
+    PAGE.write_text(re.sub(r"(?s)(<!-- versions -->\n).*?(<!-- end -->)", rf"\1{shown}\n\2", PAGE.read_text()))
 
 
 def main() -> None:
-    newest = run(sys.executable, "-m", "pip", "index", "versions", "torch").split("(")[1].split(")")[0]
-    here = f"{sys.version_info.major}.{sys.version_info.minor}"
-    asked = sys.argv[1:] or [*TORCH, newest, *(f"{newest}/{python}" for python in PYTHON if found(python))]
+    newest, here = run(sys.executable, "-m", "pip", "index", "versions", "torch"), "{}.{}".format(*sys.version_info)
+    newest = newest.split("(")[1].split(")")[0]
+    asked = sys.argv[1:] or [*TORCH, newest, *(f"{newest}/{python}" for python in PYTHON if starts(python))]
     BUILD.mkdir(parents=True, exist_ok=True)
     # One for every Python and PyTorch: the core has a stable interface, and is built without PyTorch.
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", BUILD, ".")

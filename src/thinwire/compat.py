@@ -133,12 +133,18 @@ def collective_options(name: str) -> Any:
     return getattr(_distributed_c10d, f"{name}Options")()
 
 
-def premul_factor(op: Any) -> float | None:
-    """The factor of a ``ReduceOp.PREMUL_SUM``; None if it is a tensor of several values, or unknown."""
+def premul_factors(op: Any) -> Any:
+    """The factor of a ``ReduceOp.PREMUL_SUM``, a number or a tensor; None if this PyTorch does not tell."""
     try:
         _, factor = op.__getstate__()  # as it is pickled: ``op.factor`` is younger
     except (AttributeError, TypeError, ValueError):
         return None
+    return factor
+
+
+def premul_factor(op: Any) -> float | None:
+    """The factor of a ``ReduceOp.PREMUL_SUM``; None if it is a tensor of several values, or unknown."""
+    factor = premul_factors(op)
     if isinstance(factor, torch.Tensor):
         return float(factor) if factor.numel() == 1 else None
     return float(factor) if isinstance(factor, int | float) else None

@@ -22,6 +22,7 @@ import sharded
 import thinwire
 from harness import on_ranks
 from nets import Net, make
+from pipelines import needs_pipelines
 from ranks import assert_alike
 from thinwire.local import DiLoCo
 from thinwire.pipeline.stage import compress_stage
@@ -115,6 +116,7 @@ def test_every_argument_of_compress_fsdp(rank: int) -> None:
     thinwire.compress(model).detach()
 
 
+@needs_pipelines
 @on_ranks(2)
 def test_every_argument_of_compress_stage(rank: int) -> None:
     x = torch.randn(4, 4)

@@ -21,7 +21,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.arguments import check_type
 from thinwire.collectives import FailureDetector, ProcessGroupTransport, Transport, parse_algorithm, with_shared_memory
-from thinwire.compat import collective_options, gloo_backend, gloo_group, prefixed, premul_factor, register_gloo
+from thinwire.compat import (
+    collective_options,
+    gloo_backend,
+    gloo_group,
+    prefixed,
+    premul_factor,
+    premul_factors,
+    register_gloo,
+)
 from thinwire.compressors import State
 from thinwire.integrations.group_contents import BufferContents
 from thinwire.integrations.group_options import GroupBuffer, ProcessGroupOptions
@@ -397,7 +405,7 @@ def _is_premul(op: Any) -> bool:
 
 def _scaled(tensors: Sequence[Tensor], opts: Any) -> list[Tensor]:
     """What PREMUL_SUM, which gloo lacks, adds up."""
-    factor = opts.reduceOp.factor
+    factor = premul_factors(opts.reduceOp)
     return [x.detach() * factor for x in tensors]
 
 
