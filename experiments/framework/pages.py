@@ -1,7 +1,7 @@
 """Figures of README.md and docs/. ``python -m experiments.framework.pages`` writes them; ``--check`` only compares.
 
 What stands between the marks ``<!-- figures: name -->`` and ``<!-- end -->`` of a page is the Jinja template
-``benchmarks/name.j2``, filled with the JSON files beside it.
+``benchmarks/name.j2``, filled with the JSON files of that name.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Record:
         return [row for name, row in self.rows.items() if name.startswith(prefix)]
 
     def names(self, prefix: str) -> list[str]:
-        """What follows ``prefix`` in their names."""
+        """The rest of these names."""
         return [row["name"].removeprefix(prefix) for row in self.under(prefix)]
 
     def ranked(self, prefix: str, names: Iterable[str], *, reverse: bool = False) -> list[str]:
@@ -64,7 +64,7 @@ class Record:
         return self.machine_of(self.rows)
 
     def machine_of(self, names: Iterable[str]) -> str:
-        """Where these rows were measured; where they differ, each of the values."""
+        """The machine on which these rows were measured; where they differ, each of the values."""
         records = [self.of[name] for name in names]
 
         def values(form: Callable[[Any, Any], str]) -> str:
@@ -86,7 +86,7 @@ def read(*patterns: str) -> Record:
 
 
 def section(name: str, run: Record | None = None) -> str:
-    """What stands under a name, with links from the root of the repository; by default, of the recorded ``run``."""
+    """Render the section of a name, with links from the root of the repository. By default ``run`` is the recorded one."""
     if run is None and (BENCHMARKS / f"{name}.json").exists():
         run = read(name, *([f"{name}-*"] if name.startswith("repro-") else []))
     return _TEMPLATES.get_template(f"{name}.j2").render(name=name, run=run).strip("\n")
@@ -100,7 +100,7 @@ def show(name: str, results: Results, json: Path | None) -> None:
 
 
 def filled(page: Path) -> str:
-    """The text of a page with every marked section written anew."""
+    """The text of a page with every marked section rendered again."""
 
     def fill(marked: re.Match[str]) -> str:
         text = section(marked[2])
@@ -125,7 +125,7 @@ def _number(value: float | None, form: str, scale: float = 1) -> str:
 
 
 def _mean(values: list[float | None]) -> float | None:
-    """None stands for what diverged."""
+    """Average seeds, of which None is one that diverged."""
     return None if None in values else fmean(value for value in values if value is not None)
 
 
@@ -153,7 +153,7 @@ def _head(*titles: str, numbers: bool = True) -> str:
 
 
 def _claim(row: Row, figures: Mapping[str, str]) -> str:
-    """What a paper claims and what was found; ``figures`` renames some that were recorded."""
+    """Render a claim of a paper and its outcome; ``figures`` renames some that were recorded."""
     cells = [figures.get(row["figure"], row["figure"]), row["claim"], outcome(row["found"], row.get("why"))]
     cells += [HOLDS[row["holds"]], f"{100 * row['detectable']:.2g} %" if row.get("detectable") else ""]
     return _line(cell.replace("|", "\\|") for cell in cells)  # a bar would end the cell

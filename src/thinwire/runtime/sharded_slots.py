@@ -228,7 +228,7 @@ def reshard_mean(
     """
     before = replace(layer, num_ranks=old_shards)
     num_replicas = len(saved) // old_shards
-    residual = torch.zeros(layer.shape, dtype=saved[0].dtype)
+    residual = torch.zeros(layer.shape, dtype=saved[0].dtype, device="cpu")
     for s in range(old_shards):
         values = {i: before.cut(saved[i * old_shards + s].view(layer.shape), s) for i in range(num_replicas)}
         residual += before.spread(reshard(values, slot, compressor, name, 0, [1] * num_replicas, [0]), s)
