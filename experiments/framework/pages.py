@@ -86,7 +86,7 @@ def read(*patterns: str) -> Record:
 
 
 def section(name: str, run: Record | None = None) -> str:
-    """Render the section of a name, with links from the root of the repository. By default ``run`` is the recorded one."""
+    """Render a section, with links from the root of the repository. By default ``run`` is the recorded one."""
     if run is None and (BENCHMARKS / f"{name}.json").exists():
         run = read(name, *([f"{name}-*"] if name.startswith("repro-") else []))
     return _TEMPLATES.get_template(f"{name}.j2").render(name=name, run=run).strip("\n")
