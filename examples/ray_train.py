@@ -34,8 +34,7 @@ def train(config: dict) -> None:
         model = prepare_model(model)  # in DDP
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     # On a slow network leave skip_if_slower out.
-    spec = {"gradients" if config["fsdp"] else "compressor": "ef(minmax(bits=2))"}
-    wire = thinwire.compress(model, **spec, skip_if_slower=False)
+    wire = thinwire.compress(model, "ef(minmax(bits=2))", skip_if_slower=False)
 
     first, checkpoint = 0, ray.train.get_checkpoint()
     if checkpoint is not None:

@@ -129,7 +129,7 @@ PATHS = {
     "bucket": (_bucket, {"integrations/ddp.py", "runtime/bucket_engine.py"} | REDUCTION, CODES, 36),
     "gather": (_gather, {"integrations/fsdp.py", "runtime/sharded_engine.py"} | REDUCTION, ("encode", "decode"), 38),
     "activation": (_activation, STAGE | CODED, ("encode", "decode"), 36),
-    "outer step": (_outer_step, OUTER | CHANNEL, ("encode",), 35),
+    "outer step": (_outer_step, OUTER | CHANNEL, ("encode",), 36),
 }
 """By path: what runs it, the files on the stack, the kernels, and the most files that it touches."""
 

@@ -47,11 +47,6 @@ Trained = tuple[Any, thinwire.Wire]
 """The model that a trainer has trained from a step on to `STEPS`, and its wire."""
 
 
-def arguments(wrapper: str) -> dict[str, Any]:
-    """The arguments of `thinwire.compress`."""
-    return {"compressor" if wrapper == "ddp" else "gradients": SPEC, "skip_if_slower": False}
-
-
 def pretend_devices(wrapper: str) -> None:
     """Have accelerate heed its FSDP plugin, for which it wants GPUs: on CPUs it takes DDP."""
     from accelerate import DistributedType, PartialState
@@ -64,7 +59,7 @@ def pretend_devices(wrapper: str) -> None:
 def transformers(wrapper: str, folder: str, resume: bool) -> Trained:
     from transformers import Trainer, TrainingArguments
 
-    callback = thinwire.trainer_callback(**arguments(wrapper))
+    callback = thinwire.trainer_callback(SPEC, skip_if_slower=False)
     sharded: Any = wrapper == "fsdp"
     args = TrainingArguments(
         output_dir=folder,
@@ -93,7 +88,7 @@ def accelerate(wrapper: str, folder: str, resume: bool) -> Trained:
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     net = Net()
     net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
-    wire = thinwire.compress(net, **arguments(wrapper))
+    wire = thinwire.compress(net, SPEC, skip_if_slower=False)
     accelerator.register_for_checkpointing(wire.checkpointable())
     if resume:
         accelerator.load_state(folder)
@@ -130,7 +125,7 @@ def lightning(wrapper: str, folder: str, resume: bool) -> Trained:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters())
 
-    callback = thinwire.lightning_callback(**arguments(wrapper))
+    callback = thinwire.lightning_callback(SPEC, skip_if_slower=False)
     trainer = pytorch_lightning.Trainer(
         accelerator="cpu",
         devices=2,
