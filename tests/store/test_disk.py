@@ -142,6 +142,9 @@ def test_states_older_than_the_snapshots_have_lost_records_and_say_so(snapshots:
         assert (store.digest() == digest) == (back <= snapshots)
         if back > snapshots:
             break
+        store.close()
+        store = make(tmp_path, snapshots=snapshots)
+        assert store.digest() == digest, "what was given up by going back does not come back"
     store.close()
 
 
