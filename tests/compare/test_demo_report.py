@@ -57,19 +57,6 @@ def _with(name: str, **changes: object) -> dict[str, Run]:
     return runs | {name: dataclasses.replace(runs[name], **changes)}  # type: ignore[arg-type]
 
 
-def test_time_to_a_loss_is_interpolated_between_probes() -> None:
-    run = Run("fp32", step_s=[1.0] * 20, losses=[3.0, 2.0, 1.5], probe_steps=[10, 20])
-    assert run.probe_s == [0, 10, 20]
-    assert run.seconds_to(2.5) == pytest.approx(5.0)
-    assert run.seconds_to(2.0) == pytest.approx(10.0)
-    assert run.seconds_to(1.6) == pytest.approx(18.0)
-    assert run.seconds_to(1.4) is None
-    # A curve that rises first reaches a loss only where it comes down to it.
-    humped = Run("fp32", step_s=[1.0] * 20, losses=[2.0, 3.0, 1.0], probe_steps=[10, 20])
-    assert humped.seconds_to(2.0) == 0.0
-    assert humped.seconds_to(1.5) == pytest.approx(17.5)
-
-
 def test_a_speedup_is_the_median_of_paired_turns_with_an_interval() -> None:
     ratio = _shown(_runs()).speedup("thinwire")
     assert ratio is not None

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from experiments.__main__ import main as experiments_main
-from experiments.framework.claims import Rows, ratios, times_faster
 from experiments.framework.instrument import SeparateRuns, joined
 from experiments.framework.methods import FP32, NOTHING, THINWIRE, Method
 from experiments.framework.replay import Clock, Compute, ReplayedTask, gradients_along, record
@@ -202,15 +201,6 @@ def test_errors_are_those_of_what_arrives() -> None:
     assert max(found["fp32"]) < 1e-6
     assert all(0.02 < error < 0.5 for error in found["thinwire"])
     assert all(0.3 < error < 1 for error in found["half"])
-
-
-def test_methods_are_compared_round_by_round() -> None:
-    times = Times({"slow": (2.0, 8.0, 3.0), "fast": (1.0, 2.0, 1.5)}, {})
-    assert times.over("fast", "slow") == [2.0, 4.0, 2.0]
-    assert times.times_faster("slow", "fast") == 0.5
-    rows: Rows = {name: {"step_s": list(rounds)} for name, rounds in times.rounds.items()}
-    assert ratios(rows, "fast", "slow") == [2.0, 4.0, 2.0]
-    assert times_faster(rows, "slow", "fast") == 0.5
 
 
 def test_the_rate_at_which_a_step_takes_a_time() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinwire.collectives import MessageError, TransportError
+from thinwire.collectives import TransportError
 from thinwire.pipeline.arrivals import AHEAD, Arrivals
 
 _LONG_S = 20.0
@@ -37,13 +37,12 @@ class Message:
 class Side:
     """Messages 0 to ``num`` - 1, and what was decoded of them, in which thread."""
 
-    def __init__(self, num: int, *, expected: int | None = None) -> None:
+    def __init__(self, num: int) -> None:
         self.messages = [Message() for _ in range(num)]
         self.decoded: list[int] = []
         self.threads: dict[int, threading.Thread] = {}
         self.done = [threading.Event() for _ in range(num)]
-        self.damaged: set[int] = set()
-        self.arrivals = Arrivals(self.messages, self.decode, expected=num if expected is None else expected)
+        self.arrivals = Arrivals(self.messages, self.decode, expected=num)
 
     def come(self, *chunks: int) -> None:
         for chunk in chunks:
@@ -53,8 +52,6 @@ class Side:
         self.decoded.append(chunk)
         self.threads[chunk] = threading.current_thread()
         self.done[chunk].set()
-        if chunk in self.damaged:
-            raise MessageError(f"message {chunk} is damaged")
         return [torch.tensor(chunk)]
 
 
@@ -83,28 +80,6 @@ def test_another_order_does_not_wait_for_what_is_sent_after_it(order: list[int])
             assert side.arrivals.take(chunk) == [torch.tensor(chunk)]
         assert sorted(side.decoded) == [0, 1, 2, 3]
         assert side.arrivals.complete
-
-
-def test_a_damaged_message_is_raised_where_it_is_taken_and_nothing_is_decoded_after_it() -> None:
-    side = Side(3)
-    side.damaged = {1}
-    side.come(0, 1, 2)
-    side.arrivals.take(0)
-    with pytest.raises(MessageError, match="message 1 is damaged"):
-        side.arrivals.take(1)
-    side.threads[1].join(_LONG_S)
-    assert not side.threads[1].is_alive()
-    assert side.decoded == [0, 1]
-    assert not side.arrivals.complete
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_message_that_does_not_come_is_an_error_where_it_is_taken(first: int) -> None:
-    side = Side(2)
-    side.messages[first].fail(TransportError("receiving from rank 3 failed", rank=3))
-    with pytest.raises(TransportError, match="receiving from rank 3 failed"):
-        side.arrivals.take(first)
-    side.come(0, 1)
 
 
 @pytest.mark.parametrize("fails", [False, True])

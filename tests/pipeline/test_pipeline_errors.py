@@ -23,7 +23,7 @@ from ranks import alike, of_ranks
 from thinwire.collectives import MessageError
 from thinwire.compat import stage_tensors
 from thinwire.pipeline.boundary import BoundarySide
-from thinwire.pipeline.message import BoundaryTensors, Spec, chunk_sizes
+from thinwire.pipeline.message import BoundaryTensors, Spec
 from thinwire.pipeline.options import PipelineOptions, fitted
 from thinwire.runtime.checkpoint import sealed
 from thinwire.store import manifest
@@ -292,13 +292,6 @@ def test_what_crosses_is_checked() -> None:
         thinwire.compressors.MaxAbs(bits=4, bucket=4),
         thinwire.compressors.MaxAbs(bits=4, bucket=7),
     )
-
-
-def test_chunks_are_those_of_pytorch() -> None:
-    for count in range(1, 20):
-        for chunks in range(1, 8):
-            expected = [len(part) for part in torch.tensor_split(torch.arange(count), chunks)]
-            assert chunk_sizes(count, chunks) == expected
 
 
 class Mixed(nn.Module):

@@ -100,21 +100,6 @@ def test_samples_without_room_are_sent_whole_and_those_with_nan_are_not_kept() -
     assert sums(visit, 2, f"delta({BITS_4})", store=store) == [([0], 1)] * 2
 
 
-def test_a_sum_goes_on_from_its_state_bit_by_bit() -> None:
-    spec = "delta(maxabs(bits=3, rounding=stochastic))"
-
-    def visits(own: SampleSum, rank: int) -> None:
-        again = sample_sum(own.transport, spec)
-        for step in range(4):
-            if step == 2:
-                again.load_state_dict(own.state_dict())
-            x = values(2, 8, 32, seed=10 * step + rank)
-            whole = own(x, [0, 1])
-            assert step < 2 or torch.equal(again(x, [0, 1]), whole)
-
-    sums(visits, 2, spec)
-
-
 def test_samples_and_shapes_are_checked() -> None:
     def visit(own: SampleSum, rank: int) -> None:
         with pytest.raises(ValueError, match="are not those of 3 samples"):

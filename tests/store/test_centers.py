@@ -106,25 +106,6 @@ def test_both_sides_have_the_same_centers_which_move_between_steps_only() -> Non
     assert len(sender) == 0
 
 
-def test_centers_are_forgotten_where_sides_differ_and_not_for_a_sample() -> None:
-    sender, receiver = CenterStore(FORM, 2), CenterStore(FORM, 2)
-    rows = Rows.uniform((1, 2), 5)
-    for step in range(3):
-        sender.admit(rows.samples)
-        receiver.admit(rows.samples)
-        visit(sender, receiver, rows, step)
-    assert sender.visits(9)
-    sender.forget(1)
-    sender.reset([])
-    assert sender.digest() == receiver.digest()
-    # One side has saved a micro-batch more: of a step that was given up.
-    visit(sender, CenterStore(FORM, 2), rows, 2)
-    assert sender.view(1, compare=False) != receiver.view(1, compare=False)
-    sender.reset([1])
-    assert not sender.visits(1)
-    assert sender.view(1, compare=False) is None
-
-
 def test_the_state_of_a_store_brings_it_back_and_is_checked() -> None:
     sender, receiver, again = (CenterStore(FORM, 2) for _ in range(3))
     for step in range(3):

@@ -44,19 +44,14 @@ def save(store: Store, rows: Rows, values: Tensor, step: int) -> None:
     store.save(store.form.encode(values.clone(), rows), rows, step)
 
 
-def open_store(kind: str, path: Path, form: RecordFormat = FORM, capacity: int | None = 20, **options) -> Store:
-    if kind == "memory":
-        return MemoryStore(form, capacity, options.get("evict"))
-    return DiskStore(path, form, capacity or 20, **{"run": 1, **options})
-
-
 @settings(max_examples=10)
 @given(kind=st.sampled_from(["memory", "disk"]), precision=st.sampled_from(PRECISIONS))
 @example("memory", 2)
 @example("disk", 16)
 def test_what_is_kept_is_what_was_saved_up_to_precision(tmp_path_factory, kind: str, precision: int) -> None:
     form = RecordFormat(FORM.parts, precision)
-    store = open_store(kind, tmp_path_factory.mktemp("store"), form)
+    folder = tmp_path_factory.mktemp("store")
+    store = MemoryStore(form, 20) if kind == "memory" else DiskStore(folder, form, 20, run=1)
     rows = Rows((3, 900, 7), (5, 2, 4), 5)
     values = values_of(rows, form)
     save(store, rows, values, 0)
@@ -91,16 +86,6 @@ def test_a_sample_seen_at_another_length_keeps_what_it_had_and_starts_elsewhere_
     assert torch.equal(shorter, torch.cat([values[:12], values[24:]]))
     with pytest.raises(ValueError, match="pass max_length="):
         FORM.encode(torch.zeros(FORM.numel(6)), Rows((1,), (6,), 6))
-
-
-@pytest.mark.parametrize("kind", ["memory", "disk"])
-def test_one_sample_more_than_there_are_is_unknown(kind: str, tmp_path: Path) -> None:
-    store = open_store(kind, tmp_path, capacity=2)
-    rows = Rows.uniform((5, 9), 5)
-    assert store.admit(rows.samples) == frozenset()
-    save(store, rows, values_of(rows, FORM), 0)
-    with pytest.raises(StoreError, match="sample 11 is unknown: the store was made for 2 samples"):
-        store.admit([5, 11])
 
 
 def test_a_full_store_turns_newcomers_away_or_gives_up_the_oldest() -> None:
