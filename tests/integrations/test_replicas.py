@@ -74,10 +74,9 @@ def _divided(model: Any) -> None:
         block.set_gradient_divide_factor(3.0)
 
 
-def _checkpointed(model: Any) -> None:
+def _checkpointed(model: Any, *, use_reentrant: bool = False) -> None:
     for block in model.blocks:
-        forward = block.forward
-        block.forward = partial(checkpoint, forward, use_reentrant=False)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=use_reentrant)
 
 
 def _hooked(model: Any) -> None:
@@ -98,6 +97,8 @@ LOOPS: dict[str, dict[str, Any]] = {
     "bf16": {"mp_policy": LOW},
     "reduced in fp16": {"mp_policy": HALF},
     "checkpointed": {"change": _checkpointed},
+    "reentrant": {"change": partial(_checkpointed, use_reentrant=True)},
+    "evaluated before": {"change": lambda model: torch.no_grad()(model)(sharded.batch(9, 0)[0])},
     "compiled": {"change": lambda model: [block.compile(backend="aot_eager") for block in model.blocks]},
     "hooked": {"change": _hooked},
     "used twice": {"net": sharded.Shared},

@@ -312,6 +312,8 @@ def _attach(model: nn.Module, options: ShardedOptions) -> Wire:
     former = _attached.get(model)
     if former is not None and former.attached:
         raise RuntimeError("this model is compressed already: call detach() on its Wire first, on every rank")
+    for _, module in _modules(model):
+        module.reshard()  # what an evaluation before has left gathered
     every = _sharded(model, options)
     sharded = [entry for entry in every if not _unfit(entry[1])]
     if not sharded:
@@ -491,7 +493,9 @@ def _put_into(module: FSDPModule, attached: Attached) -> None:
     module.set_custom_all_gather(QuantizedAllGather(attached))  # pyright: ignore[reportArgumentType] - called, not checked
     module.set_custom_reduce_scatter(QuantizedReduceScatter(attached))  # pyright: ignore[reportArgumentType]
     if attached.group.replicate_group is not None:
-        means = ReplicaGroup(attached.group, attached.mean_over_replicas, overlap=attached.overlap)
+        means = ReplicaGroup(
+            attached.group, attached.mean_over_replicas, overlap=attached.overlap and not attached.on_device
+        )
         attached.wire.at_detach(replace_replicas(attached.group, means))
 
 

@@ -97,6 +97,9 @@ class _Passes:
                 "Leave set_reduce_scatter_unused_params(True) as thinwire.compress() set it"
             )
         use.reduce(trained)
+        # Behind what FSDP2 has queued: it reduces modules whose inputs need no gradient there.
+        if not at_end_of_backward(lambda: at_end_of_backward(self._end)):
+            self._reduced.clear()
         # A module that backward reaches twice is reduced twice: each time is a step, and takes up the residual of the
         # one before.
         if not self._reduced or not self._reduced.isdisjoint(trained):
@@ -110,9 +113,6 @@ class _Passes:
         engine.begin_step(self.updates.learning_rates() if self.updates else None)
         needed = engine.adapter is not None or engine.plan.needs_loss_scale  # asking for it stops a GPU
         self._loss_scale = self.scaler.get_scale() if self.scaler and needed else 1.0
-        # Behind what FSDP2 has queued: it reduces modules whose inputs need no gradient there.
-        if not at_end_of_backward(lambda: at_end_of_backward(self._end)):
-            self._reduced.clear()
 
     def _end(self) -> None:
         # A pass within another one, as of a reentrant checkpoint, is a part of that.
@@ -169,5 +169,7 @@ def attach_whole(
         own = tuple(names[id(p.now())] for p in each.parameters)
         use = passes.uses.add(module, own, each, wire, lambda: None)
         mean = partial(passes.mean, each, own, use, path or "the root module")
-        wire.at_detach(replace_replicas(each, ReplicaGroup(each, mean, overlap=overlap)))
+        # On a device waiting only tells a stream to.
+        late = overlap and prepared.device is None
+        wire.at_detach(replace_replicas(each, ReplicaGroup(each, mean, overlap=late)))
     return wire
