@@ -18,21 +18,6 @@ from nets import Net, assert_replicas_identical, batch, fingerprint, loss_of, ma
 from ranks import alike, assert_alike
 
 
-@on_ranks(2)
-def test_no_sync_accumulation(rank: int) -> None:
-    model, exact = make(rank), make(rank)
-    wire = thinwire.compress(model, "minmax(bits=8)", skip_if_slower=False)
-    for step in range(4):
-        for each in (model, exact):
-            each.zero_grad()
-            with each.no_sync():
-                loss_of(each, batch(rank, 2 * step)).backward()
-            loss_of(each, batch(rank, 2 * step + 1)).backward()
-    got, want = (torch.cat([p.grad.flatten() for p in trained(each)]) for each in (model, exact))
-    assert wire.stats.steps == 4
-    assert float((got - want).norm() / want.norm()) < 0.02
-
-
 def _trained(rank: int, cap_mb: float, seed: int) -> bytes:
     torch.manual_seed(rank)
     model = make(rank, bucket_cap_mb=cap_mb)

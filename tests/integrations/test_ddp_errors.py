@@ -17,7 +17,7 @@ from torch import nn
 
 import thinwire
 from harness import on_ranks, run_ranks
-from nets import assert_replicas_identical, batch, loss_of, make, train
+from nets import batch, loss_of, make, train
 from thinwire.integrations import transports
 from thinwire.runtime.bucket import BucketLayers
 from thinwire.runtime.substitute import Substitute
@@ -120,23 +120,6 @@ class Fails(thinwire.compressors.MinMax):
         super().encode(*args, **kwargs)
 
 
-@on_ranks(3)
-def test_a_rank_that_fails_is_named_and_training_can_go_on(rank: int) -> None:
-    model = make(rank)
-    wire = thinwire.compress(model, Fails(), skip_if_slower=False)
-    train(model, rank, 3)
-    Fails.broken = rank == _VICTIM
-    with pytest.raises((ArithmeticError, thinwire.PeerFailedError)) as error:
-        loss_of(model, batch(rank, 3)).backward()
-    assert isinstance(error.value, ArithmeticError) if rank == _VICTIM else error.value.rank == _VICTIM
-    Fails.broken = False
-    # The reducer of DDP is of use after it.
-    model.zero_grad()
-    assert len(train(model, rank, 2, first=4)) == 2
-    assert_replicas_identical(model)
-    assert wire.step == 5
-
-
 def _error_of(call: Callable[[], object]) -> tuple[str, int | None]:
     try:
         call()
@@ -164,7 +147,7 @@ class Broken(Substitute):
 
 
 @on_ranks(3)
-def test_nor_do_others_wait_for_a_rank_that_fails_before_it_sends(rank: int) -> None:
+def test_others_do_not_wait_for_a_rank_that_fails_before_it_sends(rank: int) -> None:
     for spec, options, kind in OTHERS:
         model = make(rank)
         wire = thinwire.compress(model, spec, skip_if_slower=False, **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from harness import on_ranks, run_ranks
+from harness import on_ranks
 from ranks import alike
 from sharded import Net, batch, build, compress, train, whole
 from thinwire import compat
@@ -151,21 +150,6 @@ def test_what_is_wrapped_otherwise_is_told_what_to_do(rank: int, size: int) -> N
     mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
     with pytest.warns(UserWarning, match=r"nothing is sent.*fully_shard\(\) with a mesh of two dimensions"):
         thinwire.compress(build(mesh["shard"]))
-
-
-def _rank_is_gone(rank: int, size: int) -> bool:
-    model = build()
-    compress(model, "minmax(bits=8, bucket=64)", "minmax(bits=8, bucket=64)")
-    train(model, 2)
-    if rank == 1:
-        os._exit(3)
-    with pytest.raises(thinwire.TransportError, match="rank 1 has died"):
-        train(model, 5, first=2)
-    return True
-
-
-def test_a_rank_that_died_is_an_error_not_a_hang() -> None:
-    assert run_ranks(_rank_is_gone, 2, 2, may_die=True, group_timeout_s=10.0) == [True, None]
 
 
 def test_private_names_that_are_gone_are_reported() -> None:

@@ -137,20 +137,9 @@ def _refused(rank: int) -> None:
         sharded.compress(model, f"minmax(bits={4 + rank}, bucket=64)", "raw")
 
 
-def _detached(rank: int) -> None:
-    for streams in (1, 2):
-        model, network = linear(), thinwire.Network(streams=streams)
-        wire = thinwire.compress(model, "ef(minmax(bits=4))", skip_if_slower=False, network=network)
-        backward(model, rank)
-        assert wire.stats.compressed_steps == 1
-        wire.detach()
-
-
-@pytest.mark.parametrize(
-    ("cycle_of", "cycles"), [(_dropped_ddp, 16), (_dropped_fsdp, 16), (_refused, 12), (_detached, 18)]
-)
+@pytest.mark.parametrize(("cycle_of", "cycles"), [(_dropped_ddp, 16), (_dropped_fsdp, 16), (_refused, 12)])
 @on_ranks(2)
-def test_what_is_dropped_refused_or_detached_leaves_no_threads_connections_or_memory(
+def test_what_is_dropped_or_refused_leaves_no_threads_connections_or_memory(
     rank: int, cycle_of: Callable[[int], None], cycles: int
 ) -> None:
     for _ in range(6):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -99,25 +97,3 @@ def test_layers_that_ddp_ignores_belong_to_their_rank(rank: int) -> None:
         assert list(trained(model)) == list(wire.plan.layers) == ["shared.weight"]
         assert torch.equal(own, module.expert.weight)
         assert not torch.equal(shared, module.shared.weight)
-
-
-@on_ranks(2)
-def test_an_optimizer_outlives_what_followed_its_steps(rank: int) -> None:
-    for make, spec in (
-        (partial(torch.optim.SGD, lr=0.1), "intsgd(scale=params)"),
-        (partial(thinwire.optim.QuantizedAdam, lr=1e-3, warmup=1), "minmax(bits=4)"),
-    ):
-        torch.manual_seed(0)
-        model = DDP(nn.Linear(_WIDTH, _WIDTH))
-        optimizer = make(model.parameters())
-        for _ in range(2):
-            wire = thinwire.compress(model, spec, optimizer=optimizer, skip_if_slower=False, min_numel=0)
-            optimizer.register_step_pre_hook(lambda *_: None)  # a user's, behind ours
-            for attached in (True, True, True, False):
-                if not attached:
-                    wire.detach()
-                before = model.module.weight.detach().clone()
-                optimizer.zero_grad()
-                model(_batch(rank, 0)).square().mean().backward()
-                optimizer.step()
-                assert not torch.equal(before, model.module.weight)

@@ -169,9 +169,9 @@ def test_a_checkpoint_of_ddp_goes_on_without_it(rank: int, size: int) -> None:
     assert sharded.train(model, 2, first=2) == sharded.train(ddp, 2, first=2)
 
 
-def _rank_is_gone(rank: int, size: int) -> bool:
-    model = hybrid(size, 1)
-    thinwire.compress(model, "4bit", **OPTIONS)
+def _rank_is_gone(rank: int, shards: bool) -> bool:
+    model = sharded.build() if shards else hybrid(2, 1)
+    thinwire.compress(model, "8bit", skip_if_slower=False, min_numel=64)
     sharded.train(model, 2)
     if rank == 1:
         os._exit(3)
@@ -180,5 +180,6 @@ def _rank_is_gone(rank: int, size: int) -> bool:
     return True
 
 
-def test_a_rank_that_is_gone_is_named() -> None:
-    assert run_ranks(_rank_is_gone, 2, 2, may_die=True) == [True, None]
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_rank_that_is_gone_is_named(shards: bool) -> None:
+    assert run_ranks(_rank_is_gone, 2, shards, may_die=True, group_timeout_s=10.0) == [True, None]

@@ -451,19 +451,6 @@ def test_a_run_that_resumes_decides_as_it_would_have(rank: int, at: int, tmp_pat
     assert fingerprint(model) == straight
 
 
-def test_a_state_without_sums_is_reported(tmp_path: Path) -> None:
-    def run(transport):
-        wire = Wire(
-            BucketEngine(Plan.build(SHAPES), SHAPES, transport, WireSettings(adapt=Scripted(every=4, window=2, lag=1)))
-        )
-        state = wire.state_dict()
-        del state["adapt/sum/w"]
-        wire.load_state_dict(state)
-
-    with pytest.raises(ValueError, match="adapt/sum/w"):
-        run_threads(run, 1)
-
-
 @on_ranks(2)
 def test_the_present_plan_is_shown_drawn_and_taken_again(rank: int, tmp_path: Path) -> None:
     model = make(rank)

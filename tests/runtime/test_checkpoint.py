@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_wire import gradients, make, step_on
 from torch import Tensor
 
 from harness import run_threads
-from thinwire import PeerFailedError, Plan, Wire
-from thinwire.runtime import BucketEngine, WireSettings
+from thinwire import PeerFailedError
 from thinwire.runtime.checkpoint import sealed
 
-SHAPES = {"a.weight": (40, 100), "a.bias": (40,), "b.weight": (64, 64)}
-LAYERS = tuple(SHAPES.items())
 RULES = {"b.weight": "ef(powersgd(rank=2))", "*": "ef(minmax(bits=2))"}
-
-
-def make(transport) -> Wire:
-    return Wire(BucketEngine(Plan.build(SHAPES, RULES), SHAPES, transport, WireSettings(seed=3)))
 
 
 def trained_state() -> dict[str, Tensor]:
     def run(transport) -> dict[str, Tensor]:
-        wire = make(transport)
-        generator = torch.Generator().manual_seed(transport.rank)
-        for _ in range(3):
-            wire.engine.begin_step()
-            wire.engine.reduce(torch.randn(40 * 100 + 40 + 64 * 64, generator=generator), LAYERS).wait()
+        wire = make(transport, RULES, seed=3)
+        for step in range(3):
+            step_on(wire, gradients(transport.rank, step))
         state = wire.gather_state_dict()
         wire.detach()
         return state
@@ -39,7 +31,7 @@ def test_every_bit_that_changed_is_found_and_its_entry_named() -> None:
     generator = torch.Generator().manual_seed(0)
 
     def run(transport) -> None:
-        wire = make(transport)
+        wire = make(transport, RULES, seed=3)
         wire.load_state_dict(state)
         loaded = wire.state_dict()
         for name, value in state.items():
@@ -64,6 +56,6 @@ def test_state_that_is_not_finite_is_refused() -> None:
     def run(transport) -> None:
         kind, expected = (ValueError, "NaN or Inf") if transport.rank == 0 else (PeerFailedError, "failed on rank 0")
         with pytest.raises(kind, match=expected):
-            make(transport).load_state_dict({**state, **sealed(slots, "rank0/checksums")})
+            make(transport, RULES, seed=3).load_state_dict({**state, **sealed(slots, "rank0/checksums")})
 
     run_threads(run, 2)

@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from test_wire import gradients, make, step_on
 
 import sharded
 from harness import on_ranks, run_threads
-from thinwire import Plan, Wire
 from thinwire.collectives import Transport
-from thinwire.plan import Filter
-from thinwire.runtime import BucketEngine, WireSettings
 
-SHAPES = {"a.weight": (60, 101), "b.weight": (64, 64)}
-LAYERS = tuple(SHAPES.items())
-NUMEL = 60 * 101 + 64 * 64
-PACKED = "ef(topk(density=0.02), bits=8)"
+MEAN = torch.linspace(-1, 1, 64 * 64).view(64, 64) ** 5
 """Values that are much smaller than others in their bucket stay in the residual for long."""
-
-
-def _wire(transport: Transport, rules: object = PACKED) -> Wire:
-    return Wire(BucketEngine(Plan.build(SHAPES, rules, Filter(min_numel=0)), SHAPES, transport, WireSettings(seed=3)))
-
-
-def _reduce(wire: Wire, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + wire.rank)
-    wire.engine.begin_step()
-    return wire.engine.reduce(
-        torch.linspace(-1, 1, NUMEL) ** 5 + 0.1 * torch.randn(NUMEL, generator=generator), LAYERS
-    ).wait()
 
 
 def test_what_is_sent_in_the_long_run_is_what_was_given() -> None:
@@ -36,16 +18,18 @@ def test_what_is_sent_in_the_long_run_is_what_was_given() -> None:
 
     def missing(spec: str) -> float:
         def run(transport: Transport) -> float:
-            wire = _wire(transport, spec)
-            received = sum(_reduce(wire, step) for step in range(150))
+            wire, received = make(transport, {"b.weight": spec, "*": "raw"}, seed=3), torch.zeros(64, 64)
+            for step in range(150):
+                found = gradients(transport.rank, step)
+                received += step_on(wire, found | {"b.weight": MEAN + 0.1 * found["b.weight"]})["b.weight"]
             wire.detach()
-            given = 150 * torch.linspace(-1, 1, NUMEL) ** 5
-            return float((received - given).norm() / given.norm())
+            return float((received - 150 * MEAN).norm() / (150 * MEAN).norm())
 
         return run_threads(run, 2)[0]
 
     packed, full, none = (
-        missing(spec) for spec in (PACKED, "ef(topk(density=0.02))", "topk(density=0.02, feedback=False)")
+        missing(spec)
+        for spec in ("ef(topk(density=0.02), bits=8)", "ef(topk(density=0.02))", "topk(density=0.02, feedback=False)")
     )
     assert packed < 1.1 * full < 0.3 * none
 

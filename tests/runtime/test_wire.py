@@ -175,18 +175,6 @@ def test_a_layer_trained_later_gets_its_compressor() -> None:
     assert same(first, second)
 
 
-@on_threads(2)
-def test_old_buckets_are_given_back(transport) -> None:
-    wire = make(transport, MIXED)
-    step_on(wire, gradients(transport.rank, 0), (tuple(SHAPES),))
-    first = wire.stats.buffer_bytes
-    for step in range(1, 20):
-        step_on(wire, gradients(transport.rank, step))
-    assert wire.stats.buffer_bytes < 1.2 * first
-    layers = sum(math.prod(SHAPES[name]) for name in ("b.weight", "a.bias", "a.weight"))
-    assert wire.stats.slot_bytes == 2 * 4 * layers
-
-
 WRONG_STATES = {
     "not the state of a Wire: step missing": lambda s: s.pop("step"),
     "wire format 99": lambda s: s.update(format_version=torch.tensor(99)),
