@@ -110,11 +110,11 @@ LOOPS: dict[str, dict[str, Any]] = {
 def _grown(mesh: Any, raw: bool, *, change: Any = None, after: Any = None, accumulate: int = 1, **loop: Any) -> Any:
     partly = loop.pop("partly", False)
     model = sharded.build(mesh, **loop)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     if change is not None:
         change(model)
     if raw:
         thinwire.compress(model, "raw", **({"weights": "raw"} if mesh.size(1) > 1 else {}))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(2):
         for part in range(accumulate):
             last = part == accumulate - 1
