@@ -10,6 +10,7 @@ import io
 import re
 import warnings
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -232,3 +233,11 @@ def test_another_number_of_ranks_owes_the_same(name: str, tmp_path: Any) -> None
     assert directly[0], "nothing is owed"
     for mine, theirs in zip(directly, by_others, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def test_the_page_says_which_laws_apply() -> None:
+    laws = ("bytes_foreseen", "alike", "resumed", "another_world", "not_finite", "wrong_state", "detached")
+    page = (Path(__file__).parents[1] / "docs/trainers.md").read_text()
+    for name, attachment in ATTACHMENTS.items():
+        cells = ["" if law in attachment.without else "yes" for law in laws]
+        assert f"| {name} | {' | '.join(cells)} |" in page
