@@ -34,7 +34,7 @@ def compress(model: nn.Module, compressor: Rules | Auto | None = None, **options
 
 
 def compress(model: Any, compressor: Any = None, **options: Any) -> Wire | CompressedStage:
-    """Compress what ``model`` sends while it trains. Call it once, on every rank, after wrapping the model.
+    """Compress what ``model`` sends while it trains. Call this once on every rank, after the model is wrapped.
 
         model = DistributedDataParallel(model)
         wire = thinwire.compress(model)
@@ -46,16 +46,16 @@ def compress(model: Any, compressor: Any = None, **options: Any) -> Wire | Compr
         stage = PipelineStage(...)  # of PyTorch: activations and their gradients (docs/pipelines.md)
         stage = thinwire.compress(stage, forward="delta(maxabs(bits=4))", backward="maxabs(bits=8)")
 
-    A model that ``torch.compile`` or accelerate wrapped is taken for the model inside. In a world of one, where
-    trainers do not wrap the model, any module is taken: nothing is sent, and the handle has its plan, statistics of
-    zero bytes, and checkpoints that worlds of any size read.
-
-    The arguments, and what is returned and raised, are those of `compress_ddp` for a ``DistributedDataParallel`` model,
-    of `compress_fsdp` for a model under ``torch.distributed.fsdp.fully_shard``, and of `compress_stage` for a
+    The arguments, the result and the exceptions are those of `compress_ddp` for a ``DistributedDataParallel`` model, of
+    `compress_fsdp` for a model under ``torch.distributed.fsdp.fully_shard``, and of `compress_stage` for a
     ``torch.distributed.pipelining.PipelineStage``.
 
+    If ``torch.compile`` or accelerate has wrapped ``model``, the model inside is compressed. In a world of one rank,
+    where trainers wrap no model, any module is accepted: nothing is sent, and the `Wire` that is returned has a plan,
+    statistics of zero bytes, and checkpoints that worlds of any size can load.
+
     Raises:
-        TypeError: the model is none of these, or an argument is another function's, which the message names.
+        TypeError: ``model`` is none of these, or an argument belongs to another function, which the message names.
     """
     model = uncompiled(model)
     with failing_before_meeting(_group_of(model)):
@@ -90,53 +90,53 @@ def compress_ddp(
     """Compress the gradients that a ``DistributedDataParallel`` model sends.
 
     Args:
-        model: with its parameters on the CPU, over gloo; or on one CUDA device of each rank, over NCCL, where Triton
-            compresses (docs/gpu.md says what differs there).
-        compressor: a compressor, its spec, or a mapping from name patterns to them. A layer's full name means that
-            layer alone and counts before any pattern; then the first pattern that matches holds. One with ``*`` or
-            ``?`` must match the whole name of the parameter in the module inside DDP; any other word matches every name
-            that contains it. Layers that no pattern matches stay raw. Compressors that drop
-            or distort much (``topk``, ``powersgd`` ...) get error feedback around them unless they say
-            ``feedback=False``; layers that a compressor cannot take stay raw (``wire.unsuited`` says which and why). By
-            default ``minmax(bits=4, bucket=128)``, for which ``4bit`` is short, as ``8bit``, ``2bit`` and ``bf16`` are
-            for others. ``auto``, or `thinwire.policies.Auto`, chooses by layer what pays on
-            the links as they are measured while training, and nothing if nothing does (docs/auto.md).
+        model: the wrapped model. Its parameters are on the CPU, with gloo, or on one CUDA device of each rank, with
+            NCCL, where Triton compresses (docs/gpu.md describes the differences).
+        compressor: a compressor, its spec such as ``"minmax(bits=4)"``, or a mapping from name patterns to either. A
+            layer is a parameter, by its name in the module inside DDP. A pattern that is a layer's full name holds for
+            that layer alone and precedes all others; then the first pattern that matches holds. A pattern with ``*`` or
+            ``?`` must match the whole name; any other matches every name that contains it. Layers that no pattern
+            matches, or that their compressor cannot take (``wire.unsuited`` says why), stay raw: they are sent
+            uncompressed. Compressors that drop or distort much (``topk``, ``powersgd``, ...) get error feedback unless
+            they say ``feedback=False``. The default is ``minmax(bits=4, bucket=128)``, for which ``4bit`` is short, as
+            ``8bit``, ``2bit`` and ``bf16`` are for others. ``auto``, or `thinwire.policies.Auto`, measures the links
+            while the model trains and chooses what pays for each layer, or nothing if nothing does (docs/auto.md).
         exclude: patterns of layers that stay raw. Layers with fewer than two dimensions (biases, norms) or fewer than
-            ``min_numel`` elements do in any case, unless a pattern is their full name, or the compressor takes every
-            layer (``intsgd``, so that no float is sent).
-        min_numel: elements below which a layer stays raw.
-        start: steps at the beginning that stay uncompressed; Markov's thesis of 2024 (section 4.6.1) turns compression
-            on after the learning rate's warm-up.
-        seed: of the random draws of stochastic rounding. They depend on it, on the step, the rank, the layer and the
-            element only: no global generator is touched.
-        adapt: a policy that chooses each layer's compression anew from time to time while the model trains:
+            ``min_numel`` elements stay raw in any case, unless ``compressor`` has their full name as a pattern, or it
+            takes every layer (``intsgd``, so that no float is sent).
+        min_numel: the number of elements below which a layer stays raw.
+        start: the number of steps at the beginning in which nothing is compressed. Markov's thesis of 2024 (section
+            4.6.1) turns compression on after the learning rate's warm-up.
+        seed: the seed of stochastic rounding. Its random draws depend only on this seed, the step, the rank, the layer
+            and the element; no global generator is touched.
+        adapt: a policy, or its spec, that chooses each layer's compression again from time to time as the model trains.
             ``lgreco(every=500, warmup=100)`` sends the least at the error that ``compressor`` would have
-            (docs/auto.md). Its ``warmup`` is a ``start``. ``wire.decisions`` lists what it decided.
-        optimizer: the optimizer, for compressors that follow its learning rate (``fft(theta=diminishing)``) or its
-            steps (``intsgd(scale=params)``), and for ``accordion``. With `thinwire.optim.CompressedAdamW` updates are
-            sent in the gradients' place, with `thinwire.optim.QuantizedAdam` momenta once its warm-up is over, both
-            with error feedback around every compressor.
-        grad_scaler: the ``GradScaler`` of an fp16 training; error feedback keeps its residuals in unscaled units.
-        skip_if_slower: measure, here and now, how fast this machine compresses and how fast the link is, and leave raw
-            what would not be faster compressed (``wire.declined``). False compresses in any case.
-        network: how messages are sent: the collective algorithm, the transport, an aggregator, the timeout.
-        checks: what is checked while training, and how often.
-        simulate: compress and decompress in place, but send gradients uncompressed: to study accuracy on any backend
-            and device. ``wire.stats`` counts the bytes that would have been sent.
+            (docs/auto.md); ``warmup`` has the meaning of ``start``. ``wire.decisions`` lists the policy's decisions.
+        optimizer: the optimizer of the model, for compressors that follow its learning rate
+            (``fft(theta=diminishing)``) or its steps (``intsgd(scale=params)``), and for the policy ``accordion``. With
+            `thinwire.optim.CompressedAdamW` updates are sent in place of gradients, with `thinwire.optim.QuantizedAdam`
+            momenta once its warm-up is over, both with error feedback around every compressor.
+        grad_scaler: the ``GradScaler`` of fp16 training, so that error feedback keeps residuals in unscaled units.
+        skip_if_slower: whether this call measures how fast this machine compresses and how fast the link is, and leaves
+            raw what would not be faster compressed (``wire.declined``). False compresses in any case.
+        network: a `thinwire.Network`, for the collective algorithm, transport, aggregator, timeout and streams.
+        checks: a `thinwire.Checks`, for what is checked while the model trains, and how often.
+        simulate: whether to compress and decompress gradients in place but send them uncompressed, to study accuracy on
+            any backend and device. ``wire.stats`` counts the bytes that would have been sent.
 
     Returns:
-        The Wire: ``stats``, ``plan``, ``gather_state_dict()``, ``detach()``.
+        The `Wire`, which has ``stats``, ``plan``, ``gather_state_dict()`` for checkpoints, and ``detach()``.
 
     Raises:
-        TypeError: an argument, or a layer's dtype, cannot be compressed or is of the wrong type.
+        TypeError: an argument is of the wrong type, or a layer's dtype cannot be compressed.
         ValueError: a pattern matches no parameter, a spec or a policy is invalid, or the policy cannot choose among
             such compressors.
-        RuntimeError: the model is compressed already, or has another communication hook; or it is on a GPU, and NCCL
-            or Triton is missing.
-        NotImplementedError: its parameters are on several devices, or on an accelerator that is not CUDA's; or on a
-            GPU, and ``auto`` was asked for.
-        DisagreementError: the ranks gave different arguments; the message names the first.
-        SharedMemoryError: ``Network(transport="shared")``, and ranks cannot share memory.
+        RuntimeError: the model is compressed already or has another communication hook, or it is on a GPU, and NCCL or
+            Triton is missing.
+        NotImplementedError: the parameters are on several devices, or on an accelerator other than CUDA; or they are on
+            a GPU, and ``auto`` was given.
+        DisagreementError: the ranks gave different arguments; the message names the first that differs.
+        SharedMemoryError: ``Network(transport="shared")`` was given, and ranks cannot share memory.
     """
     with failing_before_meeting(_group_of(model)):
         options = Options(
@@ -181,32 +181,32 @@ def compress_fsdp(
     """Compress the weights and gradients that a model under FSDP2 sends: QSDP (Markov's thesis of 2024, chapter 5).
 
     Args:
-        model: a model on which ``torch.distributed.fsdp.fully_shard`` was called, on the CPU or on CUDA.
-        gradients: a compressor, its spec, or a mapping from name patterns to them, for gradients as they are reduced.
-            ``ef(...)`` keeps a residual of the whole model on every rank (``wire.memory`` is its size). By default
-            ``minmax(bits=8, bucket=1024)``; ``raw`` for none.
-        weights: the same for weights as they are gathered. By default ``minmax(bits=8, bucket=1024)``. Every rank
-            computes with what arrived, its own shard included, and with the same weights in the forward and backward
-            pass of a step. ``delta(...)`` sends how weights differ from what has arrived, a copy of which every rank
-            keeps (``wire.memory``); it is for modules with ``reshard_after_forward=False``.
-        across: the same for means of gradients over replicas, on a mesh (replicas, shards); by default as
-            ``gradients``. Where every rank has the whole of each module, on a mesh (replicas, 1) and under
-            ``replicate()``, these are all that is sent, and ``gradients`` compresses them as `compress_ddp` does: by
-            default ``minmax(bits=4, bucket=128)``, with ``auto`` and the collective algorithms that there are.
-        master: False: of its own shard a rank keeps only what it has sent of it (equation 5.2 there).
-        overlap: on the CPU. Reductions go on while backward computes, and gradients are complete when it ends. False
-            waits for each, for code that reads gradients within backward by other means than
-            ``register_post_accumulate_grad_hook`` or a module's backward hooks, which are seen.
-        optimizer: a `thinwire.optim.CompressedAdamW`, whose updates are sent in the gradients' place, or a
-            `thinwire.optim.QuantizedAdam`: in its warm-up gradients are sent in full precision. Both send by
-            ``gradients`` with error feedback.
-        exclude, min_numel, start, seed, adapt, grad_scaler, skip_if_slower, network: as of `compress_ddp`.
+        model: a model, on the CPU or on CUDA, on which ``torch.distributed.fsdp.fully_shard`` was called.
+        gradients: a compressor, its spec, or a mapping from name patterns to them, as in `compress_ddp`, for gradients
+            when they are reduced. The default is ``minmax(bits=8, bucket=1024)``; ``raw`` leaves them uncompressed.
+            ``ef(...)`` adds error feedback: every rank keeps a residual of the whole model (``wire.memory`` bytes).
+        weights: the same for weights when they are gathered, with the same default. Every rank computes with the
+            weights that arrive, its own shard included, and a step's forward and backward pass use the same ones.
+            ``delta(...)`` sends the difference from the weights that have arrived before, of which every rank keeps a
+            copy (``wire.memory`` bytes); it is for modules with ``reshard_after_forward=False``.
+        across: the same for means of gradients over replicas, on a mesh (replicas, shards). The default is
+            ``gradients``. Where every rank has the whole of each module, on a mesh (replicas, 1) or under
+            ``replicate()``, only these means are sent, and ``gradients`` compresses them as `compress_ddp` does: with
+            its default, ``minmax(bits=4, bucket=128)``, its ``auto`` and its collective algorithms.
+        master: whether ranks keep their shards in full precision; False keeps only what was sent (thesis, eq. 5.2).
+        overlap: whether, on the CPU, reductions go on while backward computes; gradients are complete when it ends.
+            False waits for each reduction, for code that reads gradients within backward other than in
+            ``register_post_accumulate_grad_hook`` or a module's backward hooks, which are taken into account.
+        optimizer: the optimizer of the model. With `thinwire.optim.CompressedAdamW` updates are sent in place of
+            gradients; with `thinwire.optim.QuantizedAdam` gradients are sent in full precision during its warm-up. Both
+            add error feedback to ``gradients``.
+        exclude, min_numel, start, seed, adapt, grad_scaler, skip_if_slower, network: see `compress_ddp`.
 
     Returns:
-        The `Wire`: ``stats``, ``plan``, ``gather_state_dict()``, ``detach()``.
+        The `Wire`, which has ``stats``, ``plan``, ``gather_state_dict()`` for checkpoints, and ``detach()``.
 
     Raises:
-        As `compress_ddp`.
+        The exceptions of `compress_ddp`.
     """
     with failing_before_meeting(_group_of(model)):
         from thinwire.integrations.fsdp import ShardedOptions, attach_fsdp
@@ -233,7 +233,7 @@ def compress_fsdp(
 
 
 def _group_of(model: object) -> object:
-    """The process group that compressing ``model`` meets first; None, for all ranks, where it meets none."""
+    """Return the process group that compressing ``model`` meets first, or None, for all ranks, if it meets none."""
     if isinstance(model, DistributedDataParallel):
         return model.process_group
     if _is_sharded(model):
@@ -244,8 +244,8 @@ def _group_of(model: object) -> object:
 
 
 def _is_sharded(model: object) -> TypeGuard[nn.Module]:
-    """Whether `fully_shard` was called on the model, or on a module in it."""
-    # What nobody has imported, nobody has made a model of: it takes long to import.
+    """Return whether ``fully_shard`` was called on the model, or on a module in it."""
+    # Importing it takes long, and where nobody has imported it no model is sharded.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     modules = model.modules() if isinstance(model, nn.Module) else ()
     return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules)
@@ -254,7 +254,7 @@ def _is_sharded(model: object) -> TypeGuard[nn.Module]:
 def _function_for(model: object) -> Callable[..., Any]:
     if isinstance(model, DistributedDataParallel):
         return compress_ddp
-    # As in `_is_sharded`.
+    # Not imported here, for the reason in `_is_sharded`.
     pipelining = sys.modules.get("torch.distributed.pipelining")
     if pipelining is not None and isinstance(model, pipelining.PipelineStage):
         return _stage_function()
@@ -281,7 +281,7 @@ def _unwrapped(function: str, model: object) -> str:
 
 
 def _wrapped_inside(model: nn.Module) -> str | None:
-    """What to do with a model that is wrapped in another way, or deeper inside; None if it is not wrapped."""
+    """Return what to do with a model that is wrapped in another way, or deeper inside; None if it is not wrapped."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for path, part in model.named_modules():
         if isinstance(part, DistributedDataParallel):
@@ -302,7 +302,7 @@ def _stage_function() -> Callable[..., Any]:
 
 
 def explained(name: str, value: object, function: Callable[..., Any], kind: str) -> str:
-    """Explain that ``function``, for models of this ``kind``, takes no ``name``: which one does, and what it takes."""
+    """Return why ``function``, for models of this ``kind``, takes no ``name``: which one does, and what it takes."""
     if name == "compressor" and function is _stage_function():
         call = f"thinwire.compress(stage, forward={value!r}, backward='maxabs(bits=8)')"
         return f"activations and their gradients between stages have a compressor each: {call}"
@@ -324,7 +324,7 @@ def explained(name: str, value: object, function: Callable[..., Any], kind: str)
 
 
 def _inside(name: str, value: object) -> str | None:
-    """The call that has a place for ``name``: a parameter of a compressor, a field of `Network` or of `Checks`."""
+    """Return a call that takes ``name``, if it is a parameter of compressors, or a field of `Network` or `Checks`."""
     for group, argument in ((Network, "network"), (Checks, "checks")):
         if name in inspect.signature(group).parameters:
             return f"thinwire.compress(model, {argument}=thinwire.{group.__name__}({name}={value!r}))"
@@ -339,11 +339,11 @@ _SPECS = {
     "density": "topk(density={!r})",
     "rank": "powersgd(rank={!r})",
 }
-"""Specs by the argument that users give in place of them."""
+"""Specs, by the argument that users give in their place."""
 _OTHER_NAMES = {
     **dict.fromkeys(("spec", "method", "rules", "compression", "policy"), "compressor"),
     **dict.fromkeys(("warmup", "warmup_steps", "start_step", "start_iter"), "start"),
     **dict.fromkeys(("ignore", "skip"), "exclude"),
     **dict.fromkeys(("scaler",), "grad_scaler"),
 }
-"""Arguments by what users call them."""
+"""Names of arguments, by the names that other libraries or users give them."""

@@ -1,6 +1,6 @@
-"""Trainers that wrap the model themselves: a callback for each, which compresses the model that it wraps.
+"""Callbacks for trainers that wrap the model themselves, which compress the wrapped model.
 
-Their libraries are imported when a callback is asked for, not with thinwire.
+A trainer's library is imported when its callback is made, not with thinwire.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _FILE = "thinwire.pt"
 
 
 def trainer_callback(compressor: Any = None, **options: Any) -> Any:
-    """A ``transformers.TrainerCallback`` that compresses what the ``Trainer`` wraps in DDP or shards by FSDP2.
+    """Return a ``transformers.TrainerCallback`` that compresses what the ``Trainer`` wraps in DDP or shards with FSDP2.
 
         callback = thinwire.trainer_callback("4bit")
         trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
 
-    ``compressor`` and ``options`` are those of `thinwire.compress` for the model as it is wrapped; ``callback.wire`` is
-    what that returns, from the first step on. The states of all ranks go into ``thinwire.pt`` beside the trainer's
-    checkpoints; a run of any number of ranks that goes on from one of ``args.output_dir`` reads it.
+    ``compressor`` and ``options`` are the arguments of `thinwire.compress` for the model as it is wrapped, and from the
+    first step on ``callback.wire`` is what that returns. The states of all ranks are saved as ``thinwire.pt`` in the
+    trainer's checkpoints; a run of any number of ranks that resumes from one in ``args.output_dir`` loads it.
 
     Raises:
         ImportError: transformers is not installed.
-        TypeError, ValueError: an argument is none of `thinwire.compress`, or is wrong; or, after the first step, the
-            trainer did not wrap its model.
-        FileNotFoundError: when training goes on: the checkpoint has no such file.
+        TypeError, ValueError: an argument is not one of `thinwire.compress`, or is wrong; or, after the first step, the
+            trainer has not wrapped its model.
+        FileNotFoundError: when training resumes, the checkpoint has no such file.
     """
     from transformers import TrainerCallback
 
@@ -56,8 +56,8 @@ def trainer_callback(compressor: Any = None, **options: Any) -> Any:
                 if folder is not None:
                     self.wire.load_state_dict(torch.load(folder / _FILE, weights_only=True))
 
-            # The trainer wraps a model in DDP after this, and hands callbacks the one inside. A sharded one is there
-            # already, and an evaluation that comes first would leave parameters of FSDP2's root gathered.
+            # The trainer wraps a model in DDP after this call, and hands callbacks the one inside. A sharded model is
+            # wrapped by now, and an evaluation before training would leave parameters of FSDP2's root gathered.
             if is_alone() or is_sharded(model):
                 attach(model)
             else:
@@ -84,20 +84,20 @@ def trainer_callback(compressor: Any = None, **options: Any) -> Any:
 
 
 def lightning_callback(compressor: Any = None, **options: Any) -> Any:
-    """A Lightning ``Callback`` that compresses what the trainer's strategy wraps in DDP or the module shards by FSDP2.
+    """Return a Lightning ``Callback`` that compresses what the strategy wraps in DDP or the module shards with FSDP2.
 
         callback = thinwire.lightning_callback("4bit")
         trainer = Trainer(strategy="ddp", callbacks=[callback])
 
-    ``compressor`` and ``options`` are those of `thinwire.compress` for the model as it is wrapped; ``callback.wire`` is
-    what that returns, once training begins. The states of all ranks go into Lightning's checkpoint, from which a run of
-    any number of ranks goes on.
+    ``compressor`` and ``options`` are the arguments of `thinwire.compress` for the model as it is wrapped, and once
+    training begins ``callback.wire`` is what that returns. The states of all ranks are saved in Lightning's checkpoint,
+    from which a run of any number of ranks resumes.
 
     Raises:
         ImportError: ``pytorch_lightning`` is not installed, and ``lightning.pytorch`` was not imported before.
-        TypeError, ValueError: an argument is none of `thinwire.compress`, or is wrong.
+        TypeError, ValueError: an argument is not one of `thinwire.compress`, or is wrong.
     """
-    # The same classes are there twice, and a trainer takes its own: those that the script has imported.
+    # Both packages have these classes, and a trainer takes those of its own package: the one that the script imports.
     package = "lightning.pytorch" if "lightning.pytorch" in sys.modules else "pytorch_lightning"
     _check(compressor, options)
     Callback: Any = importlib.import_module(f"{package}.callbacks").Callback
@@ -112,20 +112,20 @@ def lightning_callback(compressor: Any = None, **options: Any) -> Any:
                 self.wire = self._loaded = None
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            # Lightning calls it before it wraps a model in DDP, and once one is sharded.
+            # Lightning calls this before it wraps a model in DDP, but after it has sharded one.
             if self.wire is None:
                 self._loaded = state_dict
             else:
                 self.wire.load_state_dict(state_dict)
 
         def on_fit_start(self, trainer: Any, *_: Any) -> None:
-            # Before a first validation, which would leave parameters of FSDP2's root gathered.
+            # The first validation, which comes later, would leave parameters of FSDP2's root gathered.
             self.wire = compress(trainer.strategy.model, compressor, **options)
             if self._loaded is not None:
                 self.wire.load_state_dict(self._loaded)
 
         def state_dict(self) -> dict[str, Any]:
-            # Lightning calls it on every rank, and rank 0 writes.
+            # Lightning calls this on every rank, and rank 0 writes.
             return {} if self.wire is None else self.wire.gather_state_dict()
 
     return Compress()
@@ -139,7 +139,7 @@ def _unwrapped(model: Any) -> TypeError:
 
 
 def _check(compressor: Any, options: Mapping[str, Any]) -> None:
-    """Raise where the user writes a wrong argument, not where the trainer wraps its model."""
+    """Check the arguments where the user writes them, rather than where the trainer wraps its model."""
     ddp, fsdp = (inspect.signature(function).parameters for function in (compress_ddp, compress_fsdp))
     for name, value in options.items():
         if name not in ddp and name not in fsdp:

@@ -1,1 +1,1 @@
-"""What thinwire attaches to, one file per thing that PyTorch lets us attach to."""
+"""Attachments to PyTorch, with one file for each thing that PyTorch lets a library attach to."""

@@ -1,4 +1,4 @@
-"""A model in a world of one rank: nothing is sent, and the handle is there all the same."""
+"""Attachment to a model in a world of one rank, where nothing is sent and the handle exists all the same."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from thinwire.runtime import BucketEngine, Wire, WireSettings
 
 
 def is_alone() -> bool:
-    """Whether this process is the only rank.
+    """Return whether this process is the only rank.
 
-    Before ``init_process_group`` the variable ``WORLD_SIZE`` of launchers such as torchrun decides: a script that only
-    forgot to call it does not train alone by mistake.
+    Before ``init_process_group`` the variable ``WORLD_SIZE`` of launchers such as torchrun decides, so that a script
+    that only forgot to call it does not train alone by mistake.
     """
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size() == 1
@@ -26,16 +26,16 @@ def is_alone() -> bool:
 
 
 def attach_alone(module: nn.Module, options: Options) -> Wire:
-    """The Wire of a module that no other rank trains.
+    """Return the `Wire` of a module that no other rank trains.
 
-    It attaches nothing to ``module``. Its plan is the one that the arguments ask for, which are checked as ever, and it
-    loads and saves checkpoints of worlds of any size. It counts no steps, because nothing is sent in any.
+    Nothing is attached to ``module``. The Wire has the plan that the arguments ask for, which are checked as usual, and
+    it loads and saves checkpoints of worlds of any size. It counts no steps, because nothing is sent in any.
     """
     parameters: dict[str, Tensor] = {name: p for name, p in named_parameters(module).items() if p.requires_grad}
     shapes = {name: p.shape for name, p in parameters.items()}
     rules, _ = rules_of(options)
     check_optimizer(options.optimizer, module)
-    # Several ranks that resume from this one's checkpoint take its plan, and start with its moments.
+    # Several ranks that resume from this one's checkpoint take its plan and start with its moments.
     plan = Plan.build(shapes, rules, options.filter(module))
     _, preconditioned, plan = of_optimizer(plan, parameters, options)
     (transport,) = LoopbackTransport.world(1)

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: the gradients of each DDP bucket go over the wire while backward still runs."""
+"""Attachment to DistributedDataParallel, which compresses and sends each bucket of gradients while backward runs."""
 
 # No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
 
@@ -61,10 +61,10 @@ _attached: "weakref.WeakKeyDictionary[DistributedDataParallel, _Hook]" = weakref
 
 
 class _Hook:
-    """The state of DDP's communication hook. Holds no reference to the DDP model, which holds one to it.
+    """The state of DDP's communication hook, which the DDP model refers to; it does not refer to the model.
 
     A copy of the model (by ``copy.deepcopy``, ``pickle``, ``AveragedModel``) has a reducer of its own, without a hook:
-    what is copied of this one does nothing, and the copy may be compressed.
+    a copy of this state does nothing, and the copied model may be compressed.
     """
 
     group: dist.ProcessGroup
@@ -76,7 +76,7 @@ class _Hook:
         *,
         finds_unused: bool = False,
     ) -> None:
-        """``finds_unused``: whether layers may be left out of a backward pass."""
+        """Create the state; ``finds_unused``: whether layers may be left out of a backward pass."""
         if group is not None:
             self.group = group
         self.names = dict(names or {})
@@ -99,18 +99,18 @@ class _Hook:
         self._resynced = -1
         self._told_of_join = False
         self._handled = id(None)
-        """The ``id()`` of the error that the caller was handling when forward began, which is none of forward's."""
+        """The ``id()`` of the error that the caller was handling when forward began, which forward did not raise."""
         self._loss_scale = 1.0
         self._loss_scale_readback = AsyncReadback()
         self._follower = Follower("thinwire dense")
         self._one_by_one: dict[torch.Tensor, tuple[torch.Tensor, Reduced]] = {}
-        """By parameter, the gradients of the pass that runs and their means, where DDP reduces in Python."""
+        """Gradients of the present backward pass and their means, by parameter, where DDP reduces in Python."""
 
     def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
         return _Hook, ()
 
     def __call__(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Start reducing a bucket. The future holds its gradients even if that fails: see `_end_backward`."""
+        """Start reducing a bucket. The future holds its gradients even if that fails; see `_end_backward`."""
         flat, last = bucket.buffer(), bucket.is_last()
         if bucket.index() == 0:
             self._arrived = []
@@ -132,11 +132,11 @@ class _Hook:
         return future.then(lambda reduced: self._result(reduced, flat, raises=last and not ends))
 
     def reduce_one(self, gradient: torch.Tensor, parameter: torch.Tensor) -> Reduced:
-        """Start reducing a gradient, a bucket of one layer, where DDP reduces in Python (``python_reducer``).
+        """Start reducing one gradient as a bucket of one layer, where DDP reduces in Python (``python_reducer``).
 
         DDP then calls its hook for each parameter, and leaves it to the hook to put the mean in the gradient's place.
         """
-        # Compiled autograd calls nothing at the end of a pass: there each mean is waited for.
+        # Compiled autograd calls nothing at the end of a pass, so each mean is waited for here.
         compiled = in_compiled_backward()
         if compiled and self.momentum is not None:
             raise NotImplementedError("QuantizedAdam needs the end of a backward pass, which compiled autograd hides")
@@ -193,9 +193,9 @@ class _Hook:
     def _end_backward(self) -> None:
         """Raise what went wrong in this backward pass, once it is over for DDP, or give gradients their lengths.
 
-        What a hook raises leaves DDP's reducer unusable, and an error in its future reaches ``backward()`` as a
-        ``RuntimeError`` with the text alone: the reducer is C++ and knows no Python exceptions. What a callback of the
-        autograd engine raises at the end of backward keeps its type, and comes before any optimizer can step.
+        An exception of a hook leaves DDP's reducer unusable, and one in its future reaches ``backward()`` as a
+        ``RuntimeError`` with the text alone, because the reducer is C++ and knows no Python exceptions. An exception of
+        a callback at the end of backward keeps its type, and is raised before any optimizer can step.
         """
         sketches, self._mean_sketches = self._mean_sketches, None
         arrived, self._arrived = self._arrived, []
@@ -210,7 +210,7 @@ class _Hook:
         """Keep what residuals, and momenta of `DGC`, have sent of layers that no rank used: DDP leaves their gradients
         as they are, None or what they were before the pass, whatever has arrived for them.
 
-        ``arrived``: the parameters of this pass, and the mean that has arrived for each.
+        ``arrived`` has the parameters of this pass, each with the mean that has arrived for it.
         """
         if not arrived or self.wire is None or not self.wire.attached or self.momentum is not None:
             return
@@ -224,7 +224,7 @@ class _Hook:
         )
 
     def _mean_of_sketches(self) -> Reduced | None:
-        """Start the mean of the sketches of all buckets: one all-reduce, beside that of the last bucket."""
+        """Start the mean of the sketches of all buckets, one all-reduce along with that of the last bucket."""
         sketches = self.momentum.sketches() if self.momentum is not None else None
         return None if sketches is None else self._follower.mean(sketches, self.group)
 
@@ -254,7 +254,7 @@ class _Hook:
             wire.engine.check_parity(tuple(self.names.values()), sums)
 
     def _sparse(self, flat: torch.Tensor, names: Sequence[str], wire: Wire) -> Reduced:
-        """As in stock DDP. What a sparse all-reduce moves is not known here, and is not counted."""
+        """Start the mean of sparse gradients, as DDP does. The bytes that it moves are not known and not counted."""
         for name in names if not wire.engine.dense else ():
             if not isinstance(wire.plan[name], Raw):
                 raise TypeError(
@@ -264,7 +264,7 @@ class _Hook:
         return self._follower.mean(flat, self.group)
 
     def _present_scale(self) -> float:
-        """The loss scale of this backward pass."""
+        """Return the loss scale of this backward pass."""
         scales = self._loss_scale_readback.read()
         if scales:
             return float(scales[-1])
@@ -272,14 +272,14 @@ class _Hook:
 
     @untraced
     def before_forward(self, model: DistributedDataParallel, inputs: object) -> None:
-        """Copy rank 0's parameters to all every ``resync`` steps: here nothing else reads or writes them.
+        """Copy rank 0's parameters to all ranks every ``resync`` steps, while nothing else reads or writes them.
 
-        Gradients that no optimizer has taken get back the length at which further ones can be added to them. What a
-        backward pass could not raise is raised.
+        Gradients that no optimizer has taken get back the length at which further ones can be added to them. An error
+        that a backward pass could not raise is raised.
         """
         self.raise_error()
         if not inside_a_node():
-            self._one_by_one = {}  # of a pass that an error ended
+            self._one_by_one = {}  # left by a pass that an error ended
         self._handled = id(sys.exc_info()[1])
         wire, watch = self.wire, self.watch
         if wire is None or watch is None or not wire.attached or not torch.is_grad_enabled():
@@ -287,7 +287,7 @@ class _Hook:
         if self._finds_unused:
             self._held_before = {p for p in self.names if p.grad is not None}
         if model.training and self.momentum is not None:
-            self.momentum.lengthen()  # what no step of the optimizer has taken: gradients may be added to it
+            self.momentum.lengthen()  # no step has taken these, and gradients may be added to them
         if model.training and model.require_backward_grad_sync:
             self._begin_pass(wire, model)
         self._sum_parameters(wire, watch)
@@ -304,7 +304,7 @@ class _Hook:
         if wire.engine.detector is not None:
             wire.engine.detector.advance()
         if self.grad_scaler and wire.engine.device is not None:
-            # Asked for later, in the middle of backward, it would make the host wait for what backward did so far.
+            # Asking for it later, in the middle of backward, would make the host wait for what backward did so far.
             self._loss_scale_readback = AsyncReadback()
             one = torch.ones((), dtype=torch.float32, device=wire.engine.device)
             self._loss_scale_readback.note(self.grad_scaler.scale(one))
@@ -314,9 +314,9 @@ class _Hook:
     def _sum_parameters(self, wire: Wire, watch: StepWatch) -> None:
         """Take the checksums that the next backward pass compares, if it does.
 
-        At the first of the forward passes that lead to it: after one under ``no_sync()`` a loop may move each rank's
-        weights by its own gradients, and put them back (sharpness-aware minimization). A rank that has no forward pass,
-        because its data have ended before those of others, has none to compare.
+        They are taken in the first of the forward passes that lead to it, because after one under ``no_sync()`` a loop
+        may move each rank's weights by its own gradients and put them back (sharpness-aware minimization). A rank that
+        has no forward pass, because its data have ended before those of others, has no checksums to compare.
         """
         due = self.parity and (wire.step + 1) % self.parity == 0
         if due and not (watch.accumulates and self._sums is not None):
@@ -326,7 +326,7 @@ class _Hook:
         self._resynced = wire.step
         if not accepts_uneven_inputs(model):
             wire.engine.resync({name: p for p, name in self.names.items()})
-            self._sums = None  # of the parameters before
+            self._sums = None  # they are of the former parameters
         elif not self._told_of_join:
             self._told_of_join = True
             warn_caller(
@@ -336,9 +336,9 @@ class _Hook:
 
     @untraced
     def after_forward(self, model: DistributedDataParallel, inputs: object, outputs: object) -> None:
-        """Add the cause to an error of DDP's own collectives in forward: of buffers, or when it rebuilds its buckets.
+        """Add the cause to an error of DDP's own collectives in forward, which sync buffers or rebuild buckets.
 
-        They are PyTorch's, so the error keeps its type; it gets ``rank``, ``host`` and ``reason``, and a note.
+        The error is PyTorch's and keeps its type; it gets ``rank``, ``host`` and ``reason``, and a note.
         """
         error = sys.exc_info()[1]
         detector = self.wire.engine.detector if self.wire is not None and self.wire.attached else None
@@ -352,12 +352,12 @@ class _Hook:
                 error.add_note(f"The cause is {who}{explained.host}: {explained.reason}")
 
     def _check_overlap(self, bucket: GradBucket, flat: torch.Tensor, wire: Wire) -> None:
-        # DDP's first buckets are not its last: it rebuilds them after the first one or two backward passes.
+        # DDP rebuilds its first buckets after one or two backward passes.
         self._passes += 1
         if self._passes != 4 or wire.world_size == 1 or not bucket.is_last():
             return
         num_bytes = flat.numel() * flat.element_size()
-        # Factors are a few messages whose number counts, not their size: another bucket would double them.
+        # Factors take a few messages whose number matters, not their size, and another bucket would double it.
         factored = any(find_mixin(compressor, SummedMatrices) is not None for compressor in wire.plan.layers.values())
         if num_bytes >= _BIG_BUCKET_BYTES and not factored:
             cap_mb = max(1, round(num_bytes / 5 / 2**20))
@@ -369,7 +369,7 @@ class _Hook:
 
 
 def _shape_in_bucket(parameter: torch.Tensor) -> tuple[int, ...]:
-    """DDP's buckets hold complex gradients as pairs of real numbers."""
+    """Return the shape of a gradient in DDP's buckets, which hold complex ones as pairs of real numbers."""
     return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
 
 
@@ -413,7 +413,7 @@ class Prepared:
 
 
 def attach_ddp(model: DistributedDataParallel, options: Options) -> Wire:
-    """See `thinwire.compress_ddp`."""
+    """Attach compression to a DDP model; see `thinwire.compress_ddp`."""
     with on_the_host():
         return _attach(model, options)
 
@@ -428,9 +428,9 @@ def _attach(model: DistributedDataParallel, options: Options) -> Wire:
         hook = _Hook(model.process_group, names, finds_unused=model.find_unused_parameters or model.static_graph)
     parameters = {name: p for p, name in hook.names.items()}
     timeout = options.network.timeout or group_timeout(hook.group)
-    # Process groups of our own: DDP uses its own group from the main thread while ours are busy in the worker.
+    # These are new process groups, because DDP uses its own from the main thread while these are busy in the worker.
     with closed_on_failure(bare_transport(hook.group, timeout)) as host:
-        # Before anything that depends on the arguments: ranks that differ in them would wait for each other.
+        # This comes before anything that depends on the arguments: ranks that differ in them would wait for each other.
         agree(record_of(options), host)
         with failing_together([host], "thinwire.compress()"):
             _check_reducer(model)
@@ -472,7 +472,7 @@ def prepare(
 ) -> Prepared:
     """Check the arguments for ``module``, whose ``parameters`` are exchanged once they are trained.
 
-    Raises whatever is wrong with them.
+    Raises an exception for whatever is wrong with them.
     """
     rules, policy = rules_of(options)
     check_optimizer(options.optimizer, module)
@@ -504,11 +504,11 @@ def prepare(
 def of_optimizer(
     plan: Plan, parameters: dict[str, torch.Tensor], options: Options
 ) -> tuple["Momentum | None", "Preconditioned | None", Plan]:
-    """What an optimizer of thinwire has sent in the gradients' place, and the plan by which that is sent."""
+    """Return what an optimizer of thinwire sends in place of gradients, and the plan by which that is sent."""
     optimizer = options.optimizer
     if optimizer is None:
         return None, None, plan
-    # Imported only here, because most trainings have none of them.
+    # These are imported here because most runs use none of them.
     from thinwire.integrations.momentum import Momentum, with_feedback
     from thinwire.integrations.preconditioned import Preconditioned
     from thinwire.optim import CompressedAdamW, QuantizedAdam
@@ -541,7 +541,7 @@ def rules_of(options: Options) -> tuple[Rules, Policy | None]:
 
 
 def automatic(compressor: Rules | Auto | None) -> Auto | None:
-    """The policy in the place of a compressor, if there is one."""
+    """Return the policy that is given in place of a compressor, if one is."""
     if isinstance(compressor, Auto):
         return compressor
     if isinstance(compressor, str) and compressor.strip().lower().startswith("auto"):

@@ -1,4 +1,4 @@
-"""Where a model's gradients are, and how they leave a GPU."""
+"""Devices of a model's gradients, and the transport by which they leave a GPU."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _SIMULATE = "; simulate=True studies the effect on accuracy on any device"
 
 
 def replicated(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
-    """The parameters that are the same on all ranks, by their names in the module inside DDP: not those that DDP was
-    told to ignore, as each rank's own experts are."""
+    """Return the parameters that are the same on all ranks, by their names in the module inside DDP: not those that DDP
+    was told to ignore, such as each rank's own experts."""
     ignored = {id(p) for name, p in model.module.named_parameters() if name in model.parameters_to_ignore}
     return {name: p for name, p in named_parameters(model.module).items() if id(p) not in ignored}
 
 
 def trained(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
-    """Those that get gradients."""
+    """Return the parameters of `replicated` that get gradients."""
     return {name: p for name, p in replicated(model).items() if p.requires_grad}
 
 
 def device_of(trained: Mapping[str, torch.Tensor], group: dist.ProcessGroup, as_device: bool) -> torch.device | None:
-    """The device from which gradients are sent without going over the host; None if they are on the CPU."""
+    """Return the device from which gradients are sent without going over the host; None if they are on the CPU."""
     devices = {p.device: name for name, p in trained.items()}
     if all(device.type == "cpu" for device in devices):
         return torch.device("cpu") if as_device else None
@@ -38,13 +38,13 @@ def device_of(trained: Mapping[str, torch.Tensor], group: dist.ProcessGroup, as_
 
 
 def check_device(devices: Mapping[torch.device, str], backends: str, instead: str = "") -> torch.device:
-    """The one device on which a model's parameters are (with the name of one of them), if gradients can leave it.
+    """Return the one device on which a model's parameters are, if gradients can leave it.
 
-    ``backends`` are those of the process group, by device, as in ``cpu:gloo,cuda:nccl``; ``instead`` is
-    what else may be done, at the end of messages.
+    ``devices`` has the name of a parameter on each device. ``backends`` are those of the process group, by device, as
+    in ``cpu:gloo,cuda:nccl``; ``instead`` ends error messages with what else may be done.
 
     Raises:
-        NotImplementedError: They are on several devices, or on one that is not a GPU.
+        NotImplementedError: The parameters are on several devices, or on one that is not a GPU.
         RuntimeError: Something is missing; the message names it.
     """
     device, name = next((device, name) for device, name in devices.items() if device.type != "cpu")
@@ -75,13 +75,13 @@ def check_device(devices: Mapping[torch.device, str], backends: str, instead: st
 def on_device(
     host: Transport, device: torch.device, group: dist.ProcessGroup, timeout: timedelta, network: Network
 ) -> Transport:
-    """The transport between devices; ``host`` is for what ranks agree on.
+    """Return a transport between devices; ``host`` carries what ranks agree on.
 
     There is no worker thread: messages are sent over the model's own group, from the thread from which DDP uses it, in
     one order with those of DDP.
 
     Raises:
-        ValueError: ``network`` asks for what the host sends by.
+        ValueError: ``network`` asks for a way of sending that only the host has.
     """
     if network.transport == "shared":
         raise ValueError("transport='shared' is memory of the host: from a GPU, bytes go over the model's group")

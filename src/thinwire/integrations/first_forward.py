@@ -1,4 +1,4 @@
-"""Finding the model that trains: who did not make the model meets it as its first forward pass begins."""
+"""Search for the model that trains, for callers that did not make it, when its first forward pass begins."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from thinwire.compat import uncompiled
 
 
 def on_first_forward(act: Callable[[nn.Module], None]) -> RemovableHandle:
-    """Call ``act(model)`` once: as the first forward pass for training of a DDP or an FSDP2 model begins.
+    """Call ``act(model)`` once, when the first forward pass for training of a DDP or an FSDP2 model begins.
 
-    Returns the handle of a global hook of ``nn.Module``, which removes itself then. What ``act`` raises reaches the
-    caller of the model.
+    Returns the handle of a global hook of ``nn.Module``, which removes itself before that call. An exception of ``act``
+    reaches the caller of the model.
     """
 
     def look(module: nn.Module, inputs: object) -> None:
@@ -34,7 +34,7 @@ def on_first_forward(act: Callable[[nn.Module], None]) -> RemovableHandle:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether the module, or one in it, is an ``FSDPModule``."""
-    # Who has not imported it has sharded nothing, and to import it takes a second.
+    """Return whether the module, or one in it, is an ``FSDPModule``."""
+    # Importing it takes a second, and where nobody has imported it no module is sharded.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and any(isinstance(part, fsdp.FSDPModule) for part in module.modules())

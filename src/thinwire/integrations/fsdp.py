@@ -1,4 +1,4 @@
-"""FSDP2: weights and gradients of ``fully_shard`` modules are compressed, through its public custom collectives."""
+"""Attachment to FSDP2 that compresses weights and gradients of ``fully_shard`` modules by custom collectives."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 DEFAULT_SHARDED_RULES = "minmax(bits=8, bucket=1024)"
-"""W8G8 in buckets of 1024: what needs no tuning in the thesis (sections 5.6.1 and 5.7)."""
+"""W8G8 in buckets of 1024, which needs no tuning in the thesis (sections 5.6.1 and 5.7)."""
 _attached: weakref.WeakKeyDictionary[nn.Module, Wire] = weakref.WeakKeyDictionary()
 
 
@@ -77,7 +77,7 @@ class ShardedOptions(CommonOptions):
     overlap: bool = True
 
     def rules(self, *, replicated: bool) -> dict[Site, Rules]:
-        """What compresses the weights, the gradients, and if ``replicated`` their means over replicas."""
+        """Return the rules for weights, for gradients and, if ``replicated``, for means of gradients over replicas."""
         assert not isinstance(self.gradients, Auto), "it was checked"
         rules: dict[Site, Rules] = {
             "weights": DEFAULT_SHARDED_RULES if self.weights is None else self.weights,
@@ -91,7 +91,7 @@ class ShardedOptions(CommonOptions):
 class Attached:
     """The state that the collectives of one FSDP module share.
 
-    The module owns it and the Wire does not, so that dropping the model frees both.
+    The module owns this object and the Wire does not, so that dropping the model frees both.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Attached:
         self.wire, self.unit, self.group, self.preconditioned = wire, unit, group, preconditioned
         self.scaler, self.overlap = options.grad_scaler, options.overlap
         self.reduction: Future[Tensor] | None = None
-        """The reduction among shards that is under way, of which a mean over replicas follows."""
+        """The reduction among shards that is under way and is followed by a mean over replicas."""
         self.names = tuple(layer.name for layer in unit.layers)
         self.uses, self.use = uses, uses.add(module, self.names, group, wire, self.follow_pass)
         self.padded = {
@@ -124,32 +124,32 @@ class Attached:
         return tuple(name for name, parameter in pairs if parameter.now().requires_grad)
 
     def follow_pass(self) -> None:
-        """Let the wire know when the outermost backward pass that runs has ended, or that none runs."""
-        # Behind what FSDP2 has queued, also for other roots: it reduces modules whose inputs need no gradient there.
+        """Tell the wire when the outermost backward pass that runs ends, or that none runs."""
+        # After what FSDP2 has queued, also for other roots, which reduces modules whose inputs need no gradient.
         if not at_end_of_backward(lambda: at_end_of_backward(self._end_pass)):
             self.wire.engine.end_pass()
 
     def _end_pass(self) -> None:
-        # A pass within another one, as of a reentrant checkpoint, is a part of that.
+        # A pass within another one, such as that of a reentrant checkpoint, is a part of it.
         if inside_a_node() or self.wire.engine.begins_step or not self.wire.attached:
             return
         self.wire.engine.end_pass()
-        # The updates of `CompressedAdamW` go on without gradients.
+        # The updates of `CompressedAdamW` go on for parameters without gradients.
         if self.preconditioned is None:
             self.wire.engine.drop(self.uses.end_pass())
 
     def begin_reduction(self, trained: Sequence[str]) -> None:
-        """Note what is about to be reduced, and have the end of the pass noticed."""
+        """Note the layers that are about to be reduced, and follow the pass to its end."""
         self.use.reduce(trained)
         self.follow_pass()
 
     def shards(self) -> dict[str, Tensor]:
-        """This rank's shards of the weights."""
+        """Return this rank's shards of the weights."""
         with torch.no_grad():
             return {n: _local(p.now()) for n, p in zip(self.names, self.group.parameters, strict=True)}
 
     def loss_scale(self) -> float:
-        """How many times larger than the gradients the values are that are reduced; 1 where it does not matter."""
+        """Return the factor by which reduced values are larger than the gradients; 1 where it does not matter."""
         if self.scaler is None or not (self.wire.engine.needs_loss_scale or self.preconditioned is not None):
             return 1.0  # asking for it stops a GPU
         return self.scaler.get_scale()
@@ -159,7 +159,7 @@ class Attached:
 
         Raises:
             NotImplementedError: FSDP would not reduce them to their mean.
-            RuntimeError: the module has sent updates in this step, to which these would be added.
+            RuntimeError: the module has already sent updates in this step, to which these would be added.
         """
         if self.preconditioned is None:
             return
@@ -178,7 +178,7 @@ class Attached:
         self.preconditioned.make_sharded(flat, placement, loss_scale)
 
     def release_moments(self) -> None:
-        """Once the wire is detached: leave gradients to the optimizer, at the module's next reduction."""
+        """Leave gradients to the optimizer, at the module's next reduction after the wire was detached."""
         if self.preconditioned is not None:
             groups = [self.group.process_group, self.group.replicate_group]
             self.preconditioned.release([group for group in groups if group is not None], self.names)
@@ -198,7 +198,7 @@ class Attached:
             at += self.padded[name]
 
     def check(self, doing: str, dtype: torch.dtype, numel: int, names: Sequence[str], hint: str) -> None:
-        """Raise unless a buffer is laid out as we think."""
+        """Raise an exception unless a buffer has the expected dtype and layout."""
         where = self.unit.name or "the root module"
         if dtype not in GRADIENT_DTYPES:
             raise TypeError(
@@ -214,19 +214,19 @@ class Attached:
 
 
 class _Comm:
-    """What both collectives have in common: how they get memory."""
+    """The allocation of memory, which both collectives have in common."""
 
     def __init__(self, attached: Attached) -> None:
         self.attached = attached
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        # Room that no shard fills is never written.
+        # Padding that no shard fills is never written.
         make = torch.zeros if self.attached.pads else torch.empty
         return make(*size, dtype=dtype, device=device)
 
 
 class QuantizedAllGather(_Comm):
-    """For ``FSDPModule.set_custom_all_gather``."""
+    """An all-gather of compressed weights, for ``FSDPModule.set_custom_all_gather``."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -236,7 +236,7 @@ class QuantizedAllGather(_Comm):
             all_gather_single(output_tensor, input_tensor, group)
             return None
         if group.size() != at.size:
-            # Weights that arrived in forward, and lie inside a smaller group since (ZeRO++'s secondary shard).
+            # The weights arrived in forward and have since been sharded in a smaller group (ZeRO++'s secondary shard).
             at.wire.engine.note(local_gathers=1)
             all_gather_single(output_tensor, input_tensor, group)
             return None
@@ -249,14 +249,14 @@ class QuantizedAllGather(_Comm):
             mine.copy_(input_tensor)
         future = at.wire.engine.gather(at.unit, output_tensor.view(-1), keep=at.keep)
         if at.on_device:
-            # The gather is enqueued on the stream that FSDP2 gave it; what went wrong with that is raised here.
+            # The gather is enqueued on the stream that FSDP2 gave it; an error in doing so is raised here.
             future.wait()
             return None
         return Work([future], output_tensor)
 
 
 class QuantizedReduceScatter(_Comm):
-    """For ``FSDPModule.set_custom_reduce_scatter``."""
+    """A reduce-scatter of compressed gradients, for ``FSDPModule.set_custom_reduce_scatter``."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -284,7 +284,7 @@ class QuantizedReduceScatter(_Comm):
             loss_scale=loss_scale,
             weights=at.shards,
         )
-        # A sum that is divided later is read at once.
+        # FSDP2 reads a sum at once, to divide it.
         if not at.overlap or op == dist.ReduceOp.SUM or at.on_device:
             future.wait()
         elif wait_late(future, at.group, output_tensor.dtype):
@@ -303,7 +303,7 @@ class _Prepared:
 
 
 def attach_fsdp(model: nn.Module, options: ShardedOptions) -> Wire:
-    """See `thinwire.compress_fsdp`."""
+    """Attach compression to an FSDP2 model; see `thinwire.compress_fsdp`."""
     with on_the_host():
         return _attach(model, options)
 
@@ -313,7 +313,7 @@ def _attach(model: nn.Module, options: ShardedOptions) -> Wire:
     if former is not None and former.attached:
         raise RuntimeError("this model is compressed already: call detach() on its Wire first, on every rank")
     for _, module in _modules(model):
-        module.reshard()  # what an evaluation before has left gathered
+        module.reshard()  # an earlier evaluation may have left it gathered
     every = _sharded(model, options)
     sharded = [entry for entry in every if not _unfit(entry[1])]
     if not sharded:
@@ -326,7 +326,7 @@ def _attach(model: nn.Module, options: ShardedOptions) -> Wire:
         return wire
     groups = {_ranks(group): group.process_group for _, group, _ in sharded}
     replicate_group = _replicate_group(sharded)
-    # The Wire closes its transports. What fails before there is one closes them here.
+    # The Wire closes its transports; if anything fails before there is one, they are closed here.
     with ExitStack() as without_wire:
         hosts = {
             ranks: without_wire.enter_context(closed_on_failure(_host(group, options)))
@@ -378,7 +378,7 @@ def _prepare(
     transports: Mapping[tuple[int, ...], Transport],
     options: ShardedOptions,
 ) -> _Prepared:
-    """Raises whatever is wrong with the arguments for this model. ``left_out``: what PyTorch goes on to send itself."""
+    """Check the arguments for this model. PyTorch goes on to send the groups ``left_out`` itself."""
     check_optimizer(options.optimizer, model)
     names = {id(parameter): name for name, parameter in named_parameters(model).items()}
     units = [_unit(path, group, transports[_ranks(group)], names, _ranks(group)[0]) for _, group, path in sharded]
@@ -392,16 +392,16 @@ def _prepare(
     plan = sharded_plan(shapes | {name: shape for name, (shape, _) in unfit.items()}, rules, keep)
     sent = {at_site(site, name) for site in rules for name in shapes}
     plan = replace(plan, layers={name: compressor for name, compressor in plan.layers.items() if name in sent})
-    # Of a schedule only the first stage would ever be used.
+    # Only the first stage of a schedule would ever be used.
     if plan.at_step(0, None) is not plan:
         raise ValueError("schedules are for DistributedDataParallel models: give density, rank or theta a number")
     _check_changes(plan, [g for _, g, _ in sharded], units, [path for path, _ in _modules(model)], options)
     if isinstance(options.optimizer, QuantizedAdam):
-        # Its momentum is linear in the gradients: error feedback of these is error feedback of the momentum.
+        # Its momentum is linear in the gradients, so their error feedback is that of the momentum.
         plan = with_feedback(plan, "gradients/")
     preconditioned = None
     if isinstance(options.optimizer, CompressedAdamW):
-        # Parameters of the model as the optimizer has them, by the names of the units' layers.
+        # The model's parameters as the optimizer has them, by the names of the units' layers.
         named = {name: p for name, p in named_parameters(model).items() if name in shapes}
         preconditioned, plan = Preconditioned(options.optimizer, named), with_feedback(plan, "gradients/")
     check_feedback(plan.layers.values())
@@ -410,7 +410,7 @@ def _prepare(
 
 
 def _sharded(model: nn.Module, options: ShardedOptions) -> list[tuple[FSDPModule, FSDPGroup, str]]:
-    """The groups of parameters that FSDP communicates together, each with its module and that module's path."""
+    """Return the groups of parameters that FSDP communicates together, each with its module and the module's path."""
     sharded: dict[int, tuple[FSDPModule, FSDPGroup, str]] = {}
     for path, module in _modules(model):
         for group in _checked(path, module, options):
@@ -419,7 +419,7 @@ def _sharded(model: nn.Module, options: ShardedOptions) -> list[tuple[FSDPModule
 
 
 def _unfit(group: FSDPGroup) -> str:
-    """Why what a group gathers and reduces stays as it is; empty where it can be compressed."""
+    """Return why nothing that a group gathers and reduces can be compressed; empty if it can."""
     dtypes = gathered_dtypes(group)
     if not dtypes.isdisjoint(GRADIENT_DTYPES):
         return ""
@@ -427,13 +427,13 @@ def _unfit(group: FSDPGroup) -> str:
 
 
 def first_group(model: nn.Module) -> dist.ProcessGroup | None:
-    """The process group that `attach_fsdp` meets first; None if no module has parameters of its own."""
+    """Return the process group that `attach_fsdp` meets first; None if no module has parameters of its own."""
     groups = (group for _, module in _modules(model) for group in fsdp_groups(module) if group.parameters)
     return next((group.replicate_group if group.whole else group.process_group for group in groups), None)
 
 
 def _ranks(group: FSDPGroup) -> tuple[int, ...]:
-    """The ranks, in the default process group, among which parameters are sharded."""
+    """Return the ranks, in the default process group, among which parameters are sharded."""
     return tuple(dist.get_process_group_ranks(group.process_group))
 
 
@@ -448,7 +448,7 @@ def _warn_of_memory(wire: Wire, preconditioned: Preconditioned | None) -> None:
 
 
 def _policy(options: ShardedOptions) -> Policy | None:
-    """The policy, if there is one; raises whatever is wrong with the arguments that no plan depends on."""
+    """Check the arguments that no plan depends on, and return the policy, if there is one."""
     check_arguments(options)
     for name in ("master", "overlap"):
         check_bool(name, getattr(options, name))
@@ -469,9 +469,9 @@ def _policy(options: ShardedOptions) -> Policy | None:
 def _check_changes(
     plan: Plan, groups: Sequence[FSDPGroup], units: Sequence[Unit], paths: Sequence[str], options: ShardedOptions
 ) -> None:
-    """Raise if changes of weights are asked for (``weights="delta(...)"``) where they cannot be sent.
+    """Raise an exception if changes of weights (``weights="delta(...)"``) are asked for where they cannot be sent.
 
-    ``paths`` are those of all FSDP modules: one without parameters of its own is a root, too.
+    ``paths`` are those of all FSDP modules, because one without parameters of its own may be a root, too.
     """
     changing = [any(isinstance(plan[at_site("weights", layer.name)], Delta) for layer in u.layers) for u in units]
     if not any(changing):
@@ -500,7 +500,7 @@ def _put_into(module: FSDPModule, attached: Attached) -> None:
 
 
 def _modules(model: nn.Module) -> list[tuple[str, FSDPModule]]:
-    from torch.distributed.fsdp import FSDPModule  # costs a second that only who shards a model should pay
+    from torch.distributed.fsdp import FSDPModule  # this takes a second, which only sharded models should pay
 
     modules = [(unwrapped(path), module) for path, module in model.named_modules() if isinstance(module, FSDPModule)]
     if not modules:
@@ -509,7 +509,7 @@ def _modules(model: nn.Module) -> list[tuple[str, FSDPModule]]:
 
 
 def _checked(path: str, module: FSDPModule, options: ShardedOptions) -> list[FSDPGroup]:
-    """Return the module's parameter groups. Raises if their communication cannot be compressed."""
+    """Return the module's parameter groups, and raise an exception if their communication cannot be compressed."""
     where = path or "the root module"
     groups = [group for group in fsdp_groups(module) if group.parameters]
     if len(groups) > 1:
@@ -527,10 +527,10 @@ def _checked(path: str, module: FSDPModule, options: ShardedOptions) -> list[FSD
 
 
 def _replicate_group(sharded: Sequence[tuple[FSDPModule, FSDPGroup, str]]) -> dist.ProcessGroup | None:
-    """The group over whose ranks shards are replicated; None if they are not.
+    """Return the process group over whose ranks shards are replicated; None if they are not.
 
     Raises:
-        ValueError: modules have several of them.
+        ValueError: modules have different ones.
     """
     first, *others = (group.replicate_group for _, group, _ in sharded)
     for (_, _, path), other in zip(sharded[1:], others, strict=True):
@@ -545,7 +545,7 @@ def _replicate_group(sharded: Sequence[tuple[FSDPModule, FSDPGroup, str]]) -> di
 
 
 def _check_whole(sharded: Sequence[tuple[FSDPModule, FSDPGroup, str]], options: ShardedOptions) -> None:
-    """Raise if modules that are whole on every rank are not alone, or for an argument that needs shards."""
+    """Raise ``ValueError`` unless all modules are whole on every rank, and for arguments that need shards."""
     for _, group, path in sharded:
         if not group.whole:
             raise ValueError(
@@ -562,7 +562,7 @@ def _check_whole(sharded: Sequence[tuple[FSDPModule, FSDPGroup, str]], options: 
 
 
 def _check_shards(sizes: Collection[int], options: ShardedOptions, *, replicated: bool) -> None:
-    """Raise, or warn, if what is asked for is sent by no module."""
+    """Raise ``ValueError``, or warn, if no module sends what the arguments compress."""
     if options.across is not None and not replicated:
         raise ValueError(
             "across= compresses means over replicas, and the model has none: call fully_shard() with a mesh of two "
@@ -605,7 +605,7 @@ def _whole_world(timeout: timedelta | None) -> Transport:
 
 
 def _host(group: dist.ProcessGroup, options: ShardedOptions) -> ProcessGroupTransport:
-    """Process groups of our own among the ranks of ``group``, which are known to have the same options."""
+    """Return a transport over new process groups among the ranks of ``group``, which have agreed on their options."""
     with closed_on_failure(bare_transport(group, options.network.timeout or group_timeout(group))) as host:
         agree(record_of(options), host)
     return host
@@ -622,7 +622,7 @@ def _transport(
 
 
 def _device(model: nn.Module, groups: Sequence[FSDPGroup], options: ShardedOptions) -> torch.device | None:
-    """Where the model is, if bytes leave from there without going over the host."""
+    """Return the model's device, if bytes leave it without going over the host; None otherwise."""
     devices = {p.device: name for name, p in named_parameters(model).items()}
     over_the_host = all(device.type == "cpu" for device in devices)
     if over_the_host and not options.as_device:
@@ -635,13 +635,13 @@ def _device(model: nn.Module, groups: Sequence[FSDPGroup], options: ShardedOptio
 
 
 def _local(parameter: nn.Parameter) -> Tensor:
-    """This rank's shard of a parameter that is a DTensor."""
+    """Return this rank's shard of a parameter that is a DTensor."""
     with torch.no_grad():
         return parameter.to_local()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
 
 
 def _scale(op: Any, size: int) -> float:
-    """What the sum is multiplied by."""
+    """Return the factor of the sum by which ``size`` ranks reduce."""
     if op == dist.ReduceOp.AVG:
         return 1.0 / size
     if op == dist.ReduceOp.SUM:
@@ -659,11 +659,11 @@ def _numel(shape: Sequence[int]) -> int:
 def prefetch(model: nn.Module, depth: int = 2) -> None:
     """Let every FSDP module of ``model`` gather the weights of the next ``depth`` ones while it computes.
 
-    On the CPU, FSDP2 gathers ahead in forward only if configured. The order is that in which modules are
-    registered, in backward the opposite: that of execution in most models; another order costs memory, and changes no
-    result. With one module ahead the link rests from the end of one gather until the next module has begun; with two
-    it does not, and the weights of one more are in memory. Only FSDP2's own ``set_modules_to_forward_prefetch`` and
-    ``set_modules_to_backward_prefetch`` are used.
+    On the CPU, FSDP2 gathers ahead in forward only if configured. The order is that in which modules are registered,
+    and the reverse in backward, which most models execute; in a model that has another order, this costs memory and
+    changes no result. With one module ahead, the link is idle from the end of one gather until the next module has
+    begun; with two it is not, and the weights of one more are in memory. Only FSDP2's own
+    ``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch`` are used.
 
     Raises:
         TypeError: no module is sharded.
@@ -673,6 +673,6 @@ def prefetch(model: nn.Module, depth: int = 2) -> None:
     root, *modules = (module for _, module in _modules(model))
     for i, module in enumerate([root, *modules]):
         module.set_modules_to_forward_prefetch(modules[i : i + depth])
-    # The root gathers first and reduces last: its weights stay, unless configured otherwise.
+    # The root gathers first and reduces last, and its weights stay unless configured otherwise.
     for i, module in enumerate(modules):
         module.set_modules_to_backward_prefetch(modules[max(0, i - depth) : i][::-1])

@@ -1,4 +1,4 @@
-"""Which buffers a process group compresses, and how: it depends on sizes, dtypes and what was registered."""
+"""Choice of the buffers that a process group compresses, by their sizes, dtypes and the registered layers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from thinwire.runtime import Contents, GroupStats, Kind, NamedShape, Registered,
 from thinwire.runtime.warning import warn_caller
 
 _PATIENCE = 100
-"""Buffers of which nothing is known, beside a registered model, before a warning says that none of its were found."""
+"""Number of unknown buffers, where a model is registered, before a warning says that none of its were found."""
 _KINDS: tuple[Kind, ...] = ("all_reduce", "reduce_scatter", "all_gather")
 
 
 class BufferContents:
-    """Finds the layers in the buffers of a process group. The results depend on the sequence of buffers alone, so that
-    all ranks have the same."""
+    """Finds the layers in the buffers of a process group. The results depend on the sequence of buffers alone, so they
+    are the same on all ranks."""
 
     def __init__(self, options: ProcessGroupOptions, world_size: int) -> None:
         self.options = options
@@ -36,18 +36,18 @@ class BufferContents:
         self._version = 0
         self._lock = threading.Lock()
         self._seen: set[Kind] = set()
-        """Kinds of collectives of which a buffer was compressed, or a warning said that it was not."""
+        """Kinds of collectives of which a buffer was compressed, or a warning said that one was not."""
         if options.layout:
             self.register_layout([(name, tuple(shape)) for name, shape in options.layout], None)
 
     def register_layout(self, layers: Sequence[NamedShape], rules: Rules | None) -> None:
-        """See `ProcessGroup.register_layout`."""
+        """Register layers for buffers of their size; see `ProcessGroup.register_layout`."""
         for kind in _KINDS:
             self._plan(kind, layers, rules)
         self._registered.add(layers)
 
     def register_model(self, model: nn.Module, rules: Rules | None) -> list[NamedShape]:
-        """See `ProcessGroup.register_model`. Returns the layers."""
+        """Register the layers of a model, and return them; see `ProcessGroup.register_model`."""
         walks, layers = _walks(model)
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         self._plan("all_reduce", layers, rules, names_of(inner))
@@ -55,16 +55,16 @@ class BufferContents:
         return layers
 
     def compressor_of(self, name: str) -> Compressor:
-        """The compressor of a registered layer in all-reduces."""
+        """Return the compressor of a registered layer in all-reduces."""
         return self._compressors["all_reduce"][name]
 
     def find(
         self, buffer: GroupBuffer, tensors: Sequence[Tensor], stats: GroupStats, *, compressible: bool
     ) -> Contents | None:
-        """The layers in a buffer, or in each rank's part of it; None if it is to be sent exact.
+        """Return the layers in a buffer, or in each rank's part of it; None if it is to be sent exactly.
 
         Args:
-            buffer: What is known of it, but for whether its layers are registered.
+            buffer: The buffer's properties, apart from ``registered``.
             tensors: All tensors that the collective reads and writes.
             stats: Counts the buffer.
             compressible: Whether the operation of the collective allows compression.
@@ -96,7 +96,7 @@ class BufferContents:
         return None
 
     def _warn_of(self, buffer: GroupBuffer) -> None:
-        """Warn once of a kind of collective of which no buffer was compressed, unless the options say which are."""
+        """Warn once for each kind of collective of which no buffer was compressed, unless the options say which are."""
         if buffer.kind in self._seen or self.options.where is not ProcessGroupOptions.where:
             return
         self._seen.add(buffer.kind)
@@ -166,7 +166,7 @@ def _walks(model: nn.Module) -> tuple[dict[torch.dtype, Walk], list[NamedShape]]
 class _BucketOrder:
     """The order of the layers in the buckets of a DDP model, which is read before each forward pass until it is known.
 
-    It must not be read while backward runs: the reducer holds a lock then.
+    It must not be read while backward runs, because the reducer holds a lock then.
     """
 
     def __init__(self, model: DistributedDataParallel, names: Sequence[str]) -> None:
@@ -185,8 +185,8 @@ class _BucketOrder:
 
 
 def _compressible(x: Tensor) -> bool:
-    """Whether a tensor can be compressed at all. Other threads cannot write to tensors of inference mode. Pairs may be
-    complex numbers, as which PyTorch hands them over."""
+    """Return whether a tensor can be compressed at all. Other threads cannot write to tensors of inference mode, and
+    PyTorch hands complex numbers over as pairs of real ones."""
     return (
         x.dtype in GRADIENT_DTYPES
         and x.layout == torch.strided

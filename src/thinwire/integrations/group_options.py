@@ -1,4 +1,4 @@
-"""The options of a process group of backend ``thinwire``."""
+"""Options of a process group of backend ``thinwire``."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from thinwire.runtime import Kind
 
 
 class GroupBuffer(NamedTuple):
-    """What a process group knows of a buffer that it could compress. All ranks know the same."""
+    """The properties of a buffer that a process group could compress, which are the same on all ranks."""
 
     kind: Kind
     """``"all_reduce"``, ``"reduce_scatter"`` or ``"all_gather"``."""
     numel: int
-    """Elements of the buffer, or of each rank's part of it."""
+    """Number of elements of the buffer, or of each rank's part of it."""
     dtype: torch.dtype
     op: Literal["sum", "avg", "premul_sum"] | None = None
-    """The operation; None for all-gathers."""
+    """Operation of the collective; None for all-gathers."""
     in_place: bool = False
     """Whether an all-gather finds this rank's part where it belongs in the output."""
     registered: bool = False
@@ -35,8 +35,8 @@ class GroupBuffer(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """Whether the buffer is taken to hold gradients or weights: registered layers, averages (``AVG`` and
-        ``PREMUL_SUM``), and all-gathers in place, by which FSDP2 sends weights."""
+        """Whether the buffer is assumed to hold gradients or weights, as registered layers, averages (``AVG`` and
+        ``PREMUL_SUM``) and all-gathers in place, by which FSDP2 sends weights, are."""
         return self.registered or self.op in ("avg", "premul_sum") or self.in_place
 
 
@@ -46,38 +46,38 @@ def _is_known(buffer: GroupBuffer) -> bool:
 
 @dataclass(frozen=True)
 class ProcessGroupOptions:
-    """How a process group of backend ``thinwire`` compresses the buffers that it gets.
+    """Options by which a process group of backend ``thinwire`` compresses buffers.
 
         dist.init_process_group("cpu:thinwire", pg_options=thinwire.ProcessGroupOptions("minmax(bits=8)"))
         dist.new_group(backend="thinwire", pg_options=thinwire.ProcessGroupOptions(all_gather="raw"))
         init_device_mesh(..., backend_override={"rep": ("thinwire", thinwire.ProcessGroupOptions())})
 
-    A group without options takes those of the default group, if that is of this backend, or else the defaults below.
+    A group without options has those of the default group, if that is of this backend, or else the defaults below.
     Options must be the same on all ranks of the group.
 
     Args:
         compressor: The compressor of all-reduces. It must not keep state, since a group does not know which
             parameters a buffer holds.
-        all_gather: The compressor of all-gathers, by which FSDP2 sends weights. None: as ``compressor``, or raw if that
+        all_gather: The compressor of all-gathers, by which FSDP2 sends weights. None is ``compressor``, or raw if that
             one is summed (``cast``, ``randk``), since nothing is summed there.
-        reduce_scatter: The compressor of reduce-scatters. None: as ``compressor``, or raw if that one is summed.
-        min_numel: Buffers of fewer elements, such as a loss that is averaged, and buffers of which each rank has a
-            part of fewer, are sent raw by gloo. So are registered layers of fewer.
-        exclude: Patterns of registered layers that are sent raw, besides those with fewer than two dimensions.
+        reduce_scatter: The compressor of reduce-scatters. None is ``compressor``, or raw if that one is summed.
+        min_numel: The number of elements below which a buffer (such as a loss that is averaged), or each rank's part
+            of it, is sent raw by gloo. A registered layer of fewer is sent raw, too.
+        exclude: Patterns of registered layers that are sent raw, in addition to those with fewer than two dimensions.
         layout: Names and shapes of the layers that lie end to end in every buffer of exactly as many elements, as
             `ProcessGroup.register_layout` takes them.
         algorithm: The collective algorithm of all-reduces, as `thinwire.compress` takes it.
         transport: The transport between ranks of one node, as `thinwire.compress` takes it.
-        seed: Seed of the random draws of stochastic rounding.
-        timeout: Timeout of every message; by default that of ``init_process_group`` or ``new_group``.
-        where: Which buffers are compressed: a function of a `GroupBuffer` (its ``kind``, ``op``, ``numel``, ``dtype``,
-            ``registered``, ``in_place`` and ``is_known``) that gives the same answer on all ranks. By default those
-            that are known to hold gradients or weights, ``lambda buffer: buffer.is_known``.
+        seed: The seed of the random draws of stochastic rounding.
+        timeout: The timeout of every message. The default is that of ``init_process_group`` or ``new_group``.
+        where: A function that returns whether a `GroupBuffer` is compressed, by its ``kind``, ``op``, ``numel``,
+            ``dtype``, ``registered``, ``in_place`` and ``is_known``; it must return the same on all ranks. The default
+            compresses those known to hold gradients or weights, ``lambda buffer: buffer.is_known``.
 
     Raises:
         ValueError: A spec or a value is invalid, or a compressor needs state.
-        TypeError: An argument is of the wrong kind.
-        RuntimeError: PyTorch makes its process groups of torchcomms.
+        TypeError: An argument is of the wrong type.
+        RuntimeError: PyTorch makes its process groups with torchcomms.
     """
 
     compressor: str | Compressor = DEFAULT_RULES
@@ -120,23 +120,23 @@ class ProcessGroupOptions:
 
     @property
     def _timeout(self) -> timedelta | None:
-        """The attribute that `DeviceMesh` reads."""
+        """The timeout, in the attribute that `DeviceMesh` reads."""
         return self.timeout
 
     def compressor_of(self, kind: Kind) -> Compressor:
-        """The compressor of one kind of collective."""
+        """Return the compressor of one kind of collective."""
         return parse(self.compressor if kind == "all_reduce" else getattr(self, kind))
 
     def record(self) -> dict[str, str]:
-        """The options that all ranks must have in common."""
+        """Return the options that all ranks must have in common."""
         named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        # A function's text has its address.
+        # The text of a function has its address, which differs between ranks.
         named["where"] = getattr(self.where, "__qualname__", type(self.where).__name__)
         return {name: str(value) for name, value in named.items()}
 
 
 def refuse_torchcomms() -> NoReturn:
-    """Raise ``RuntimeError``, where PyTorch asks torchcomms for all process groups and never calls this backend."""
+    """Raise ``RuntimeError``, because PyTorch asks torchcomms for all process groups and never calls this backend."""
     raise RuntimeError(
         "PyTorch makes its process groups of torchcomms here (TORCH_DISTRIBUTED_USE_TORCHCOMMS, or "
         "torch.distributed.config.use_torchcomms), and torchcomms has no backend thinwire: unset it"
@@ -144,10 +144,10 @@ def refuse_torchcomms() -> NoReturn:
 
 
 def stateless(where: str, spec: str | Compressor) -> Compressor:
-    """The compressor of a spec, if it needs nothing but the buffer.
+    """Return the compressor of a spec, if it needs nothing but the buffer.
 
     Raises:
-        ValueError: It needs more, or the spec is invalid.
+        ValueError: The compressor needs more, or the spec is invalid.
     """
     compressor = parse(spec)
     instead = "use thinwire.compress(model), which keeps state for each parameter"

@@ -14,8 +14,8 @@ Future = torch.futures.Future
 class Work(dist.Work):
     """Completes when all ``futures`` have: thinwire's, and gloo's for tensors that are not compressed.
 
-    Its own future completes without a call of `wait`, as DistributedDataParallel needs it. Errors are raised by `wait`
-    and by waiting for the future.
+    Its own future completes without a call of `wait`, as DistributedDataParallel needs. Errors are raised by `wait` and
+    by waiting for the future.
     """
 
     def __init__(self, futures: Sequence[Future], outputs: Any) -> None:
@@ -33,7 +33,7 @@ class Work(dist.Work):
         if len(self._futures) == 1:
             return self._futures[0].then(lambda ended: _after([ended], outputs))
         # DDP's reducer sees exceptions that a callback raises, but not those that Python sets on a future: it would
-        # read a result out of these.
+        # read a result out of the latter.
         return torch.futures.collect_all(list(self._futures)).then(lambda _: _after(self._futures, outputs))
 
     def result(self) -> Any:
@@ -46,7 +46,7 @@ class Work(dist.Work):
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """The error, or None if there is none or it is not done."""
+        """Return the error of a collective that is done; None if it has none or is not done."""
         if not self.is_completed():
             return None
         try:

@@ -1,4 +1,4 @@
-"""What is sent under `QuantizedAdam`: the momentum that each rank's gradient makes, in the gradient's place."""
+"""Momenta that are sent in place of gradients under `QuantizedAdam`: each rank's gradient makes its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from thinwire.runtime.bucket import BucketLayers, in_order_of
 from thinwire.runtime.substitute import Substitute
 
 _ROUNDING = 1e-4
-"""Lengths that differ by less are the same: what a loss scale or a sum in fp16 changes of them."""
+"""Relative difference below which lengths are the same: a loss scale or a sum in fp16 changes them by less."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class _HandedOver:
     """A layer's gradient as the training loop got it."""
 
     shortened: Tensor
-    """By which factor, a scalar."""
+    """Factor by which the gradient was multiplied, a scalar."""
     length: Tensor
-    """Its norm, in unscaled units."""
+    """Norm of the gradient as it was handed over, in unscaled units."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class _Sketched:
     received: Tensor
     """Sketches of the gradients that have arrived."""
     squares: Tensor
-    """The squared lengths of those."""
+    """Squared lengths of the gradients that have arrived."""
 
 
 class _Part(NamedTuple):
@@ -54,9 +54,9 @@ class _Part(NamedTuple):
 
     name: str
     gradient: Tensor
-    """As it lies in the bucket."""
+    """The layer's gradient, in the order of the bucket."""
     ordered: Tensor
-    """The same by the parameter's indices, as those of ``momentum`` are."""
+    """The layer's gradient, in the order of the parameter's indices, which ``momentum`` has."""
     momentum: Tensor | None
     beta: float
 
@@ -64,17 +64,17 @@ class _Part(NamedTuple):
 class Momentum(Substitute):
     """Turns a bucket of gradients into momenta before it is sent, and back when it has arrived.
 
-    The gradient ``h = (m' − β1·m) / (1 − β1)`` that makes the received momentum m' has the quantization error of m',
-    ``1 / (1 − β1)`` times enlarged, in it, so that its norm is far from that of the true mean. The training loop gets
+    The gradient ``h = (m' − β1·m) / (1 − β1)`` that makes the received momentum m' contains the quantization error of
+    m', enlarged ``1 / (1 − β1)`` times, so that its norm is far from that of the true mean. The training loop gets
     ``γ·h``, which is as long as the mean (`norm_sketches`), and the optimizer ``c·h`` for the ``c·γ·h`` that clipping
     made of it. Error feedback then counts ``c`` of what it sent as arrived, and keeps the rest.
     """
 
     def __init__(self, optimizer: QuantizedAdam, parameters: Mapping[str, Tensor]) -> None:
-        """``parameters``: those of the model, by name.
+        """Create it with the ``parameters`` of the model, by name.
 
         Raises:
-            ValueError: the optimizer has not all of them that are trained.
+            ValueError: the optimizer lacks some of those that are trained.
         """
         check_holds_all(optimizer, parameters)
         self._optimizer = optimizer
@@ -86,12 +86,12 @@ class Momentum(Substitute):
         self._wire: Callable[[], Wire | None] = lambda: None
 
     def attach(self, wire: Wire) -> None:
-        """Follow the optimizer's steps, as long as ``wire`` is attached."""
+        """Follow the optimizer's steps as long as ``wire`` is attached."""
         self._wire = weakref.ref(wire)
         lengthened: list[_Change] = []
         before = self._optimizer.register_step_pre_hook(lambda *_: lengthened.extend(self.lengthen()))
         after = self._optimizer.register_step_post_hook(lambda *_: _undo(lengthened))
-        # What no step has taken is lengthened for good.
+        # Gradients that no step has taken are lengthened for good.
         for call in (self.lengthen, before.remove, after.remove):
             wire.at_detach(call)
 
@@ -110,14 +110,14 @@ class Momentum(Substitute):
         self._sketched[layers] = _Sketched(names, numels, _sketches(compressed, wire.step), nothing, nothing)
 
     def sketches(self) -> Tensor | None:
-        """The sketches of all buckets of this backward pass, whose mean over the ranks `set_lengths` takes; None if
-        there are none."""
+        """Return the sketches of all buckets of this backward pass, whose mean over the ranks `set_lengths` takes; None
+        if there are none."""
         return torch.cat([one.sent for one in self._sketched.values()]) if self._sketched else None
 
     def make(self, flat: Tensor, layers: BucketLayers, loss_scale: float) -> None:
-        """``g ← β1·m + (1 − β1)·g``, in the gradients' units."""
+        """Compute ``g ← β1·m + (1 − β1)·g`` in place, in the gradients' units."""
         self._sketch(flat, layers)
-        # The kernel of weights' steps, w ← kept·w − size·u, for all layers of the bucket at once.
+        # The kernel of weights' steps, w ← kept·w − size·u, is called once for all layers of the bucket.
         steps = []
         for part in self._parts(flat, layers):
             if part.momentum is None:
@@ -128,11 +128,11 @@ class Momentum(Substitute):
         adam_apply(steps)
 
     def undo(self, mean: Tensor, layers: BucketLayers, loss_scale: float) -> None:
-        """``g ← (g − β1·m) / (1 − β1)``: the gradient that makes the momentum which has arrived."""
+        """Compute ``g ← (g − β1·m) / (1 − β1)`` in place, the gradient that makes the momentum which has arrived."""
         parts = self._parts(mean, layers)
         adam_apply([AdamStep(g, m, None, 1.0, beta * loss_scale) for _, _, g, m, beta in parts if m is not None])
         for part in parts:
-            # Of the small difference: 1 / (1 − β1) times the momentum may be too much for fp16.
+            # Only the small difference is divided: 1 / (1 − β1) times the momentum may be too much for fp16.
             part.gradient.div_(1 - part.beta)
         wire, sketched = self._wire(), self._sketched.get(layers)
         if wire is not None and sketched is not None:
@@ -142,8 +142,8 @@ class Momentum(Substitute):
 
     @torch.no_grad()
     def set_lengths(self, mean_sketches: Tensor, loss_scale: float) -> None:
-        """``g ← γ·g`` of compressed layers, once all that has arrived is in the parameters' ``grad``: as long as the
-        mean of all ranks' gradients. Layers that are not compressed have a γ of 1."""
+        """Compute ``g ← γ·g`` for compressed layers, once all that has arrived is in the parameters' ``grad``, so that
+        gradients are as long as the mean of all ranks' gradients. Layers that are not compressed have a γ of 1."""
         sketched = list(self._sketched.values())
         self.forget_sketches()
         names = [name for one in sketched for name in one.names]
@@ -159,12 +159,12 @@ class Momentum(Substitute):
             self._handed_over[name] = _HandedOver(factor, length)
 
     def forget_sketches(self) -> None:
-        """Before the next backward pass."""
+        """Forget the sketches of a backward pass, before the next one."""
         self._sketched = {}
 
     def check_taken(self) -> None:
-        """Raise ``RuntimeError`` if the optimizer has not taken the last gradients: only then it is known how much of
-        them clipping has left, which the residuals hold. Gradients that were dropped, or are not finite, are none."""
+        """Raise ``RuntimeError`` if the optimizer has not taken the last gradients: its step tells how much of them
+        clipping has left, which residuals depend on. Gradients that were dropped or are not finite do not count."""
         waiting = [
             name
             for name, handed in self._handed_over.items()
@@ -178,10 +178,10 @@ class Momentum(Substitute):
 
     @torch.no_grad()
     def lengthen(self) -> list[_Change]:
-        """``γ·g ← g`` of every gradient that was handed over, whatever the loop has made of it, and tell the Wire.
+        """Divide every gradient that was handed over by its γ, whatever the loop has made of it, and tell the Wire.
 
-        Before the optimizer's step; or in place of it, before gradients are added to or computed anew. Returns what
-        takes it back.
+        This is called before the optimizer's step or, if there is none, before gradients are added to or computed
+        again. Returns the changes, for `_undo`.
         """
         changes: list[_Change] = []
         handed_over, self._handed_over = self._handed_over, {}
@@ -190,7 +190,7 @@ class Momentum(Substitute):
         if gradients:
             lengths = torch.stack([handed_over[name].length for name in gradients])
             present = torch.where(lengths > 0, square_sums(list(gradients.values())).sqrt() / lengths, 1.0)
-            # A longer one is in other units, or has had something added to it: all that arrived is in it.
+            # A longer one is in other units or has had something added to it, and all that arrived is in it.
             present = torch.where(present > 1 - _ROUNDING, 1.0, present)
             shares |= dict(zip(gradients, present.unbind(), strict=True))
         for name, gradient in gradients.items():
@@ -221,7 +221,7 @@ def _sketches(parts: Sequence[_Part], step: int) -> Tensor:
 
 
 _Change = tuple[Tensor, Tensor]
-"""A gradient, and by what it was divided."""
+"""A gradient, and the tensor by which it was divided."""
 
 
 @torch.no_grad()
@@ -232,7 +232,7 @@ def _undo(changes: list[_Change]) -> None:
 
 
 def with_feedback(plan: Plan, site: str = "") -> Plan:
-    """The plan with error feedback around all that is coded, of the layers whose name begins with ``site``."""
+    """Return the plan with error feedback around all that is coded, for layers whose name begins with ``site``."""
     fed = {
         name: ef(c) if name.startswith(site) and isinstance(c, Coded) and not isinstance(c, Raw | Wrapper) else c
         for name, c in plan.layers.items()

@@ -1,4 +1,4 @@
-"""How long the means of all ranks' vectors are, from a few values of each: random projections, which are linear."""
+"""Estimates of the norms of means of ranks' vectors from a few values of each, by linear random projections."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from thinwire.kernels import SignedSum, derive_key, power_of_two, signed_sums
 
 _LEAST, _MOST = 32, 256
 _LANES_PER_ROOT = 16
-"""Lanes, for each unit of the root of the number of elements: few enough for a cache, and not many runs of them."""
+"""Number of lanes for each unit of the root of the number of elements: they fit a cache, and their runs are few."""
 
 
 def sketch_size(numel: int) -> int:
-    """Values of the sketch of a vector of ``numel`` elements: its length errs by ``√(1/(2·size))`` of it, 4 % to 12 %,
-    and that of many layers together by less."""
+    """Return the number of values of the sketch of a vector of ``numel`` elements. The relative error of its length is
+    ``√(1/(2·size))``, 4 % to 12 %, and that of many layers together is smaller."""
     return min(_MOST, max(_LEAST, power_of_two(numel // 256)))
 
 
 def norm_sketches(vectors: Sequence[Tensor], keys: Sequence[tuple[int, ...]]) -> Tensor:
-    """``S·x`` of each vector, fp64, end to end, with random S of signs: ``E‖S·x‖² = ‖x‖²`` (count sketches, Charikar et
-    al. 2002).
+    """Return ``S·x`` of each vector, in fp64, end to end, with random S of signs: ``E‖S·x‖² = ‖x‖²`` (count sketches,
+    Charikar et al. 2002).
 
     S depends on the vector's key and number of elements alone, so that the mean of ranks' sketches is the sketch of
     their mean. Every operation is element-wise, so that equal vectors have the same bits on every machine; means of
@@ -35,12 +35,12 @@ def norm_sketches(vectors: Sequence[Tensor], keys: Sequence[tuple[int, ...]]) ->
 
 
 def mean_norms(sketches: Tensor, received: Tensor, numels: tuple[int, ...], squares: Tensor) -> Tensor:
-    """``‖x‖`` of vectors of so many elements, with these ``sketches``, of which disturbed copies arrived: (vectors,),
-    fp64.
+    """Return ``‖x‖`` of vectors of ``numels`` elements that have these ``sketches`` and of which disturbed copies
+    arrived, (vectors,) in fp64.
 
-    ``received`` are the sketches of those copies, ``squares`` (vectors,) their squared lengths. The error of a copy's
-    sketch is known and estimates that of the vector's, the better the closer they are (a control variate): of an exact
-    copy the norm is exact.
+    ``received`` are the sketches of those copies and ``squares``, (vectors,), their squared lengths. The error of a
+    copy's sketch is known and estimates that of the vector's, the better the closer they are (a control variate): if
+    the copy is exact, so is the norm.
     """
     nothing = sketches.new_zeros(1)
     ends = [torch.cat([values, nothing]) for values in (sketches, received, sketches + received)]
@@ -52,7 +52,7 @@ def mean_norms(sketches: Tensor, received: Tensor, numels: tuple[int, ...], squa
 
 
 def _square_sums(rows: Tensor) -> Tensor:
-    """``Σ x²`` over the last dimension, whose size is a power of two, in a fixed order."""
+    """Return ``Σ x²`` over the last dimension, whose size is a power of two, added up in a fixed order."""
     squares = rows.square()
     while (half := squares.shape[-1] // 2) > 0:
         squares = squares[..., :half] + squares[..., half:]
@@ -61,7 +61,7 @@ def _square_sums(rows: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _places(numels: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where the values of each vector's sketch are, (vectors, values); what a shorter one lacks is at the end."""
+    """Return the indices of each vector's sketch, (vectors, values), padded with that of the zero at the end."""
     sizes = [sketch_size(numel) for numel in numels]
     places = torch.full((len(sizes), max(sizes)), sum(sizes), dtype=torch.int64, device="cpu")
     for row, begin, size in zip(places, accumulate(sizes, initial=0), sizes, strict=False):
@@ -71,7 +71,7 @@ def _places(numels: tuple[int, ...], device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _way(numel: int, device: torch.device, key: tuple[int, ...]) -> SignedSum:
-    """Kept, as every vector has two sketches of one key."""
+    """Return the signed sum that makes a sketch. It is cached, as every vector has two sketches of one key."""
     size = sketch_size(numel)
     lanes = max(size, power_of_two(min(numel, round(_LANES_PER_ROOT * math.sqrt(numel)))))
     seed = derive_key(*key)
@@ -82,7 +82,7 @@ def _way(numel: int, device: torch.device, key: tuple[int, ...]) -> SignedSum:
 
 @lru_cache(maxsize=64)
 def _mix(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A fixed order of so many lanes, and a sign for each."""
+    """Return a fixed order of ``count`` lanes, and a sign for each."""
     draws = torch.Generator().manual_seed(count)
     order = torch.randperm(count, generator=draws, dtype=torch.int64, device="cpu")
     signs = torch.randint(0, 2, (count,), generator=draws, dtype=torch.int64, device="cpu") * 2 - 1

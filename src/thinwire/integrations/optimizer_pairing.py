@@ -1,4 +1,4 @@
-"""Compressors that are known to train badly under optimizers that divide by the size of past gradients."""
+"""Warnings of compressors that train badly under optimizers that divide by the size of past gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ADAM_LIKE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.opti
 
 
 def check_holds_all(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Raise ``ValueError`` if ``optimizer`` lacks one of ``parameters``, by name, that are trained."""
+    """Raise ``ValueError`` if ``optimizer`` lacks one of the ``parameters``, by name, that are trained."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     lacking = [name for name, p in parameters.items() if p.requires_grad and id(p) not in held]
     if lacking:
@@ -29,8 +29,8 @@ def warn_of_pairing(plan: Plan, optimizer: torch.optim.Optimizer | None) -> None
     """Warn if ``optimizer`` is Adam or a relative and the plan has `DGC`, or error feedback around one bit, signs or a
     sparse choice of the gradient.
 
-    Late values arrive as spikes and inflate Adam's second moment, and one bit makes it nearly equal for all values of a
-    bucket, so that its preconditioning is lost (1-bit Adam, Tang et al. 2021, section 3). DGC keeps a momentum of its
+    Late values arrive as spikes and inflate Adam's second moment; one bit makes it nearly equal for all values of a
+    bucket, so that preconditioning is lost (1-bit Adam, Tang et al. 2021, section 3). DGC keeps a momentum of its
     own, which Adam's would double (Lin et al. 2018, section 3).
     """
     if isinstance(optimizer, CompressedAdamW):
@@ -54,7 +54,7 @@ def warn_of_pairing(plan: Plan, optimizer: torch.optim.Optimizer | None) -> None
 
 
 def _warn_of_order(plan: Plan, optimizer: CompressedAdamW) -> None:
-    """A value that is sent once in a hundred steps has left the momentum before the next one arrives."""
+    """Warn of sparse choices under ``order="pre"``: the momentum has forgotten a value before the next one is sent."""
     if all(group["order"] == "update" for group in optimizer.param_groups):
         return
     for compressor in dict.fromkeys(plan.layers.values()):
@@ -66,7 +66,7 @@ def _warn_of_order(plan: Plan, optimizer: CompressedAdamW) -> None:
 
 
 def _spikes(compressor: Compressor) -> bool:
-    """Whether it sends one bit, signs or a sparse choice, with error feedback."""
+    """Return whether a compressor sends one bit, signs or a sparse choice, with error feedback."""
     if not isinstance(compressor, Wrapper):
         return False
     inner = compressor.inner
@@ -77,5 +77,5 @@ def _spikes(compressor: Compressor) -> bool:
 
 
 def _sparse(compressor: Compressor) -> bool:
-    """Whether it sends a sparse choice."""
+    """Return whether a compressor sends a sparse choice."""
     return isinstance(compressor.inner if isinstance(compressor, Wrapper) else compressor, Sparsifier | Chain | FFT)

@@ -1,4 +1,4 @@
-"""Options that all variants of `thinwire.compress` share, and the record of them on which ranks must agree."""
+"""Options that all variants of `thinwire.compress` share, and their record, on which ranks must agree."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from thinwire.runtime.consistency import library_version
 
 @dataclass(frozen=True)
 class Network:
-    """How compressed messages are sent.
+    """Options that say how compressed messages are sent.
 
         thinwire.compress(model, network=thinwire.Network(algorithm="hierarchical", transport="shared"))
 
     Args:
         algorithm: the collective algorithm. None, the default, is ``sra`` (scatter-reduce-all-gather) for
             `thinwire.compress`, and ``allgather`` for `thinwire.local.DiLoCo` of two workers. ``sra(rates=measured)``
-            lets ranks with faster links reduce more; ``ring``, ``tree``, ``tree(root=0)``, ``allgather``,
-            ``parameter_server(server=0)``; ``hierarchical(inside=dense, across=slices)`` adds up inside nodes first.
-        transport: ``auto`` puts messages between ranks of one node into memory that they share (Linux), and sends the
-            others over the process group; ``shared`` insists on it; ``group`` sends all of them. Ranks find out
-            themselves which of them share a node; the environment variable ``THINWIRE_NODE`` names a rank's node
-            otherwise.
+            lets ranks with faster links reduce more, and ``hierarchical(inside=dense, across=slices)`` adds up inside
+            nodes first; others are ``ring``, ``tree``, ``tree(root=0)`` and ``parameter_server(server=0)``.
+        transport: ``auto`` puts messages between ranks of one node into memory that they share (Linux) and sends others
+            over the process group; ``shared`` raises an exception where memory cannot be shared; ``group`` sends all
+            messages over the process group. Ranks find out themselves which of them share a node, unless the
+            environment variable ``THINWIRE_NODE`` names a rank's node.
         aggregator: ``host:port`` of a ``thinwire aggregator`` that adds up integers in the network, for ``intsgd`` and
             ``heuristic_intsgd`` under ``DistributedDataParallel``. Floats are never sent there: sums of raw layers, and
             the exact first step of ``intsgd``, are native all-reduces. ``host:port?slots=16`` asks for a part of its
-            slots, and a `thinwire.AggregatorAddress` has the token and the TLS context that it may ask for.
-        timeout: of the process group that the Wire makes for itself; that of the model's own if None. Gradients on a
-            GPU are sent over the model's own.
-        streams: TCP connections to each other rank, 1 to 64, over which messages are sent in parts. Several carry more
-            of a link that loses packets than a single one does; without losses they are no faster (docs/speed.md). Not
-            from a GPU; native all-reduces use one.
+            slots, and a `thinwire.AggregatorAddress` has the token and the TLS context that it may require.
+        timeout: the timeout of the process group that the Wire makes for itself. None, the default, is that of the
+            model's own, over which gradients on a GPU are sent.
+        streams: the number of TCP connections to each other rank, 1 to 64, over which messages are sent in parts.
+            Several carry more over a link that loses packets than one does; without losses they are no faster
+            (docs/speed.md). Messages from a GPU, and native all-reduces, use one.
 
     Raises:
         TypeError, ValueError: an argument is invalid; the message names it.
@@ -73,21 +73,21 @@ class Network:
         check_int("streams", self.streams, 1, 64, "Network(streams=4)")
 
     def chosen_algorithm(self, default: str) -> Algorithm:
-        """The collective algorithm, ``default`` where none was given."""
+        """Return the collective algorithm, ``default`` if none was given."""
         return parse_algorithm(default if self.algorithm is None else self.algorithm)
 
 
 @dataclass(frozen=True)
 class Checks:
-    """What is checked while training, every so many steps; 0 never does it.
+    """Numbers of steps between checks while a model trains; 0 leaves a check out.
 
     Args:
-        parity_every: compare a checksum of all ranks' parameters, beside training; a difference raises `ParityError`
-            and names the first parameter.
-        resync_every: copy rank 0's parameters to all ranks (every 10 in the FFT paper), for hardware that does not
-            compute alike.
-        measure_every: also take the exact mean (an all-reduce in fp32, whose bytes count) and note the relative error
-            of the mean that arrived, in ``wire.stats.alpha``.
+        parity_every: steps between comparisons of checksums of all ranks' parameters, which run while training goes on.
+            A difference raises `ParityError`, which names the first parameter that differs.
+        resync_every: steps between copies of rank 0's parameters to all ranks (10 in the FFT paper), for hardware that
+            does not compute alike.
+        measure_every: steps between measurements of the relative error of the mean that arrived, in
+            ``wire.stats.alpha``. Each takes the exact mean by an all-reduce in fp32, whose bytes are counted.
 
     Raises:
         TypeError, ValueError: an argument is not an integer from 0 up; the message names it.
@@ -116,7 +116,7 @@ class CommonOptions:
     skip_if_slower: bool = True
     network: Network = Network()
     as_device: bool = False
-    """Send tensors of the CPU as those of a GPU are sent: for tests."""
+    """Whether tensors of the CPU are sent as those of a GPU are, for tests."""
 
     def __post_init__(self) -> None:
         hint = "network=thinwire.Network(algorithm='ring')"
@@ -124,27 +124,27 @@ class CommonOptions:
 
     @property
     def algorithm(self) -> Algorithm:
-        """The collective algorithm."""
+        """The collective algorithm of the messages."""
         return self.network.chosen_algorithm("sra")
 
     def settings(self, policy: Policy | None) -> WireSettings:
-        """Return the settings of the handle that these arguments ask for, with the given ``policy``."""
+        """Return the settings of the `Wire` that these arguments ask for, with the given ``policy``."""
         return WireSettings(
             seed=self.seed,
             start=max(self.start, policy.warmup if policy else 0),
-            # What pays is for `Auto` to decide, again and again.
+            # `Auto` decides itself what pays, again and again.
             skip_if_slower=self.skip_if_slower and not isinstance(policy, Auto),
             algorithm=self.algorithm,
             adapt=policy,
         )
 
     def filter(self, module: nn.Module) -> Filter:
-        """Which layers of ``module`` stay raw."""
+        """Return the filter of the layers of ``module`` that stay raw."""
         return Filter(min_numel=self.min_numel, exclude=tuple(self.exclude), names=names_of(module))
 
 
 def unfit(module: nn.Module) -> dict[str, str]:
-    """The layers whose gradients no compressor takes, and why: these are sparse, or not floats of 16 or 32 bits."""
+    """Return the layers whose gradients no compressor takes, and why: being sparse, or not floats of 16 or 32 bits."""
     parameters = named_parameters(module)
     why = {
         name: f"its dtype is {p.dtype}, and compressors take float32, bfloat16 and float16"
@@ -155,7 +155,7 @@ def unfit(module: nn.Module) -> dict[str, str]:
     for part in module.modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             kind = type(part).__name__
-            # A weight that is computed (``torch.nn.utils.parametrize``) is no parameter, and what makes it has a name.
+            # A weight that is computed (``torch.nn.utils.parametrize``) is no parameter, and has no name.
             if (name := names.get(id(part.weight))) is None:
                 continue
             why[name] = f"its gradients are sparse ({kind}(sparse=True)), and are sent as they are"
@@ -163,7 +163,7 @@ def unfit(module: nn.Module) -> dict[str, str]:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer | None, module: nn.Module) -> None:
-    """Raise ``ValueError`` if an optimizer holds none of the parameters of ``module``: it trains another model."""
+    """Raise ``ValueError`` if an optimizer holds no parameter of ``module``, so that it trains another model."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer is not None else set()
     if held and held.isdisjoint(map(id, module.parameters())):
         raise ValueError(
@@ -173,10 +173,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, module: nn.Module) 
 
 
 def check_arguments(options: CommonOptions) -> None:
-    """Check the arguments that all variants of `thinwire.compress` share. The message of an error names the argument.
+    """Check the arguments that all variants of `thinwire.compress` share.
 
     Raises:
-        TypeError, ValueError: with an example of a correct call.
+        TypeError, ValueError: an argument is wrong; the message names it and has an example of a correct call.
     """
     for name, most in (("min_numel", None), ("start", None), ("seed", 2**63 - 1)):
         check_int(name, getattr(options, name), 0, most, f"thinwire.compress(model, {name}=1000)")
@@ -197,10 +197,10 @@ def check_bool(name: str, value: object) -> None:
 
 
 def check_compressor(name: str, given: object) -> None:
-    """Raise for what is neither a compressor, nor a spec, nor a mapping from patterns to them.
+    """Check that an argument is a compressor, a spec or a mapping from patterns to them.
 
     Raises:
-        TypeError, ValueError: the message begins with ``name``.
+        TypeError, ValueError: it is none of them; the message begins with ``name``.
     """
     if isinstance(given, Mapping) and not given:
         raise ValueError(f"{name} is an empty mapping, so that nothing would be compressed: {name}={{'*': '4bit'}}")
@@ -225,7 +225,7 @@ def check_compressor(name: str, given: object) -> None:
 
 
 def policy_of(adapt: str | Policy | None) -> Policy | None:
-    """The policy that ``adapt=`` names.
+    """Return the policy that ``adapt=`` names.
 
     Raises:
         ValueError: it names none; the message begins with ``adapt``.
@@ -237,10 +237,10 @@ def policy_of(adapt: str | Policy | None) -> Policy | None:
 
 
 def record_of(options: CommonOptions) -> dict[str, str]:
-    """Every option as text, by its name, with the versions of the libraries: what all ranks must have in common.
+    """Return what all ranks must have in common: every option as text, by its name, and the versions of the libraries.
 
-    Values that mean the same have the same text: a compressor and its spec, a list and a tuple. Of an optimizer, a
-    `GradScaler` and a process group only the kind is recorded.
+    Values that mean the same have the same text, such as a compressor and its spec, or a list and a tuple. For an
+    optimizer and a `GradScaler` only the type is recorded, and for a process group its size.
     """
     record = {"thinwire": library_version(), "torch": torch.__version__}
     for field in fields(options):
@@ -270,12 +270,12 @@ def _text(value: object, name: str) -> str:
         return f"a process group of {value.size()} ranks"
     if isinstance(value, torch.optim.Optimizer | torch.amp.GradScaler):
         return type(value).__name__
-    # Where in memory something lies differs between ranks that were given the same.
+    # Addresses in memory differ between ranks that were given the same.
     return re.sub(r" at 0x[0-9a-f]+", "", " ".join(str(value).split()))
 
 
 def _canonical(text: str, parsers: Sequence[Callable[[str], object]]) -> str:
-    """The full spec where a short one is given; the text itself where it is no spec, for all ranks to refuse alike."""
+    """Return the full spec for a short one, or the text itself if it is no spec, so that all ranks refuse it alike."""
     for parser in parsers:
         try:
             return str(parser(text))

@@ -1,4 +1,4 @@
-"""What each rank sends under `CompressedAdamW`: its own preconditioned gradient; and its own moments in checkpoints."""
+"""Preconditioned gradients that each rank sends under `CompressedAdamW`, and checkpoints of its own moments."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _CHECKSUMS = "moment_checksums"
 
 
 class Preconditioned(Substitute):
-    """Turns gradients in a DDP bucket, or in a flat buffer of FSDP2, into what `CompressedAdamW` sends, before they are
-    reduced."""
+    """Replaces gradients in a DDP bucket, or in a flat buffer of FSDP2, by what `CompressedAdamW` sends, before they
+    are reduced."""
 
     when_dense = True
 
     def __init__(self, optimizer: CompressedAdamW, parameters: Mapping[str, Tensor]) -> None:
-        """``parameters``: those of the model, by name.
+        """Create it with the ``parameters`` of the model, by name.
 
         Raises:
-            ValueError: the optimizer has not all of them that are trained.
+            ValueError: the optimizer lacks some of those that are trained.
         """
         check_holds_all(optimizer, parameters)
         optimizer.expect_no_wire()
@@ -37,7 +37,7 @@ class Preconditioned(Substitute):
 
     @property
     def num_bytes(self) -> int:
-        """Memory that moments of each rank's own take, with those of the step under way."""
+        """Bytes of memory that each rank's own moments take, with those of the step under way."""
         sizes = ((p.numel() * p.itemsize, self._optimizer.local_moments(p)) for p in self._parameters.values())
         return sum(2 * num_bytes * len(moments) for num_bytes, moments in sizes)
 
@@ -46,7 +46,7 @@ class Preconditioned(Substitute):
         self._optimizer.outgoing([(p, in_order_of(p, gradient)) for p, gradient in parts], loss_scale)
 
     def make_sharded(self, flat: Tensor, placement: Placement, loss_scale: float) -> None:
-        """The same of a flat buffer that has a part for each rank, with its shards of all layers."""
+        """Do what `make` does, in a flat buffer that has a part for each rank, with its shards of all layers."""
         for name in placement.by_name:
             gradient = placement.whole(flat, name)
             self._optimizer.outgoing([(self._parameters[name], gradient)], loss_scale)
@@ -55,8 +55,8 @@ class Preconditioned(Substitute):
     def release(self, groups: Sequence[dist.ProcessGroup], names: Collection[str] | None = None) -> None:
         """Leave gradients (all, or those of ``names``) to the optimizer from now on.
 
-        All ranks call it. They go on with the mean moments over ``groups``, one after the other, since replicas that
-        normalize the same gradient by different moments would part.
+        All ranks must call this. They continue with the mean moments over ``groups``, one after the other, because
+        replicas that normalize the same gradient by different moments would diverge.
         """
         self._optimizer.forget_sent()
         for name, parameter in self._parameters.items():
@@ -70,11 +70,11 @@ class Preconditioned(Substitute):
             self._optimizer.load_local_state(parameter, moments)
 
     def state(self, rank: int) -> dict[str, Tensor]:
-        """This rank's moments, with checksums."""
+        """Return this rank's moments, with checksums."""
         return self._entries(rank, self._optimizer.local_state)
 
     def template(self, world_size: int) -> dict[str, Tensor]:
-        """What `state` gives on all ranks of a world of ``world_size`` together, with moments of zeros."""
+        """Return the results of `state` on all ranks of a world of ``world_size``, with moments of zeros."""
 
         def zeros(parameter: Tensor) -> dict[str, Tensor]:
             names = self._optimizer.local_moments(parameter)
@@ -91,9 +91,9 @@ class Preconditioned(Substitute):
         return sealed(entries, f"rank{rank}/{_CHECKSUMS}")
 
     def read(self, state: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, dict[str, Tensor]]:
-        """The moments of ``rank`` in a state, by parameter: its own; from a world of another size, the mean of all.
+        """Return the moments of ``rank`` in a state, by parameter: its own or, from a world of another size, the mean.
 
-        Empty if the state was saved with another optimizer.
+        The result is empty if the state was saved with another optimizer.
 
         Raises:
             ValueError: the state has moments of some ranks or layers only, or they are not those that were saved.
@@ -116,6 +116,6 @@ class Preconditioned(Substitute):
         return moments
 
     def load(self, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Continue with what `read` has found."""
+        """Continue with the moments that `read` has returned."""
         for name, held in moments.items():
             self._optimizer.load_local_state(self._parameters[name], held)

@@ -1,7 +1,7 @@
 """A process group of backend ``thinwire``, over which unmodified DDP, FSDP2 and mesh dimensions communicate compressed.
 
-It sees flat buffers, not layers, as QNCCL does, which the thesis compares with its layer-wise method (sections 3.4 and
-3.5.4). What it does not compress is sent by gloo.
+It sees flat buffers rather than layers, like QNCCL, which the thesis compares with its layer-wise method (sections 3.4
+and 3.5.4). What it does not compress is sent by gloo.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -43,17 +43,17 @@ _GLOOS = (
     # Their names before PyTorch 2.13.
     *("alltoall_base", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"),
 )
-"""Collectives of gloo that are passed through. PyTorch would call those that a subclass lacks while it holds the GIL. A
+"""Collectives of gloo that are passed through. PyTorch holds the GIL when it calls those that a subclass lacks, and a
 thread of gloo that releases the last reference to a tensor waits for the GIL, under a lock that the call needs."""
 
 
 class ProcessGroup(dist.ProcessGroup):
     """A process group that compresses CPU tensors.
 
-    ``dist.new_group(backend="thinwire", pg_options=ProcessGroupOptions(...))`` returns it.
+    It is returned by ``dist.new_group(backend="thinwire", pg_options=ProcessGroupOptions(...))``.
 
-    Of contiguous fp32, bf16 and fp16 tensors of at least ``min_numel`` elements it compresses those that are known to
-    be gradients or weights: all-reduces and reduce-scatters that sum, where registered layers fill the buffer
+    It compresses contiguous fp32, bf16 and fp16 tensors of at least ``min_numel`` elements that are known to be
+    gradients or weights: all-reduces and reduce-scatters that sum, where registered layers fill the buffer
     (`register_model`, `register_layout`) or the operation is an average (AVG, PREMUL_SUM), as FSDP2's are; and
     all-gathers in place, as FSDP2's are, or of registered layers. All ranks end with the same bytes.
 
@@ -73,7 +73,7 @@ class ProcessGroup(dist.ProcessGroup):
     """
 
     def __init__(self, creation: Any, options: ProcessGroupOptions | None) -> None:
-        """Called by ``torch.distributed``; ``creation`` has the store, the ranks and the timeout.
+        """Create it for ``torch.distributed``; ``creation`` has the store, the ranks and the timeout.
 
         Raises:
             TypeError: The options are not `ProcessGroupOptions`.
@@ -86,7 +86,7 @@ class ProcessGroup(dist.ProcessGroup):
         self.options = _checked(options)
         timeout = self.options.timeout or creation.timeout
         ranks = tuple(creation.global_ranks_in_group)
-        # Before gloo's groups, which wait for a rank that does not come without naming it.
+        # The detector comes before gloo's groups, which wait for a missing rank without naming it.
         detector = _detector(creation.store, ranks or range(size), rank, timeout)
         backend = gloo_backend(prefixed("exact", creation.store), rank, size, timeout)
         register_gloo(self, backend)
@@ -167,7 +167,7 @@ class ProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None, **overload: Any) -> Any:
         given = _listed(tensors)
         if len(given) > 1:
-            # One tensor for each device of this rank, all of which are added. A rank here has one device.
+            # There is one tensor for each device of this rank, and all are added. A rank here has one device.
             return self._exact.allreduce(given, _options("Allreduce", opts, overload))
         return self._all_reduce(given, opts, overload, "Allreduce", self._exact.allreduce)
 
@@ -218,7 +218,7 @@ class ProcessGroup(dist.ProcessGroup):
                 return work
         return _named(self._exact, "all_gather_single", "_allgather_base")(output, input, opts)
 
-    # Their names before PyTorch 2.13.
+    # These are their names before PyTorch 2.13.
     _reduce_scatter_base = reduce_scatter_single  # pyright: ignore[reportAssignmentType]
     _allgather_base = all_gather_single
 
@@ -226,13 +226,13 @@ class ProcessGroup(dist.ProcessGroup):
         raise NotImplementedError('a thinwire group cannot be split: use dist.new_group(ranks, backend="thinwire")')
 
     def shutdown(self) -> None:
-        """Finish pending collectives, then end threads and connections. Called by ``dist.destroy_process_group``."""
+        """Finish pending collectives, then end threads and connections, for ``dist.destroy_process_group``."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
         super().shutdown()
 
-    # How each kind of collective is compressed, if it is.
+    # Compression of each kind of collective.
 
     def _all_reduce(
         self, tensors: list[Tensor], opts: Any, overload: Mapping[str, Any], kind: str, exact: Callable[..., Any]
@@ -299,7 +299,7 @@ class ProcessGroup(dist.ProcessGroup):
         return Work([self._running().submit(exchange)], [outputs])
 
     def _scale(self, op: Any) -> float | None:
-        """The factor of the sum; None if the operation is not a sum, or has a tensor of factors."""
+        """Return the factor of the sum; None if the operation is not a sum, or has a tensor of factors."""
         if op == dist.ReduceOp.SUM:
             return 1.0
         if op == dist.ReduceOp.AVG:
@@ -360,9 +360,9 @@ class _AllGather(Exchange):
 
 
 def register_model(model: nn.Module, group: dist.ProcessGroup | None = None, *, rules: Rules | None = None) -> None:
-    """Tell a process group of backend ``thinwire`` the layers of a model: `ProcessGroup.register_model`.
+    """Tell a process group of backend ``thinwire`` the layers of a model; see `ProcessGroup.register_model`.
 
-    ``group``: by default the one that a DistributedDataParallel model has, else the default group.
+    The default ``group`` is that of a DistributedDataParallel model, or else the default process group.
 
     Raises:
         TypeError: the group is of another backend, or the model is sharded.
@@ -390,12 +390,12 @@ def _checked(options: Any) -> ProcessGroupOptions:
 
 
 def _part(gathered: Tensor, mine: Tensor, rank: int) -> Tensor:
-    """The place in what is gathered that is for a rank's part."""
+    """Return the view of a gathered tensor that is for a rank's part."""
     return gathered.detach().view(-1)[rank * mine.numel() : (rank + 1) * mine.numel()]
 
 
 def _name_of(op: Any) -> Literal["sum", "avg", "premul_sum"]:
-    """The name of an operation that `ProcessGroup._scale` knows."""
+    """Return the name of an operation that `ProcessGroup._scale` knows."""
     return "avg" if op == dist.ReduceOp.AVG else "premul_sum" if _is_premul(op) else "sum"
 
 
@@ -404,7 +404,7 @@ def _is_premul(op: Any) -> bool:
 
 
 def _scaled(tensors: Sequence[Tensor], opts: Any) -> list[Tensor]:
-    """What PREMUL_SUM, which gloo lacks, adds up."""
+    """Return the terms that PREMUL_SUM, which gloo lacks, adds up."""
     factor = premul_factors(opts.reduceOp)
     return [x.detach() * factor for x in tensors]
 
@@ -420,7 +420,7 @@ def _listed(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
 
 
 def _options(kind: str, opts: Any, overload: Mapping[str, Any]) -> Any:
-    """The options of a call; some overloads of PyTorch give the operation alone."""
+    """Return the options of a call; some overloads of PyTorch give the operation alone."""
     made = collective_options(kind)
     if isinstance(opts, type(made)):
         return opts

@@ -38,12 +38,12 @@ Future = torch.futures.Future
 
 
 def wait_late(future: Future[Tensor], group: FSDPGroup, dtype: torch.dtype) -> bool:
-    """Wait for gradients of ``group`` in the buffer dtype ``dtype``: when backward ends, unless something reads them
-    before. Returns whether it is later."""
+    """Wait for gradients of ``group`` that are reduced in ``dtype``: at the end of backward, or now if something reads
+    them before. Returns whether the wait is at the end."""
     late = not group.reads_at_once()
     for parameter in group.parameters if late else ():
         now = parameter.now()
-        # A gradient that is there is added to, and one of another dtype is cast.
+        # FSDP2 adds to a gradient that exists, and casts one of another dtype.
         late &= now.grad is None and now.dtype == dtype
     if late and at_end_of_backward(future.wait):
         return True
@@ -52,16 +52,16 @@ def wait_late(future: Future[Tensor], group: FSDPGroup, dtype: torch.dtype) -> b
 
 
 class ReplicaGroup(dist.ProcessGroup):
-    """The replicas of a parameter group, over which ``mean`` replaces a tensor by its mean."""
+    """The process group of a parameter group's replicas, over which ``mean`` replaces a tensor by its mean."""
 
     def __init__(self, group: FSDPGroup, mean: Callable[[Tensor], Future[Tensor]], *, overlap: bool) -> None:
-        """``overlap``: whether results may be waited for when backward ends."""
+        """Create it; ``overlap``: whether results may be waited for when backward ends."""
         replicas = group.replicate_group
         super().__init__(replicas.rank(), replicas.size())  # pyright: ignore[reportCallIssue]
         self._group, self._mean, self.reads_late = group, mean, overlap
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> None:
-        """Called by FSDP2 for the gradients of one backward pass, flat."""
+        """Reduce the flat gradients of one backward pass, for FSDP2."""
         (flat,) = tensors
         future = self._mean(flat)
         if opts.reduceOp == dist.ReduceOp.AVG and self.reads_late:
@@ -73,7 +73,7 @@ class ReplicaGroup(dist.ProcessGroup):
 
 
 class _Passes:
-    """The backward passes of a model whose modules are whole on every rank: the steps of its Wire."""
+    """The backward passes of a model whose modules are whole on every rank, which are the steps of its `Wire`."""
 
     def __init__(self, wire: Wire, options: CommonOptions, updates: Updates | None) -> None:
         self.wire, self.updates = wire, updates
@@ -81,7 +81,7 @@ class _Passes:
         engine = wire.engine
         self.uses = Uses(lambda each: engine.alone(lambda: engine.transport.all_gather(each)).any(0))
         self._reduced: set[str] = set()
-        """The layers that the present step has reduced."""
+        """Layers that the present step has reduced."""
         self._loss_scale = 1.0
 
     def mean(self, group: FSDPGroup, names: Sequence[str], use: UnitUse, where: str, flat: Tensor) -> Future[Tensor]:
@@ -97,11 +97,11 @@ class _Passes:
                 "Leave set_reduce_scatter_unused_params(True) as thinwire.compress() set it"
             )
         use.reduce(trained)
-        # Behind what FSDP2 has queued: it reduces modules whose inputs need no gradient there.
+        # After the callback that FSDP2 has queued, which reduces modules whose inputs need no gradient.
         if not at_end_of_backward(lambda: at_end_of_backward(self._end)):
             self._reduced.clear()
-        # A module that backward reaches twice is reduced twice: each time is a step, and takes up the residual of the
-        # one before.
+        # A module that backward reaches twice is reduced twice: each reduction is a step, and takes up the residual of
+        # the one before.
         if not self._reduced or not self._reduced.isdisjoint(trained):
             self._begin()
         self._reduced.update(trained)
@@ -115,7 +115,7 @@ class _Passes:
         self._loss_scale = self.scaler.get_scale() if self.scaler and needed else 1.0
 
     def _end(self) -> None:
-        # A pass within another one, as of a reentrant checkpoint, is a part of that.
+        # A pass within another one, such as that of a reentrant checkpoint, is a part of it.
         if inside_a_node() or not self._reduced or not self.wire.attached:
             return
         self._reduced.clear()
@@ -132,8 +132,8 @@ def attach_whole(
     *,
     overlap: bool,
 ) -> Wire:
-    """Compress the means over replicas of modules (each with its group of parameters and its path) that are whole on
-    every rank."""
+    """Compress the means over replicas of ``modules``, each with its group of parameters and its path, that are whole
+    on every rank."""
     options = Options(compressor=compressor, **{f.name: getattr(common, f.name) for f in fields(CommonOptions)})
     group = modules[0][1].replicate_group
     named = named_parameters(model)
@@ -169,7 +169,7 @@ def attach_whole(
         own = tuple(names[id(p.now())] for p in each.parameters)
         use = passes.uses.add(module, own, each, wire, lambda: None)
         mean = partial(passes.mean, each, own, use, path or "the root module")
-        # On a device waiting only tells a stream to.
+        # On a device, to wait only makes a stream wait.
         late = overlap and prepared.device is None
         wire.at_detach(replace_replicas(each, ReplicaGroup(each, mean, overlap=late)))
     return wire

@@ -1,4 +1,4 @@
-"""Optimizer steps whose gradients were not exchanged, which a training loop otherwise takes without a word."""
+"""Warnings of optimizer steps whose gradients were not exchanged, which a training loop otherwise takes silently."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from thinwire.runtime.warning import warn_caller
 from thinwire.runtime.wire import Wire
 
 _PATIENCE = 3
-"""Steps in a row without an exchange before the loop is told: one may come of gradients made before ``compress()``."""
+"""Number of steps in a row without an exchange before a warning: gradients made before ``compress()`` explain one."""
 
 _watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
 _hook: RemovableHandle | None = None
 
 
 class StepWatch:
-    """Holds the optimizer steps of a compressed model against its backward passes, and warns once of what is missing.
+    """Compares the optimizer steps of a compressed model with its backward passes, and warns once of missing exchanges.
 
-    PyTorch calls the same function before the step of every optimizer; those that hold none of the model's parameters
-    are left alone.
+    PyTorch calls the same function before the step of every optimizer; optimizers that hold none of the model's
+    parameters are ignored.
     """
 
     def __init__(
         self, handle: Wire, parameters: Mapping[str, Tensor], *, before_step: Callable[[], None] | None = None
     ) -> None:
-        """``before_step``, a method, is called before each step of an optimizer of these parameters. Neither these nor
-        its object are kept alive."""
+        """Call ``before_step``, a method, before each step of an optimizer of these parameters. Neither they nor the
+        method's object are kept alive."""
         self._handle = weakref.ref(handle)
         self._parameters = {id(p): (weakref.ref(p), name) for name, p in parameters.items()}
         self._before_step = weakref.WeakMethod(before_step) if before_step is not None else lambda: None
         self._last_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._missed = 0
         self._exchanged: set[int] = set()
-        """The parameters whose gradients were exchanged so far: under DDP the same in every backward pass."""
+        """Parameters whose gradients were exchanged so far, which under DDP are the same in every backward pass."""
         self._told = False
         self.accumulates = False
         """Whether a forward pass whose gradients stay on this rank came after the last exchange."""
         _begin(self)
-        # What holds the watch: it ends with the handle.
+        # The handle holds the watch, which ends with it.
         handle.at_detach(self.stop)
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         _watches.discard(self)
 
     def note_exchange(self, parameters: Iterable[Tensor]) -> None:
@@ -60,7 +60,7 @@ class StepWatch:
         return name if held is not None and held() is parameter else None
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look at what a step of ``optimizer`` is about to take."""
+        """Check the gradients that a step of ``optimizer`` is about to take."""
         handle = self._handle()
         held = [p for group in optimizer.param_groups for p in group["params"] if self._name_of(p) is not None]
         if handle is None or not held:
@@ -93,8 +93,8 @@ class StepWatch:
 
 
 def _begin(watch: StepWatch) -> None:
-    """Have PyTorch call a watch from now on. The hook is registered once and for all: none can be removed while a step
-    goes through them, and a handle may end at any time."""
+    """Let PyTorch call a watch from now on. The hook is registered once and for all, because none can be removed while
+    a step goes through them, and a handle may end at any time."""
     global _hook
     _hook = _hook or register_optimizer_step_pre_hook(_look)
     _watches.add(watch)

@@ -1,4 +1,4 @@
-"""What torchcomms imports, by an entry point, when it is asked for a group of backend ``thinwire``: it has none."""
+"""Module that torchcomms imports by an entry point when asked for the backend ``thinwire``, which it does not have."""
 
 from thinwire.integrations.group_options import refuse_torchcomms
 

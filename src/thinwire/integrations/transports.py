@@ -1,4 +1,4 @@
-"""Process groups of our own, beside those that PyTorch uses from its threads while ours are busy."""
+"""Process groups for thinwire's threads, separate from those that PyTorch uses from its own at the same time."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ _T = TypeVar("_T", bound=Transport)
 
 
 class _Meeting(NamedTuple):
-    """Where some ranks find each other, once."""
+    """A place where some ranks find each other, once."""
 
     store: Any
     key: str
     """A prefix in the store that nothing else uses."""
     ranks: Sequence[int]
-    """In the default process group."""
+    """The ranks, in the default process group."""
 
 
 _stores: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
-"""By the default process group, another client of its store, where something may still be waiting in the first one."""
+"""A further client of the default process group's store, by that group, if something may be waiting in the first."""
 _stuck: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-"""The default process group, where something may be waiting in the client that was used last."""
+"""The default process group, if something may be waiting in the client of its store that was used last."""
 _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
-"""By the default process group and ranks, how often they have met. A new default group has a new store."""
+"""Numbers of meetings, by the default process group, because a new one has a new store, and by the ranks."""
 
 
 def _meeting(ranks: Sequence[int]) -> _Meeting:
-    """The next meeting of ``ranks``, which all count alike."""
+    """Return the next meeting of ``ranks``, which all of them count alike."""
     world = dist.group.WORLD
     assert world is not None, "there is a process group"
     _check_backend(world)
@@ -61,14 +61,14 @@ def _meeting(ranks: Sequence[int]) -> _Meeting:
 
 
 def bare_transport(group: dist.ProcessGroup, timeout: timedelta) -> ProcessGroupTransport:
-    """Among the ranks of ``group``: two new process groups, over gloo, and a detector of failures.
+    """Make two new process groups over gloo, and a detector of failures, among the ranks of ``group``.
 
     Raises:
         TransportError: A rank did not come in time, or is gone.
-        PeerFailedError: A rank failed in `failing_before_meeting`, or in this.
+        PeerFailedError: A rank failed in `failing_before_meeting`, or in this function.
     """
     meeting = _meeting(dist.get_process_group_ranks(group))
-    # Before gloo's groups, which wait for a rank that does not come without naming it.
+    # The detector comes before gloo's groups, which wait for a missing rank without naming it.
     detector = _detector(meeting, group, timeout)
     try:
         mine, second = _new_groups(meeting, group, timeout, detector, 2)
@@ -81,7 +81,7 @@ def bare_transport(group: dist.ProcessGroup, timeout: timedelta) -> ProcessGroup
 
 @contextmanager
 def closed_on_failure(transport: _T) -> Iterator[_T]:
-    """Close it where the body fails, and tell the other ranks, which may be waiting for this one, why."""
+    """Close ``transport`` if the body fails, and tell the other ranks, which may be waiting for this one, why."""
     try:
         yield transport
     except Exception as error:
@@ -94,7 +94,7 @@ def closed_on_failure(transport: _T) -> Iterator[_T]:
 def add_streams(transport: ProcessGroupTransport, group: dist.ProcessGroup, streams: int) -> None:
     """Let a `bare_transport` among the ranks of ``group`` send messages over ``streams`` connections to each rank.
 
-    All ranks must call this with the same number, which they have agreed on: gloo would wait for those that do not.
+    All ranks must have agreed on the number and call this with it, because gloo would wait for those that do not.
 
     Raises:
         TransportError: A rank did not come in time, or is gone.
@@ -108,10 +108,10 @@ def add_streams(transport: ProcessGroupTransport, group: dist.ProcessGroup, stre
 def _new_groups(
     meeting: _Meeting, group: dist.ProcessGroup, timeout: timedelta, detector: FailureDetector | None, num: int
 ) -> list[dist.ProcessGroup]:
-    """Among the ranks of ``group``, over gloo. ``torch.distributed`` does not list them.
+    """Make ``num`` process groups over gloo, which ``torch.distributed`` does not list, among the ranks of ``group``.
 
-    It names a group of a part of the world by its ranks and by how many such groups there are: a name that comes again,
-    after one of them was destroyed, would find the addresses of the group that had it.
+    That names a group of a part of the world by its ranks and by the number of such groups. A name that is used again,
+    after one of them was destroyed, would find the addresses of the group that had it before.
     """
     doing = "making process groups"
     stores = [prefixed(f"{meeting.key}, group {i}", meeting.store) for i in range(num)]
@@ -125,14 +125,14 @@ def _new_groups(
     try:
         return detector.waiting(make, doing)
     except CommunicationError:
-        # The thread that was left alone may wait in the store, which lets nobody else in meanwhile.
+        # The thread that was abandoned may be waiting in the store, which serves nobody else in the meantime.
         if dist.group.WORLD is not None:
             _stuck.add(dist.group.WORLD)
         raise
 
 
 def detector_of(group: dist.ProcessGroup, timeout: timedelta) -> FailureDetector | None:
-    """A new detector of failures among the ranks of ``group``, which all must call this; None for a single rank.
+    """Make a detector of failures among the ranks of ``group``, which all must call this; None for a single rank.
 
     Raises:
         TransportError: A rank did not come in time.
@@ -146,7 +146,7 @@ def _detector(meeting: _Meeting, group: dist.ProcessGroup, timeout: timedelta) -
 
 
 def _check_backend(world: dist.ProcessGroup) -> None:
-    """Raise if the default process group is thinwire's own, which compresses what it sends and has no store."""
+    """Raise ``RuntimeError`` if the default group is of backend ``thinwire``, which compresses and has no store."""
     if "thinwire" in dist.get_backend_config(world):
         raise RuntimeError(
             "the default process group has backend thinwire, which compresses by itself: call "
@@ -159,7 +159,7 @@ def _check_backend(world: dist.ProcessGroup) -> None:
 def failing_before_meeting(group: object = None) -> Iterator[None]:
     """Let the other ranks fail, too, if the body fails on this one before it has met them in `bare_transport`.
 
-    ``group``: the process group that the body will meet; all ranks meet where it is none. One such context may be
+    ``group`` is the process group that the body will meet; if it is not one, all ranks meet. Such a context may be
     inside another: the inner one announces the failure, and the outer one does not.
     """
     world = dist.group.WORLD if dist.is_initialized() else None
@@ -181,9 +181,9 @@ def failing_before_meeting(group: object = None) -> Iterator[None]:
 def host_transport(
     group: dist.ProcessGroup, timeout: timedelta, network: Network, arguments: Mapping[str, str]
 ) -> Transport:
-    """A `bare_transport` with the streams of ``network``, and shared memory between ranks of one node as it says.
+    """Make a `bare_transport` with the streams of ``network``, and shared memory between ranks of one node as it says.
 
-    ``arguments``: what follows depends on; ranks that differ in it would wait for each other.
+    Ranks first agree on ``arguments``, because those that differ in them would later wait for each other.
     """
     with closed_on_failure(bare_transport(group, timeout)) as transport:
         agree(arguments, transport)

@@ -1,4 +1,4 @@
-"""Parameters of sharded modules that get no gradient in a step: FSDP2 sends zeros for them, and leaves none here."""
+"""Parameters of sharded modules that get no gradient in a step, for which FSDP2 sends zeros and no gradient is left."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 
 class UnitUse:
-    """Which parameters of one unit get gradients in a step."""
+    """The use of one unit's parameters in a step: those that are used get gradients."""
 
     def __init__(self, names: Sequence[str], group: FSDPGroup, *, fills: bool) -> None:
-        """``fills``: zeros were asked for where there is no gradient, before anything was compressed."""
+        """Create it; ``fills``: whether FSDP2 sent zeros for missing gradients before anything was compressed."""
         self.names, self._group, self.fills = tuple(names), group, fills
         self._watched: dict[str, Tensor] = {}
         self._used: set[str] = set()
-        """Those that have got a gradient since one was last written for the optimizer."""
+        """Parameters that have got a gradient since one was last written for the optimizer."""
         self._fresh: set[str] = set()
-        """Those that were reduced since, and had none from before."""
+        """Parameters that were reduced since then without a gradient from before."""
         self.hooks: list[RemovableHandle] = []
 
     def watch(self, *, late: bool = False) -> None:
-        """Follow the whole parameters, which exist once they were gathered. ``late``: they may have been used since."""
+        """Follow the whole parameters, which exist once gathered; ``late``: whether they may have been used since."""
         for name, parameter in zip(self.names, self._group.parameters, strict=True):
             whole = parameter.whole()
             if whole is None or whole is self._watched.get(name):
@@ -44,21 +44,21 @@ class UnitUse:
                 self.hooks.append(whole.register_post_accumulate_grad_hook(_adding(self._used, name)))
 
     def reduce(self, trained: Sequence[str]) -> None:
-        """Note that gradients of these parameters are being reduced, before they are."""
+        """Note, before gradients are reduced, that those of the parameters ``trained`` will be."""
         for name, parameter in zip(self.names, self._group.parameters, strict=True):
             if name not in trained:
                 continue
             if parameter.now().grad is None:
                 self._fresh.add(name)
             if name not in self._watched:
-                self._used.add(name)  # as far as anybody knows
+                self._used.add(name)  # assumed, because nothing watched it
 
     def kept(self) -> list[bool]:
-        """For each parameter, whether its gradient stays as it is, as far as this rank knows."""
+        """Return whether each parameter's gradient stays as it is, as far as this rank knows."""
         return [self.fills or name in self._used or name not in self._fresh for name in self.names]
 
     def drop(self, kept: Sequence[bool]) -> list[str]:
-        """Drop the gradients that no rank has; returns their names."""
+        """Drop the gradients that no rank has, and return their parameters' names."""
         written = [
             (name, parameter, keep)
             for name, parameter, keep in zip(self.names, self._group.parameters, kept, strict=True)
@@ -67,7 +67,7 @@ class UnitUse:
         dropped = [(name, parameter) for name, parameter, keep in written if not keep]
         for _, parameter in dropped:
             parameter.now().grad = None
-        # HSDP may still keep to itself what it has reduced among shards (``set_requires_all_reduce``).
+        # HSDP may not have written yet what it has reduced among shards (``set_requires_all_reduce``).
         if written:
             self._used.clear()
             self._fresh.clear()
@@ -75,29 +75,29 @@ class UnitUse:
 
 
 class Uses:
-    """Which parameters of all units of a model get gradients in a step."""
+    """The use of the parameters of all units of a model in a step."""
 
     def __init__(self, any_rank: Callable[[Tensor], Tensor]) -> None:
-        """``any_rank`` tells for each of several conditions whether it holds on any rank: a collective call."""
+        """Create it; ``any_rank`` is a collective call that tells which of several conditions hold on any rank."""
         self._any_rank = any_rank
         self._units: list[UnitUse] = []
 
     def add(
         self, module: FSDPModule, names: Sequence[str], group: FSDPGroup, wire: Wire, begin: Callable[[], object]
     ) -> UnitUse:
-        """Follow the parameters of ``module`` until ``wire`` is detached: FSDP2 sends zeros from now on where ranks
-        have no gradient. ``begin`` is called before each of its forward passes."""
+        """Follow the parameters of ``module`` until ``wire`` is detached, and let FSDP2 send zeros where ranks have no
+        gradient. ``begin`` is called before each of its forward passes."""
         unit = UnitUse(names, group, fills=group.fills_unused)
         self._units.append(unit)
         if not unit.fills and not group.alone:
-            # If some had no gradients, the size of the buffer would not determine what it holds. Those that no rank
-            # has are dropped when the pass ends.
+            # If some had no gradients, the size of the buffer would not determine what it holds. Gradients that no
+            # rank has are dropped when the pass ends.
             fill_unused(module, True)
             wire.at_detach(partial(_without_zeros, weakref.ref(module)))
 
         def before_forward(_module: nn.Module, _inputs: object) -> None:
-            # Behind FSDP2's own hook, which gathers; in backward, a reentrant checkpoint computes anew here. Compiled
-            # code leaves it out, and the next gather does it.
+            # This runs after FSDP2's own hook, which gathers; in backward, when a reentrant checkpoint computes again.
+            # Compiled code leaves it out, and the next gather does it.
             if not torch.compiler.is_compiling() and wire.attached:
                 begin()
                 unit.watch()
@@ -105,13 +105,13 @@ class Uses:
         unit.watch()
         assert isinstance(module, nn.Module)
         wire.at_detach(module.register_forward_pre_hook(before_forward).remove)
-        hooks = unit.hooks  # which do not hold the model, as what the wire is to call must not
+        hooks = unit.hooks  # the wire must not hold the model, and these do not
         wire.at_detach(lambda: [hook.remove() for hook in hooks])
         return unit
 
     def end_pass(self) -> set[str]:
-        """Leave no gradient for parameters that got one on no rank, as FSDP2 does; returns their names. A collective
-        call, at the end of every backward pass."""
+        """Leave no gradient for parameters that got one on no rank, as FSDP2 does, and return their names. All ranks
+        must call this at the end of every backward pass."""
         mine = [keep for unit in self._units for keep in unit.kept()]
         kept = self._any_rank(torch.tensor(mine, dtype=torch.bool, device="cpu"))
         parts = iter(kept.split([len(unit.names) for unit in self._units]))
@@ -125,5 +125,5 @@ def _without_zeros(held: weakref.ref[FSDPModule]) -> None:
 
 
 def _adding(names: set[str], name: str) -> Callable[[Tensor], None]:
-    # Holds no more than it needs: parameters hold it.
+    # Parameters hold this function, so it holds no more than it needs.
     return lambda _: names.add(name)

@@ -1,4 +1,4 @@
-"""What an optimizer's steps do to parameters, for compressors whose scale follows them."""
+"""Changes of parameters by an optimizer's steps, for compressors whose scale follows them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from thinwire.runtime import Wire
 class Updates:
     """Hooks around the steps of an SGD optimizer that report the length of each step to a Wire.
 
-    Only steps at a learning rate above 0 depend on the gradients: others are not reported, and a layer's learning
-    rate is then the last one that was above 0.
+    Only steps at a learning rate above 0 depend on the gradients: others are not reported, and leave a layer's learning
+    rate at the last one that was above 0.
     """
 
     def __init__(self, wire: Wire, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> None:
@@ -27,17 +27,17 @@ class Updates:
         self._parameters = parameters
         self._before: dict[str, Tensor] = {}
         self._rates: dict[str, float] = {}
-        # Not removed by themselves: PyTorch goes through the hooks of a step while it calls them.
+        # A hook does not remove itself, because PyTorch goes through the hooks of a step while it calls them.
         wire.at_detach(optimizer.register_step_pre_hook(lambda *_: self._keep()).remove)
         wire.at_detach(optimizer.register_step_post_hook(lambda *_: self._report()).remove)
 
     @staticmethod
     def check(plan: Plan, optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, Tensor]) -> bool:
-        """Whether any layer of the plan follows the optimizer.
+        """Return whether any layer of the plan follows the optimizer.
 
         Raises:
-            TypeError: The length of its steps does not depend on that of the gradients.
-            ValueError: It lacks one of those layers.
+            TypeError: The length of the optimizer's steps does not depend on that of the gradients.
+            ValueError: The optimizer lacks one of those layers.
         """
         names = followers(plan)
         if not names or optimizer is None:  # a missing optimizer is an error of the plan
@@ -58,7 +58,7 @@ class Updates:
         return True
 
     def learning_rates(self) -> dict[str, float]:
-        """The learning rate of each layer that follows the optimizer; 0 before its first one above 0."""
+        """Return the learning rate of each layer that follows the optimizer; 0 before its first one above 0."""
         groups = self._optimizer.param_groups
         rates: dict[Tensor, float] = {p: float(group["lr"]) for group in groups for p in group["params"]}
         for name in self._followers():
@@ -83,7 +83,7 @@ class Updates:
 
     @torch.no_grad()
     def _report(self) -> None:
-        # In place: the next step overwrites what was kept anyway.
+        # This is in place, because the next step overwrites the copies anyway.
         changes = {name: square_sums([kept.sub_(self._parameters[name])]) for name, kept in self._before.items()}
         wire = self._wire()
         if wire is not None and changes:
@@ -91,6 +91,6 @@ class Updates:
 
 
 def followers(plan: Plan) -> list[str]:
-    """Layers whose compressor follows the optimizer."""
+    """Return the layers whose compressor follows the optimizer."""
     following = {name: find_mixin(compressor, FollowsOptimizer) for name, compressor in plan.layers.items()}
     return [name for name, mixin in following.items() if mixin is not None and mixin.follows_optimizer]
