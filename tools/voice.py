@@ -13,8 +13,6 @@ from pathlib import Path
 
 READ = ("src/", "experiments/framework/")
 """Folders whose docstrings and comments are checked. Spelling is checked everywhere."""
-LEFT = ("src/thinwire/runtime/",)
-"""Exceptions: folders and files of `READ` that are not checked yet."""
 
 FRAGMENT = re.compile(
     r"(Of|By|In|On|At|From|With|Without|For|To|Over|Under|Among|Before|Between|After|Beside|That|Those|As|Where|Its|"
@@ -57,11 +55,9 @@ def findings(path: str, *, reads_prose: bool) -> Iterator[str]:
 
 def main() -> None:
     listed = subprocess.run(["git", "ls-files", "*.py", "*.md"], capture_output=True, text=True, check=True)
-    left = () if sys.argv[1:] else LEFT
     found = []
     for path in listed.stdout.splitlines():
-        is_read = path.endswith(".py") and path.startswith(tuple(sys.argv[1:]) or READ)
-        found += findings(path, reads_prose=is_read and not path.startswith(left))
+        found += findings(path, reads_prose=path.endswith(".py") and path.startswith(tuple(sys.argv[1:]) or READ))
     sys.exit("\n".join(found) or None)
 
 

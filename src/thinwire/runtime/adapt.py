@@ -47,10 +47,10 @@ class LearningRates:
     def __init__(self, rate: float = math.nan, fall: float = 0.0, *, dropped: bool = False) -> None:
         self._rate, self._fall = rate, fall
         self.dropped = dropped
-        """Whether it dropped since this was last set to False."""
+        """Whether the rate dropped since this was last set to False."""
 
     def observe(self, rate: float | None) -> None:
-        """Take in the rate of the next step; None where it is not known."""
+        """Observe the rate of the next step; None where it is not known."""
         if rate is None:
             return
         fall = max(0.0, self._rate - rate) if math.isfinite(self._rate) else 0.0
@@ -59,15 +59,15 @@ class LearningRates:
         self._rate, self._fall = rate, fall
 
     def to_tensor(self) -> Tensor:
-        """For a checkpoint: three float64 values."""
+        """Return the entry of a checkpoint: three float64 values."""
         return torch.tensor([self._rate, self._fall, float(self.dropped)], dtype=torch.float64, device="cpu")
 
     @staticmethod
     def from_tensor(state: Tensor | None) -> LearningRates:
-        """What `to_tensor` returned; a new one if there is none.
+        """Return the instance that `to_tensor` saved, or a new one if there is none.
 
         Raises:
-            ValueError: it is not three float64 values.
+            ValueError: The state is not three float64 values.
         """
         if state is None:
             return LearningRates()
@@ -113,7 +113,7 @@ class StepClock:
         self._buckets.append(Bucket(time.perf_counter() - self._began, layers, flat.element_size()))
 
     def arriving(self, future: torch.futures.Future[Tensor]) -> torch.futures.Future[Tensor]:
-        """Note when this future's bucket arrives."""
+        """Note when this future's bucket arrives, and return the future."""
         future.add_done_callback(self._note)
         return future
 
@@ -126,12 +126,12 @@ class StepClock:
 _beside_training = ThreadPoolExecutor(1, "thinwire plan", initializer=torch.set_num_threads, initargs=(1,))
 _log = logging.getLogger("thinwire.adapt")
 _PLANS, _STEPS_OF_A_PLAN = 256, 32
-"""Of how many plans, and of how many steps of each, communication is remembered."""
+"""Numbers of plans, and of steps of each plan, whose communication is remembered."""
 _PROBE_S = 0.05
 _SUM, _SEEN, _MEMORY, _ALGORITHM = "adapt/sum/", "adapt/seen", "adapt/memory", "adapt/algorithm"
 _RATES, _CHECKSUMS = "adapt/rates", "adapt/checksums"
 _ALGORITHM_ROOM = 4096
-"""Checkpoints are loaded into tensors of the size that was saved."""
+"""Bytes of the algorithm's entry, a constant: checkpoints are loaded into tensors of the size that was saved."""
 
 
 @dataclass(frozen=True)
@@ -151,9 +151,9 @@ class Decision:
     """Squared L2 error of each layer on its summed gradients. This and the fields below are set on rank 0 only."""
     reference_errors: Mapping[str, float] = field(default_factory=dict)
     errors_s: float = 0.0
-    """Seconds, beside training, of computing errors."""
+    """Seconds of computing errors, concurrently with training."""
     solve_s: float = 0.0
-    """Seconds, beside training, of choosing the plan."""
+    """Seconds of choosing the plan, concurrently with training."""
     waited_s: float = 0.0
     """Seconds that training waited for the decision."""
 
@@ -174,7 +174,7 @@ class Adapter:
         speeds: Speeds | None = None,
         prepare: Callable[[Evidence], Evidence] | None = None,
     ) -> None:
-        """``prepare`` completes the evidence before a decision, in the thread that runs beside training."""
+        """``prepare`` completes the evidence before a decision, in the thread that runs concurrently with training."""
         self.policy, self.speeds = policy, speeds
         self._prepare = prepare
         self.reference = {name: c for name, c in plan.layers.items() if not isinstance(c, Raw)}
@@ -205,7 +205,7 @@ class Adapter:
         self._codec_s: Mapping[Compressor, float] = {}
         self._measured = policy.to_measure(self.reference)
         self.clock: StepClock | None = None
-        """Times steps, for policies that want it."""
+        """Clock of steps, for policies that want one."""
         if self._measured:
             cores = measure_cores(transport)
             self.clock = StepClock(shared_part(cores, torch.get_num_threads()))
@@ -219,12 +219,12 @@ class Adapter:
 
     @property
     def syncs(self) -> tuple[Sync, ...]:
-        """The last steps' communication with each plan; that of the latest step is the last one."""
+        """Communication of the last steps with each plan; that of the latest step is the last one."""
         return tuple(chain.from_iterable(self._syncs.values()))
 
     def note_sync(self, sync: Sync) -> None:
-        """Keep a step's communication beside that of other steps with the same plan."""
-        # Moved to the end, so that the plan that goes is the one that was not used for longest.
+        """Keep a step's communication, with that of other steps with the same plan."""
+        # Moved to the end, so that the plan that was not used for longest is the one dropped.
         alike = self._syncs[sync.bucket_bytes] = self._syncs.pop(sync.bucket_bytes, deque(maxlen=_STEPS_OF_A_PLAN))
         alike.append(sync)
         if len(self._syncs) > _PLANS:
@@ -314,7 +314,7 @@ class Adapter:
         self._codec_s = {c: codec_seconds(c, n, {"encode": e, "decode": d}) for c, (e, d) in passes.items()}
 
     def _ask(self, plan: Plan, step: int, learning_rate: float | None) -> None:
-        """Start a decision for ``step`` in a thread of its own."""
+        """Start a decision for ``step`` in the background thread."""
         if not self._seen:
             return
         evidence = Evidence(
@@ -365,7 +365,7 @@ class Adapter:
         return changed
 
     def _answer(self, step: int) -> tuple[Proposal | None, dict[str, object]]:
-        """Return the proposal and the message for the other ranks; None and an empty one on the others."""
+        """Return the proposal and the message for the other ranks; on these, None and an empty message."""
         asked, self._asked = self._asked, None
         if not self.decides:
             return None, {}
@@ -457,7 +457,7 @@ class Adapter:
 
     @property
     def _chooses(self) -> bool:
-        """Whether the policy chooses the collective algorithm, which takes that none was requested."""
+        """Whether the policy chooses the collective algorithm, which requires that none was requested."""
         return bool(self.policy.considers) and self._asked_algorithm == ScatterReduceAllGather()
 
     def _check(self, algorithm: Algorithm) -> None:
@@ -467,9 +467,9 @@ class Adapter:
         algorithm.shares(self._world)
 
     def load(self, state: Mapping[str, Tensor], plan: Plan, learning_rate: float | None) -> None:
-        """Continue from a `state`, or start anew if it has no entries of a policy."""
+        """Continue from a `state`, or start over if it has no entries of a policy."""
         self._sums, self._buckets, self._memory, self._seen, self._asked = {}, {}, {}, 0, None
-        # Times are no part of a checkpoint, because another run has other links: plans are tried anew.
+        # Times are no part of a checkpoint, because another run has other links: plans are tried again.
         self._syncs, self._trials, self._trial_end = {}, 0, -1
         self.algorithm = self.saved_algorithm(state)
         self._measure()

@@ -14,7 +14,7 @@ BucketLayers = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def bucket_parts(flat: Tensor, layers: BucketLayers) -> Iterator[tuple[str, Tensor]]:
-    """The layers of a bucket, by name and in their shapes, as views of its flat buffer."""
+    """Yield the layers of a bucket, by name and in their shapes, as views of its flat buffer."""
     start = 0
     for name, shape in layers:
         numel = math.prod(shape)
@@ -23,7 +23,7 @@ def bucket_parts(flat: Tensor, layers: BucketLayers) -> Iterator[tuple[str, Tens
 
 
 def in_order_of(parameter: Tensor, values: Tensor) -> Tensor:
-    """A layer of a DDP bucket by the indices of its parameter, as a view.
+    """Return a layer of a DDP bucket as a view with the indices of its parameter.
 
     DDP keeps values in the order in which the parameter lies in memory, if that leaves no gaps.
     """

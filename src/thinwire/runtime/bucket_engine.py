@@ -58,7 +58,7 @@ _STALE_STEPS = 16
 
 @dataclass
 class _Known:
-    """A bucket that has come before."""
+    """A bucket that was seen before."""
 
     layers: BucketLayers
     dtype: torch.dtype
@@ -76,7 +76,7 @@ class Bucket(Exchange):
     layers: BucketLayers
     loss_scale: float
     made: Substitute | None
-    """What is sent in the gradients' place."""
+    """Substitute that turned the gradients into what is sent in their place, if any."""
     turns: int = 1
     _state: State | None = field(default=None, init=False)
     _exact: Tensor | None = field(default=None, init=False)
@@ -105,7 +105,7 @@ class Bucket(Exchange):
         engine = self.engine
         engine.close_slots(self.contents.key)
         if self._exact is not None:
-            # Against the exact mean, which takes an all-reduce in fp32.
+            # The exact mean takes an all-reduce in fp32.
             engine.transport.all_reduce(self._exact.div_(engine.world_size), lane=1)
             engine.recorder.measure(self._exact, x, engine.step)
         engine.note_result(x)
@@ -118,7 +118,7 @@ class Bucket(Exchange):
             engine.undo(x, self.layers, self.loss_scale, self.made)
 
     def fail(self) -> None:
-        # Peers have the same news, or will: nobody commits this step.
+        # Peers know of the failure, or will: no rank commits this step.
         self.engine.failed = True
 
 
@@ -140,9 +140,9 @@ class BucketEngine(Engine):
         self.transport = transport
         self._dtypes = dict(dtypes or {})
         self._optimizer = optimizer
-        # Raises here, not in the first step, where a schedule or a compressor lacks something.
+        # Raises here, rather than in the first step, if a schedule or a compressor lacks something.
         plan.at_step(0, self._present_rate()).for_world(transport.world_size, shapes)
-        # Between devices the same is done on a stream beside backward's, without threads.
+        # Between devices communication has a stream of its own, and no threads.
         self.device = transport.device if isinstance(transport, DeviceTransport) else None
         adapt = settings.adapt
         if adapt is not None and adapt.wants_syncs and (simulated or self.device is not None):
@@ -158,21 +158,21 @@ class BucketEngine(Engine):
         super().__init__(plan, shapes, [self.channel], start=settings.start, rank=rank, world_size=world_size)
         self.simulated, self.measure = simulated, measure
         self.learning_rate: float | None = None
-        """The optimizer's in the present step, for compressors that follow it."""
+        """Learning rate of the optimizer in the present step, for compressors that follow it."""
         self.learning_rates: Mapping[str, float] = {}
-        """The same by layer."""
+        """Learning rates in the present step of the layers that follow the optimizer."""
         self.changes: Mapping[str, float] = {}
         """The change that the optimizer's last step made to each layer that follows it: ``‖x^k − x^{k−1}‖²``."""
         self.used: Mapping[str, Tensor] = {}
-        """The share (0 to 1) of the last step's result that was used of a layer."""
+        """Share (0 to 1) of the last step's result that was used, by layer."""
         self.substitute: Substitute | None = None
-        """What the optimizer has sent in the gradients' place."""
+        """Substitute that turns gradients into what the optimizer has sent in their place, if any."""
         self.native: Callable[[Tensor], torch.futures.Future[Tensor]] | None = None
-        """Replaces a tensor by its mean, in steps without compression, or in which it is only simulated. If it is None,
-        the former go through the channel as well, and the latter stay on their rank."""
+        """Function that replaces a tensor by its mean, in steps without compression or with simulated compression. If
+        it is None, the former go through the channel as well, and the latter stay on their rank."""
         self._loss_scale = 1.0
         self._beside_bytes = 0
-        """Bytes that the last step sent beside its buckets: the lengths of momenta (`QuantizedAdam`)."""
+        """Bytes that the last step sent in addition to its buckets: the lengths of momenta (`QuantizedAdam`)."""
         self.slots = Slots()
         self._poison = PoisonMonitor()
         self._step_plan = StepPlan(world_size, self.shapes, self.slots)
@@ -187,7 +187,7 @@ class BucketEngine(Engine):
         self.unsent: UnsentResiduals | None = None
         """Residuals of layers from which a policy has taken error feedback."""
         self.speeds: Speeds | None = None
-        """What declining measured, or what a policy asked for; None if nobody did."""
+        """Speeds measured for ``skip_if_slower`` or for a policy; None if none were measured."""
         agree(self.record(self.step) | {"adapt": str(adapt)}, transport)
         if not simulated and world_size > 1:
             self._measure_speeds(adapt, skip_if_slower=settings.skip_if_slower)
@@ -196,7 +196,7 @@ class BucketEngine(Engine):
             self.adapter = Adapter(adapt, self.plan, self.shapes, transport, **options)
 
     def _measure_speeds(self, adapt: Policy | None, *, skip_if_slower: bool) -> None:
-        """Measure codecs and links if ``skip_if_slower`` or the policy needs it; leave raw what gets no faster."""
+        """Measure codecs and links if ``skip_if_slower`` or the policy needs it; decline layers that get no faster."""
         reference = {name: c for name, c in self.plan.layers.items() if not isinstance(c, Raw)}
         timed = set(adapt.to_time(reference)) if adapt is not None else set()
         if skip_if_slower:
@@ -209,19 +209,19 @@ class BucketEngine(Engine):
         self.reset_stats()
 
     def _present_rate(self) -> float | None:
-        """The highest learning rate of the optimizer's groups, which a schedule may follow."""
+        """Return the highest learning rate of the optimizer's groups, which a schedule may follow."""
         if self._optimizer is None:
             return None
         return max(float(group["lr"]) for group in self._optimizer.param_groups)
 
     @property
     def detector(self) -> FailureDetector | None:
-        """What names the rank that caused a failure."""
+        """Detector of the rank that caused a failure, if the transport has one."""
         return self.transport.detector
 
     @property
     def dense(self) -> bool:
-        """Whether the present step is uncompressed: it is before ``start``, or every layer is raw.
+        """Whether the present step is uncompressed: before ``start``, with every layer raw, or after `Wire.detach`.
 
         Gradients then go through a native all-reduce, as without a Wire.
         """
@@ -229,7 +229,7 @@ class BucketEngine(Engine):
 
     @property
     def syncs(self) -> Sequence[Sync]:
-        """The communication of each plan's last steps, bucket by bucket, where the policy asks for it."""
+        """Communication of each plan's last steps, bucket by bucket, where the policy asks for it."""
         return self.adapter.syncs if self.adapter else ()
 
     def table(self, declined: Mapping[str, str], loaded: Collection[str]) -> str:
@@ -246,7 +246,7 @@ class BucketEngine(Engine):
         )
 
     def plan_rows(self) -> list[LayerRow]:
-        """Return the layers in the order in which they are sent: what each has, and what the rules name for it.
+        """Return the layers in the order in which they are sent, with their compressors and those that the rules name.
 
         Errors are those of the last decision; only rank 0, which decides, has them.
         """
@@ -268,7 +268,7 @@ class BucketEngine(Engine):
             raise ValueError(f"DistributedDataParallel sends gradients, and no {site}")
         return self._beside_bytes + sum(route.sent_bytes for route in self.routes_of(self.step))
 
-    # A backward pass, as attachments see it.
+    # Methods for a backward pass, which attachments call.
 
     def begin_step(self, learning_rates: Mapping[str, float] | None = None) -> None:
         """Count a new backward pass. Attachments call this before its first bucket.
@@ -291,7 +291,7 @@ class BucketEngine(Engine):
 
     @property
     def _clock(self) -> StepClock | None:
-        # On a device the host learns nothing of when anything is done.
+        # On a device the host does not learn when anything is done.
         return self.adapter.clock if self.adapter is not None and self.device is None else None
 
     def _adapt(self, adapter: Adapter, sync: Sync | None) -> None:
@@ -302,7 +302,7 @@ class BucketEngine(Engine):
             self.executor.call(lambda: self.change(plan, adapter.algorithm))
 
     def on_optimizer_step(self, changes: Mapping[str, float]) -> None:
-        """Say what the optimizer did to the layers that follow it: ``‖x^k − x^{k−1}‖²``, the same on all ranks."""
+        """Note how the optimizer changed each layer that follows it: ``‖x^k − x^{k−1}‖²``, the same on all ranks."""
         self.changes = dict(changes)
 
     def on_partial_use(self, shares: Mapping[str, Tensor]) -> None:
@@ -314,8 +314,8 @@ class BucketEngine(Engine):
         """Start replacing ``flat``, the gradients of ``layers`` end to end, by their mean over all ranks.
 
         ``loss_scale`` is how many times larger than the gradients its values are (a `GradScaler`'s scale). The future's
-        result is ``flat`` itself; whatever goes wrong reaches the caller through it. If that is on this rank alone, it
-        takes part in the exchange all the same, and tells the other ranks where messages can.
+        result is ``flat`` itself; errors reach the caller through it. A rank that fails alone takes part in the
+        exchange all the same, and tells the other ranks where messages can.
         """
         dense, waits = self.dense, self._waits
         simulated = self.simulated and not (dense or waits)
@@ -326,7 +326,7 @@ class BucketEngine(Engine):
                 made = self._make(flat, layers, loss_scale)
             if simulated:
                 self._simulate(flat, layers, loss_scale)
-        except Exception as error:  # noqa: BLE001 - in the future
+        except Exception as error:  # noqa: BLE001 - the future raises it
             failed = error
 
         def finish(mean: Tensor) -> None:
@@ -361,11 +361,11 @@ class BucketEngine(Engine):
 
     @property
     def _waits(self) -> bool:
-        """Whether the present step is uncompressed because what is to be sent in the gradients' place waits."""
+        """Whether the present step is uncompressed because the substitute of gradients waits."""
         return self.substitute is not None and self.substitute.waits and not self.dense
 
     def _make(self, flat: Tensor, layers: BucketLayers, loss_scale: float) -> Substitute | None:
-        """Put in the place of gradients what is sent of them; returns what has to be undone."""
+        """Replace gradients by what is sent in their place; return the substitute that has to be undone, if any."""
         made = self.substitute
         if made is not None and self.dense and not made.when_dense:
             made = None
@@ -381,7 +381,7 @@ class BucketEngine(Engine):
         return made
 
     def undo(self, mean: Tensor, layers: BucketLayers, loss_scale: float, made: Substitute | None) -> None:
-        """Put in the place of a mean that has arrived the gradients that it stands for."""
+        """Replace a mean that has arrived by the gradients that it stands for."""
         if self.unsent:
             self.unsent.note_mean(mean)
         if made is not None:
@@ -402,7 +402,7 @@ class BucketEngine(Engine):
         self.recorder.bucket(ring_bytes(flat.nbytes, self.world_size), route.sent_bytes)
 
     def _note_simulated(self, mean: Tensor, layers: BucketLayers) -> None:
-        """See whether a simulated step's mean is finite: if not, no slot moves in it. Slots that depend on the mean
+        """Note whether a simulated step's mean is finite: if not, no slot changes in it. Slots that depend on the mean
         follow it: before, a rank saw only its own gradient."""
         self.note_result(mean)
         start = 0
@@ -421,16 +421,16 @@ class BucketEngine(Engine):
         self.recorder.bucket(moved, moved)
 
     def count_beside(self, num_bytes: int) -> None:
-        """Count ``num_bytes`` that a native all-reduce has moved beside the gradients of a backward pass."""
+        """Count ``num_bytes`` that a native all-reduce has moved in addition to the gradients of a backward pass."""
         self._beside_bytes = ring_bytes(num_bytes, self.world_size)
         self.recorder.beside(self._beside_bytes)
 
     def check_parity(self, names: Sequence[str], sums: Tensor | None) -> None:
-        """Compare the checksums of all ranks' parameters (`thinwire.runtime.consistency.checksums`), behind the
-        training loop's back; this step's gradients raise a difference. A rank without ``sums`` is not compared.
+        """Compare the checksums of all ranks' parameters (`thinwire.runtime.consistency.checksums`), in the
+        background; this step's gradients raise a difference. A rank without ``sums`` is not compared.
 
-        In a step whose gradients do not come to the worker, uncompressed or simulated, nothing else would keep the
-        optimizer from going on: it is waited for, and raised here.
+        In a step whose gradients do not go through the executor, uncompressed or simulated, nothing else would stop the
+        optimizer: the comparison is awaited, and a difference raised, here.
         """
         step = self.step
 
@@ -447,13 +447,13 @@ class BucketEngine(Engine):
             self.raise_parity_error()
 
     def raise_parity_error(self) -> None:
-        """Raise what `check_parity` found, if it found anything."""
+        """Raise the error that `check_parity` met, if it met one."""
         error, self._parity_error = self._parity_error, None
         if error is not None:
             raise error
 
     def resync(self, parameters: Mapping[str, Tensor]) -> None:
-        """Give every rank rank 0's parameters, between steps. All ranks must call it."""
+        """Copy rank 0's parameters to all ranks, between steps. All ranks must call it."""
         self.executor.call(lambda: resync(parameters, self.transport))
         self.stats.resyncs += 1
 
@@ -466,9 +466,9 @@ class BucketEngine(Engine):
             self.unsent.keep()
 
     def succeed(self, former: BucketEngine) -> None:
-        """Take over the residual of ``former``, of the same plan among other ranks, which may be broken.
+        """Take over the residuals of ``former``, an engine of the same plan among other ranks, which may be broken.
 
-        Other slots, such as factors that all ranks share, start anew on all of them.
+        Other slots, such as factors that all ranks share, are reset on all of them.
         """
         former.executor.wait_idle()
         former._end()
@@ -520,7 +520,7 @@ class BucketEngine(Engine):
         return self.transport
 
     def record(self, step: int) -> dict[str, str]:
-        """What all ranks must have in common, in the order in which a difference is best reported."""
+        """Return the facts that must be equal on all ranks, in the order in which a difference is best reported."""
         record = {
             "thinwire version": library_version(),
             "wire format": str(FORMAT_VERSION),
@@ -536,11 +536,11 @@ class BucketEngine(Engine):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """How much of every layer each rank owns, in proportion; nobody owns anything where all is gathered."""
+        """Share of every layer that each rank owns, in proportion; zeros where all is gathered."""
         return self.shares_of(self.algorithm)
 
     def shares_of(self, algorithm: Algorithm) -> tuple[int, ...]:
-        """The same by another algorithm."""
+        """Return the `shares` of another algorithm."""
         return (0,) * self.world_size if algorithm.gathers else algorithm.shares(self.channel.world)
 
     def _end_sync(self) -> Sync | None:
@@ -552,15 +552,15 @@ class BucketEngine(Engine):
         return Sync(sizes, seconds) if seconds and sizes else None
 
     def present_routes(self) -> list[Route]:
-        """Those of the last step, in the order in which buckets leave."""
+        """Return the routes of the last step, in the order in which buckets leave."""
         return self.routes_of(max((known.last_step for known in self._buckets.values()), default=-1))
 
     def routes_of(self, step: int) -> list[Route]:
-        """The routes of the buckets whose last step was ``step``."""
+        """Return the routes of the buckets whose last step was ``step``."""
         return [known.route for known in self._buckets.values() if known.route and known.last_step == step]
 
     def change(self, plan: Plan, algorithm: Algorithm) -> None:
-        """Between two steps, on every rank: take another plan, or another collective algorithm.
+        """Take another plan, or another collective algorithm, between two steps, on every rank.
 
         A layer keeps its residual. If its new compressor has none, the residual is sent with its next gradient.
         """
@@ -584,7 +584,7 @@ class BucketEngine(Engine):
         agree({"step": str(self.step), "plan": plan.hash, "algorithm": str(algorithm)}, self.transport)
 
     def note_result(self, flat: Tensor) -> None:
-        """See whether a mean is finite: if one of a step's is not, no slot moves in it, on any rank."""
+        """Note whether a mean is finite: if one of a step's is not, no slot changes in it, on any rank."""
         if self.plan.has_slots:
             self._finite.note(not_finite(flat))
 
@@ -602,7 +602,7 @@ class BucketEngine(Engine):
             self.recorder.clipped(clipped, rounded)
 
     def open(self, key: Hashable, route: Route, flat: Tensor, loss_scale: float) -> State:
-        """Open the slots of a bucket for this step, whose gradients are ``loss_scale`` times as large as they are."""
+        """Open the slots of a bucket for this step, whose gradients are multiplied by ``loss_scale``; return them."""
         self._buckets[key].route = route
         self._loss_scale = loss_scale
         self._poison.note_gradients(flat)
@@ -617,11 +617,11 @@ class BucketEngine(Engine):
         self.slots.close(key, derive_key(self.seed, self.step, self.rank))
 
     def learning(self, layers: BucketLayers) -> tuple[str, ...]:
-        """The layers that learn in this step what they are coded with."""
+        """Return the layers that learn in this step what they are coded with."""
         return self._step_plan.learning([name for name, _ in layers], self.step - self.start)
 
     def learn(self, flat: Tensor, layout: Layout, learning: Sequence[str], state: State) -> None:
-        """Learn what all ranks code these layers with from this step on: from the first rank that has a gradient."""
+        """Learn what all ranks code these layers with from this step on, by the first rank that has a gradient."""
         layers = [layer for layer in layout.layers if layer.name in learning]
         if not layers:
             return
@@ -676,11 +676,11 @@ class BucketEngine(Engine):
             self.stats.state_resets += 1
             self._poison.warn(self.step)
         self._step_plan.follow(self.plan, self.step - self.start, self.learning_rate)
-        # DDP rebuilds its buckets once or twice; the buffers of the old ones are given back.
+        # DDP rebuilds its buckets once or twice; the buffers of the old ones are freed.
         self._release({key for key, known in self._buckets.items() if known.last_step < self.step - _STALE_STEPS})
 
     def _end(self) -> None:
-        """Let the slots take what the last step left for them: nothing, if some rank met NaN or Inf in it."""
+        """Commit what the last step wrote to the slots, unless the step failed or some rank met NaN or Inf in it."""
         self.recorder.end_measure()
         self._count_limits()
         means = self._finite.read()
@@ -711,7 +711,7 @@ class BucketEngine(Engine):
         """Let compressors decide what their layers decide together."""
         together: dict[Compressor, list[LayerState]] = {}
         for layer, layer_state in self.slots.touched_layers():
-            # That of the plan: a layer's form in this step may differ from the others'.
+            # The plan's compressor counts: a layer's form in this step may differ from the others'.
             compressor = self.plan[layer.name]
             if find_mixin(compressor, StepEnd) is not None:
                 together.setdefault(compressor, []).append(layer_state)
@@ -720,7 +720,7 @@ class BucketEngine(Engine):
                 deciding.end_step(layers, self._loss_scale)
 
     def place(self, flat: Tensor, layers: BucketLayers) -> Contents:
-        """The layers of a bucket of this step, each with its compressor."""
+        """Return the layers of a bucket of this step, each with its compressor."""
         # A schedule gives the plan several forms, each with messages of its own.
         key = (layers, flat.dtype, self._step_plan.number)
         known = self._buckets.get(key)
@@ -732,8 +732,7 @@ class BucketEngine(Engine):
         return known.contents
 
     def _let_go_of_buckets_before(self, layers: BucketLayers, dtype: torch.dtype) -> None:
-        """Free what earlier buckets of the same layers hold: DDP has rebuilt them. Two at a time would be twice the
-        memory."""
+        """Free earlier buckets of the same layers, which DDP has rebuilt: both together would take twice the memory."""
         names = {name for name, _ in layers}
 
         def replaced(old: _Known) -> bool:
@@ -757,7 +756,7 @@ class BucketEngine(Engine):
         placed, start = [], 0
         for name, shape in layers:
             if name not in self.plan.layers:
-                # Frozen when compress() was called, and trained now.
+                # The layer was frozen when compress() was called, and is trained now.
                 self.plan, self.shapes[name] = self.plan.extended(name, shape), shape
                 self._step_plan.add(name, self.plan, self.step - self.start, self.learning_rate)
             compressor = self._step_plan[name]
@@ -771,7 +770,7 @@ class BucketEngine(Engine):
 
 
 def _stacked(first: Count, second: Count, transport: Transport) -> Tensor:
-    """Both counts as one tensor, on the device if there is one: a number sent from the host would make it wait."""
+    """Stack two counts, on the device if there is one: a number sent from the host would make it wait."""
     device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
     counts = [
         c if isinstance(c, Tensor) else torch.full((), c, dtype=torch.int64, device=device) for c in (first, second)

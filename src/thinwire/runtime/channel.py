@@ -57,7 +57,7 @@ class _Run(Job):
     def __init__(self, channel: Channel, exchange: Exchange, count: int) -> None:
         self._channel, self._exchange, self._count = channel, exchange, count
         self._open = ExitStack()
-        """Closed early, by an error, it reports the failure to peers and lets the next exchange take its turn."""
+        """Contexts that, closed early by an error, report it to peers and let the next exchange take its turn."""
         self._collectives: list[Generator[None]] = []
 
     def begin(self) -> bool:
@@ -144,10 +144,10 @@ class Channel(Generic[_S]):
     def connect(
         transport: Transport, stats: _S, *, algorithm: Algorithm, seed: int, record: Mapping[str, str]
     ) -> Channel[_S]:
-        """A channel with an executor of its own. ``record``: what else all ranks must have in common.
+        """Return a channel with an executor of its own. ``record`` has other facts that must be equal on all ranks.
 
         Raises:
-            DisagreementError: they do not.
+            DisagreementError: they are not equal.
             ValueError: the collective algorithm does not fit this world.
             TransportError: a rank is gone or silent.
         """
@@ -161,14 +161,14 @@ class Channel(Generic[_S]):
         return Channel(transport, executor, stats, algorithm=algorithm, world=world, seed=seed)
 
     def submit(self, exchange: Exchange) -> torch.futures.Future[Tensor]:
-        """Start an exchange; the future says when it has ended, and how. All ranks submit the same in turn."""
+        """Start an exchange; return the future of its result. All ranks submit the same exchanges in the same order."""
         with self._lock:
             count, self._submitted = self._submitted, self._submitted + 1
             return self.executor.submit(_Run(self, exchange, count))
 
     def _routes_of(self, key: Key, count: int) -> _Routes:
         if key not in self._routes:
-            # Every rank forgets the same at the same exchange: they agree on it anew if it comes again.
+            # Every rank forgets the same at the same exchange: they agree on it once more if it comes again.
             for other in [k for k, routes in self._routes.items() if routes.last < count - _STALE_EXCHANGES]:
                 del self._routes[other]
         routes = self._routes.setdefault(key, _Routes())
@@ -176,7 +176,7 @@ class Channel(Generic[_S]):
         return routes
 
     def _new_route(self, routes: _Routes, exchange: Exchange) -> Route:
-        """Make a layout and its messages, after all ranks have agreed that the layout is the same."""
+        """Return a layout and its messages, after all ranks have agreed that the layout is the same."""
         kind, contents, dtype = exchange.kind, exchange.contents, exchange.dtype
         layout = routes.layout
         if layout is None:
@@ -188,17 +188,17 @@ class Channel(Generic[_S]):
             route: Route = DeviceRoute(kind, layout, self.transport)
         else:
             route = HostRoute(kind, layout, self.transport)
-        # Known from now on: ranks that did not agree ask again.
+        # Set only now: ranks that did not agree ask again.
         routes.layout = layout
         return route
 
     def forget(self, contents: Container[Hashable]) -> None:
-        """Give back the messages of contents with these keys. All ranks do so between the same exchanges."""
+        """Free the messages of contents with these keys. All ranks do so between the same exchanges."""
         for key in [key for key in self._routes if key[1] in contents]:
             del self._routes[key]
 
     def layout(self, kind: Kind, contents: Contents, dtype: torch.dtype) -> Layout:
-        """How the contents of a buffer are cut and who owns which piece."""
+        """Return the layout of a buffer: how its contents are cut, and which rank owns which piece."""
         if kind == "all_reduce":
             return Layout.build(contents.layers, self.world, dtype, self.algorithm)
         if contents.shards:
@@ -213,7 +213,7 @@ class Channel(Generic[_S]):
             )
 
     def agree(self, record: Mapping[str, str]) -> None:
-        """Check that all ranks hold the same record, after what is under way.
+        """Check that all ranks hold the same record, after the exchanges under way.
 
         Raises:
             DisagreementError: they do not.
@@ -222,17 +222,16 @@ class Channel(Generic[_S]):
         self.alone(lambda: agree(record, self.transport))
 
     def alone(self, job: Callable[[], _T]) -> _T:
-        """Run ``job`` after all exchanges handed over so far and before later ones, and return what it returns. What
-        it raises is raised here."""
+        """Run ``job`` between all exchanges submitted so far and later ones; return its result, or raise its error."""
         return self.executor.call(job)
 
     def sent_bytes(self, kind: Kind, contents: Contents, dtype: torch.dtype) -> int:
-        """Bytes that this rank hands to the transport for one such collective, headers included."""
+        """Return the bytes that this rank hands to the transport for one such collective, headers included."""
         return sent_bytes_of(kind, self.layout(kind, contents, dtype), self.transport)
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory that messages take now."""
+        """Bytes of memory that messages take now."""
         routes = [route for routes in list(self._routes.values()) for route, _ in list(routes.by_turn.values())]
         return sum(route.num_bytes for route in routes)
 
@@ -242,7 +241,7 @@ class Channel(Generic[_S]):
         self._counted_from = transport.sent_bytes, transport.received_bytes, transport.shared_bytes
 
     def add_to(self, stats: TrafficStats) -> None:
-        """Add what the transport has moved since `count_in`, and the memory of messages."""
+        """Add the bytes that the transport has moved since `count_in`, and the memory of messages, to ``stats``."""
         sent, received, shared = self._counted_from
         stats.payload_sent_bytes += self.transport.sent_bytes - sent
         stats.payload_received_bytes += self.transport.received_bytes - received
@@ -250,13 +249,13 @@ class Channel(Generic[_S]):
         stats.buffer_bytes += self.buffer_bytes
 
     def close(self) -> None:
-        """Take no more exchanges; those handed over are finished, and then connections are closed.
+        """Accept no more exchanges; finish those submitted, and then close connections.
 
-        Those of a channel that still waits for a dead rank stay open.
+        Connections of a channel that still waits for a dead rank stay open.
         """
         self.executor.close()
         if self.executor.runs_here:
-            # The last bucket's future held who closes the channel: this thread has to end first.
+            # The last bucket's future kept the channel's owner alive until now: this thread has to end first.
             threads.start(self._close_transport, name="thinwire release", end=lambda: None)
         else:
             self._close_transport()
@@ -267,5 +266,5 @@ class Channel(Generic[_S]):
 
 
 def group_seed(seed: int, ranks: tuple[int, ...]) -> int:
-    """The seed of a process group of these global ranks: two groups of one program must not draw alike."""
+    """Return the seed of a process group of these global ranks: two groups of one program must not draw alike."""
     return derive_key(seed, *ranks)

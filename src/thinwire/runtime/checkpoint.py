@@ -35,14 +35,14 @@ class Loaded:
     seed: int
     plan: Plan
     slots: dict[tuple[str, str], Tensor]
-    """By layer and name."""
+    """Slots by layer and slot name."""
 
     def record(self) -> dict[str, str]:
-        """What all ranks must have in common, in the order in which a difference is best reported."""
+        """Return the facts that must be equal on all ranks, in the order in which a difference is best reported."""
         return {"step": str(self.step), "seed": str(self.seed), "plan": self.plan.hash}
 
     def shared(self, *, learned: bool = True) -> dict[str, Tensor]:
-        """The slots that all ranks share; with ``learned`` False those of them that are not learned."""
+        """Return the slots that all ranks share; with ``learned`` False those of them that are not learned."""
         return {
             f"{slot.name} of {name}": self.slots[name, slot.name]
             for name, compressor in self.plan.layers.items()
@@ -60,7 +60,7 @@ class Checked:
     shared: Mapping[str, Tensor]
     """Tensors that must be equal on all ranks, by name."""
     adopt: Callable[[], None]
-    """Continue from the state."""
+    """Function that continues from the state."""
 
 
 def _key(rank: int, slot: str, name: str) -> str:
@@ -71,7 +71,7 @@ class Values(Protocol):
     """A container from which slots are read."""
 
     def value(self, layer: str, slot: Slot, shape: Sequence[int]) -> Tensor:
-        """A copy of a slot of a layer of this shape, of as many elements as it has."""
+        """Return a copy of a slot of a layer of this shape, with as many elements as the slot has."""
         ...
 
 
@@ -80,22 +80,22 @@ Read = Mapping[str, Mapping[str, Tensor]]
 
 
 class Moments(Protocol):
-    """What an optimizer keeps of each parameter that differs between ranks."""
+    """The part of an optimizer's state of each parameter that differs between ranks."""
 
     def state(self, rank: int) -> dict[str, Tensor]:
-        """Entries of this rank for `Wire.state_dict`."""
+        """Return the entries of this rank for `Wire.state_dict`."""
         ...
 
     def template(self, world_size: int) -> dict[str, Tensor]:
-        """The entries of all ranks of a world of this size, to load such a checkpoint into."""
+        """Return the entries of all ranks of a world of this size, to load such a checkpoint into."""
         ...
 
     def read(self, state: Mapping[str, Tensor], rank: int, world_size: int) -> Read:
-        """What such entries say of ``rank``. Raises ``ValueError`` if they cannot be used."""
+        """Return the moments of ``rank`` from such entries. Raises ``ValueError`` if they cannot be used."""
         ...
 
     def load(self, moments: Read) -> None:
-        """Continue with them."""
+        """Continue with these moments."""
         ...
 
 
@@ -113,16 +113,16 @@ class Checkpointable:
         self._wire = wire
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The states of all ranks: a collective call."""
+        """Return the states of all ranks. A collective call."""
         return self._wire.gather_state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from it, on every rank."""
+        """Continue from a state, on every rank."""
         self._wire.load_state_dict(state)
 
 
 Reshard = Callable[[Mapping[int, Tensor], Slot, Compressor, str, int, Sequence[int], Sequence[int]], Tensor]
-"""A rank's slot of a layer from those of all ranks of a former world: `thinwire.runtime.slots.reshard`."""
+"""Type of `thinwire.runtime.slots.reshard`: a rank's slot of a layer from those of all ranks of a former world."""
 
 
 def write(
@@ -135,9 +135,9 @@ def write(
     rank: int,
     shares: Sequence[int],
 ) -> dict[str, Tensor]:
-    """Shared entries, and this rank's slots with their layers' shapes; checksums of both.
+    """Return shared entries, and this rank's slots with their layers' shapes; checksums of both.
 
-    Shared are step, seed, wire format, plan, and how much of each layer every rank owned.
+    Shared entries are step, seed, wire format, plan, and how much of each layer every rank owned.
     """
     shared = {
         "step": torch.tensor(step, dtype=torch.int64, device="cpu"),
@@ -155,7 +155,7 @@ def write(
 
 
 def sealed(entries: Mapping[str, Tensor], name: str = _CHECKSUMS) -> dict[str, Tensor]:
-    """``entries``, and under ``name`` a 64-bit checksum of each of them, in the order of their names."""
+    """Return ``entries``, and under ``name`` a 64-bit checksum of each of them, in the order of their names."""
     sums = [signed_checksum(entries[key]) for key in sorted(entries)]
     return {**entries, name: torch.tensor(sums, dtype=torch.int64, device="cpu")}
 
@@ -164,7 +164,7 @@ def check_sealed(state: Mapping[str, Tensor], keys: Iterable[str], name: str = _
     """Check that the entries ``keys`` of a state are those that `sealed` was given.
 
     Raises:
-        ValueError: an entry is missing or differs from what was saved, or the checksums are.
+        ValueError: an entry or the checksums are missing, or differ from what was saved.
     """
     keys = sorted(keys)
     if missing := [key for key in (*keys, name) if not isinstance(state.get(key), Tensor)]:
@@ -179,13 +179,13 @@ def check_sealed(state: Mapping[str, Tensor], keys: Iterable[str], name: str = _
 
 
 def _text(plan: Plan) -> Tensor:
-    # Of one size whatever the plan's compressors are: checkpoints are loaded into tensors of the size that was saved.
+    # The size is the same for any compressors: checkpoints are loaded into tensors of the size that was saved.
     room = sum(len(name.encode()) + _SPEC_ROOM for name in plan)
     return torch.frombuffer(bytearray(plan.to_json().encode().ljust(room)), dtype=torch.uint8)
 
 
 def template(plan: Plan, shapes: Mapping[str, Sequence[int]], size: int) -> dict[str, Tensor]:
-    """What `write` gives on all ranks of a world of ``size`` together, with slots of zeros."""
+    """Return what `write` returns on all ranks of a world of ``size``, merged, with slots of zeros."""
     state: dict[str, Tensor] = {}
     for rank in range(size):
         state |= write(Slots(), plan, shapes, step=-1, seed=0, rank=rank, shares=[1] * size)
@@ -219,7 +219,7 @@ def gather(state: Mapping[str, Tensor], transport: Transport) -> dict[str, Tenso
 
 
 def integers(state: Mapping[str, Tensor], name: str, count: int | None = 1) -> list[int]:
-    """The integers of a state's entry, as many as ``count`` says. Raises ``ValueError`` if it holds anything else."""
+    """Return the integers of an entry, ``count`` of them, or any number for None. Raises ``ValueError`` otherwise."""
     entry = state[name]
     if not isinstance(entry, Tensor) or entry.dtype not in _INTEGERS or count not in (None, entry.numel()):
         shown = f"{entry.dtype} of {entry.numel()}" if isinstance(entry, Tensor) else type(entry).__name__
@@ -235,7 +235,7 @@ def read(
     shares: Sequence[int],
     reshard: Reshard = reshard,
 ) -> Loaded:
-    """What a state says of ``rank`` in a world whose ranks own these shares. See `Wire.load_state_dict`."""
+    """Return ``rank``'s part of a state in a world whose ranks own these shares. See `Wire.load_state_dict`."""
     missing = set(_SHARED) - set(state)
     if missing:
         raise ValueError(f"this is not the state of a Wire: {', '.join(sorted(missing))} missing")
@@ -268,7 +268,7 @@ def read(
 
 
 def plan_of(state: Mapping[str, Tensor], plan: Plan) -> Plan:
-    """The plan that a state was saved with. Raises ``ValueError`` if it is not of a model with ``plan``'s layers."""
+    """Return the plan that a state was saved with. Raises ``ValueError`` if its layers are not those of ``plan``."""
     try:
         text = bytes(integers(state, "plan", None)).decode()
     except ValueError as error:

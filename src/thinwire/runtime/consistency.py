@@ -31,9 +31,9 @@ def library_version() -> str:
 
 
 def machine_record(compressors: Iterable[Compressor], device: torch.device | None = None) -> dict[str, str]:
-    """What ranks' machines must have in common, so that ``compressors`` give the same bits on all of them.
+    """Return what must be equal on all ranks' machines, so that ``compressors`` give the same bits on all of them.
 
-    ``device`` is what computes and communicates, None if the host does.
+    ``device`` is the one that computes and communicates, None if the host does.
     """
     traits = [compressor.traits for compressor in compressors]
     if all(t.exact_bits for t in traits):
@@ -77,8 +77,8 @@ def agree(record: Mapping[str, str], transport: Transport, *, remedy: str = _SAM
 
 
 def agree_on_state(record: Mapping[str, str], values: Mapping[str, Tensor], transport: Transport) -> None:
-    """Check that all ranks have loaded the same of what they must have in common: a record and, by their checksums,
-    ``values``. A rank that goes on from the state of another run would part from the others without an error.
+    """Check that all ranks have loaded the same record and, by their checksums, the same ``values``. A rank that goes
+    on from the state of another run would diverge from the others without an error.
 
     Raises:
         DisagreementError: see `agree`.
@@ -135,7 +135,7 @@ def _short(line: str) -> str:
 
 
 def exchange_texts(mine: bytes, transport: Transport) -> list[str]:
-    """The texts of all ranks, by rank. A native collective: all ranks must call it, and nothing else at the time."""
+    """Return all ranks' texts, by rank. A native collective: all ranks must call it, and nothing else at the time."""
     sizes = transport.all_gather(torch.tensor([len(mine)], dtype=torch.int64, device="cpu"))[:, 0].tolist()
     size = max(sizes)
     if not 0 <= size <= _MAX_RECORD_BYTES:
@@ -149,7 +149,7 @@ class ParityError(RuntimeError):
 
 
 def checksums(parameters: Iterable[Tensor]) -> Tensor:
-    """The checksums of ``parameters``, for `check_parity`: int64 values of shape (number of parameters,)."""
+    """Return the checksums of ``parameters``, for `check_parity`: int64 values of shape (number of parameters,)."""
     return torch.tensor([signed_checksum(parameter) for parameter in parameters], dtype=torch.int64, device="cpu")
 
 
@@ -186,14 +186,14 @@ def check_parity(names: Sequence[str], sums: Tensor | None, transport: Transport
 
 
 def resync(parameters: Mapping[str, Tensor], transport: Transport) -> None:
-    """Give every rank the parameters of rank 0."""
+    """Copy the parameters of rank 0 to all ranks."""
     for parameter in parameters.values():
         with contiguous_values(parameter) as values:
             transport.broadcast(values)
 
 
 def signed_checksum(values: Tensor) -> int:
-    """The checksum of a tensor's bytes, signed, as int64 holds it."""
+    """Return the checksum of a tensor's bytes as a signed 64-bit integer."""
     data = values.detach().contiguous().view(-1).view(torch.uint8)
     if data.numel() % 4:
         data = torch.nn.functional.pad(data, (0, 4 - data.numel() % 4))

@@ -1,4 +1,4 @@
-"""What a `Wire` does its work with: the part that engines for all kinds of models share."""
+"""The base of a `Wire`'s engines, which those for all kinds of models share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Engine(ABC):
     device: torch.device | None = None
     """The device on which gradients are compressed and sent; None if they go over the host."""
     simulated = False
-    """Whether only the effect of compression is there, not its communication."""
+    """Whether only the effect of compression is simulated, without its communication."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Engine(ABC):
     ) -> None:
         """``rank`` and ``world_size`` index this process's part of a checkpoint."""
         self.plan = self.asked = plan
-        """The plan in use; ``asked`` is that of the rules, before ``skip_if_slower`` and policies."""
+        """Plan in use; ``asked`` is that of the rules, before ``skip_if_slower`` and policies."""
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.channels = tuple(channels)
         self.start, self.rank, self.world_size = start, rank, world_size
@@ -49,7 +49,7 @@ class Engine(ABC):
         """Index of the last backward pass that communicated; −1 before the first."""
         self.adapter: Adapter | None = None
         self.stats = Stats()
-        """Totals while they grow."""
+        """Totals so far, which grow during training."""
 
     @property
     def seed(self) -> int:
@@ -60,13 +60,13 @@ class Engine(ABC):
         return self.channels[0].algorithm
 
     def reset_stats(self) -> None:
-        """Start counting anew."""
+        """Start counting from zero."""
         self.stats = Stats()
         for channel in self.channels:
             channel.count_in(self.stats)
 
     def present_stats(self) -> Stats:
-        """Totals so far, as a copy: what is under way is partly in it."""
+        """Return a copy of the totals so far, which holds part of what is under way."""
         adapt_s = self.adapter.adapt_s if self.adapter else 0.0
         total = replace(self.stats, alpha=list(self.stats.alpha), slot_bytes=self.slot_bytes, adapt_s=adapt_s)
         for channel in self.channels:
@@ -76,45 +76,45 @@ class Engine(ABC):
     @property
     @abstractmethod
     def slot_bytes(self) -> int:
-        """Memory that slots, and what else is kept between steps, take now."""
+        """Bytes of memory that slots, and other state kept between steps, take now."""
 
     @property
     @abstractmethod
     def foreseen_bytes(self) -> int:
-        """The same, by formula."""
+        """Bytes of memory that slots, and other state kept between steps, take, by formula."""
 
     @abstractmethod
     def sent_bytes(self, site: Site) -> int:
-        """Bytes that this rank sends, headers included: `Wire.sent_bytes`."""
+        """Return the bytes that this rank sends, headers included; see `Wire.sent_bytes`."""
 
     @abstractmethod
     def table(self, declined: Mapping[str, str], loaded: Collection[str]) -> str:
-        """The layers as a table. ``declined`` are raw because compressing them would have been slower, or, where they
-        are in ``loaded``, because they were raw in a checkpoint."""
+        """Return the layers as a table. ``declined`` are raw because compressing them would have been slower, or, where
+        they are in ``loaded``, because they were raw in a checkpoint."""
 
     # Checkpoints, between two steps.
 
     @abstractmethod
     def collect(self) -> dict[str, Tensor]:
-        """The state without an optimizer's moments and without a policy's."""
+        """Return the state without an optimizer's moments and without a policy's entries."""
 
     @abstractmethod
     def template(self, plan: Plan, world_size: int) -> dict[str, Tensor]:
-        """What `collect` gives on all ranks of a world of this size together, with slots of zeros."""
+        """Return what `collect` returns on all ranks of a world of this size, merged, with slots of zeros."""
 
     @abstractmethod
     def read(self, state: Mapping[str, Tensor]) -> checkpoint.Checked:
-        """Check a state, before it is known whether all ranks' are valid and alike. Raises ``ValueError``."""
+        """Return a state that is valid on this rank, before it is compared between ranks. Raises ``ValueError``."""
 
     def alone(self, job: Callable[[], _T]) -> _T:
-        """Run a job while no exchange is under way."""
+        """Run a job while no exchange is under way, and return its result."""
         return job()
 
     @abstractmethod
     def whole_world(self) -> Transport:
-        """The transport between all ranks that have a part of the state."""
+        """Return the transport between all ranks that have a part of the state."""
 
     def close(self) -> None:
-        """Take no more exchanges, and close connections once those handed over have ended."""
+        """Accept no more exchanges, and close connections once those submitted have ended."""
         for channel in self.channels:
             channel.close()

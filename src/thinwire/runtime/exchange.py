@@ -1,4 +1,4 @@
-"""What is sent through a `Channel`: one collective on one flat buffer."""
+"""The interface of a collective on a flat buffer that goes through a `Channel`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Contents(NamedTuple):
     """The layers in a buffer that is all-reduced (``layers``), or in each rank's part of a sharded one (``shards``)."""
 
     key: Hashable
-    """Distinguishes these contents from others."""
+    """Key that distinguishes these contents from others."""
     layers: tuple[Layer, ...]
     shards: tuple[tuple[Shard, ...], ...] = ()
-    """By rank, the shards in its part, where parts differ or belong together; ``layers`` is empty then."""
+    """Shards in each rank's part, where parts differ or belong together; ``layers`` is empty then."""
     part_numel: int = 0
-    """Elements of each part, where there are shards."""
+    """Number of elements of each part, where there are shards."""
 
     @property
     def numel(self) -> int:
@@ -47,40 +47,40 @@ NOTHING = Contents((), ())
 
 @dataclass(kw_only=True)
 class Exchange(ABC):
-    """One collective on one flat buffer: what it holds, where it comes from, and what becomes of the result.
+    """A collective on a flat buffer: its contents, where they come from, and what becomes of the result.
 
-    A subclass for each kind of traffic. Methods run in the channel's executor, in the order of submission: `begin`
+    Each kind of traffic has a subclass. Methods run in the channel's executor, in the order of submission: `begin`
     and `start` before the messages, `finish` after them.
     """
 
     kind: Kind
     dtype: torch.dtype
     contents: Contents = NOTHING
-    """All ranks have the same; `begin` sets it where it is known only then."""
+    """Contents of the buffer, the same on all ranks; `begin` sets them where they are known only then."""
     scale: float | None = None
-    """The factor of the sum; None for the mean."""
+    """Factor of the sum; None for the mean."""
     number: int | None = None
-    """Numbers the messages and the random draws; None for the channel's own count."""
+    """Number of the exchange in its messages and random draws; None for the channel's own count."""
     draw: int | None = None
-    """Overrides ``number`` in the key of random draws; equal values repeat the draws."""
+    """Number that overrides ``number`` in the key of random draws; equal values repeat the draws."""
     out: Tensor | None = None
-    """Where a reduce-scatter leaves this rank's part, flat."""
+    """Flat tensor in which a reduce-scatter leaves this rank's part."""
     kept: dict[int, Tensor] | None = None
-    """In an all-gather, this rank's last messages (`thinwire.collectives.all_gather`)."""
+    """Last messages of this rank in an all-gather (`thinwire.collectives.all_gather`)."""
     turns: int = 2
-    """Exchanges of the same contents that may be under way at a time: each has messages of its own."""
+    """Number of exchanges of the same contents that may be under way at a time: each has messages of its own."""
     alone: bool = False
-    """Whether no other may be under way at the same time, because it calls native collectives, which have one order."""
+    """Whether no other exchange may be under way meanwhile: this one calls native collectives, which have one order."""
     failed: Exception | None = None
-    """What has gone wrong on this rank already: the other ranks, which wait for its messages, are told instead."""
+    """Error that this rank has met already: the other ranks, which wait for its messages, are told of it instead."""
 
     @property
     def key(self) -> Key:
-        """Equal for exchanges that use the same route."""
+        """Key of the route: exchanges with equal keys use the same one."""
         return self.kind, self.contents.key, self.dtype
 
     def begin(self) -> None:  # noqa: B027 - most have nothing to do
-        """Called first, in turn, even while earlier exchanges are under way."""
+        """Prepare the exchange, in turn, even while earlier exchanges are under way."""
 
     @abstractmethod
     def start(self, route: Route) -> tuple[Tensor, State | None]:
@@ -88,12 +88,12 @@ class Exchange(ABC):
         in its place."""
 
     def finish(self, x: Tensor, route: Route) -> None:  # noqa: B027 - most have nothing to do
-        """Called with the buffer once it holds the result."""
+        """Use the buffer ``x``, which holds the result now."""
 
     def fail(self) -> None:  # noqa: B027 - most have nothing to do
-        """Called in place of `finish` if something but the link has failed: the other ranks know, or will."""
+        """Note, in place of `finish`, that something but the link has failed: the other ranks know of it, or will."""
 
     @property
     def result(self) -> Tensor:
-        """What the future of the exchange gets."""
+        """Result of the exchange's future."""
         return torch.empty(0, dtype=torch.float32, device="cpu")

@@ -1,4 +1,4 @@
-"""Who runs communication: two threads beside the training loop, or a stream beside the one that runs backward."""
+"""Executors of communication: two threads next to the training loop, or a stream next to the one that runs backward."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class Job(ABC):
     """Work in two parts: the second may wait for other ranks, and the first of the next job goes on meanwhile."""
 
     def begin(self) -> bool:
-        """Called before the first part; whether both parts must run while no other job is under way."""
+        """Prepare the first part; return whether both parts must run while no other job is under way."""
         return False
 
     @abstractmethod
     def start(self) -> None:
-        """The first part."""
+        """Run the first part."""
 
     @abstractmethod
     def finish(self) -> Tensor:
-        """The second part, after those of all jobs before it."""
+        """Run the second part, after those of all jobs before it."""
 
 
 class Alone(Job, Generic[_T]):
@@ -49,7 +49,7 @@ class Alone(Job, Generic[_T]):
     def __init__(self, run: Callable[[], _T]) -> None:
         self._run = run
         self.done: ConcurrentFuture[_T] = ConcurrentFuture()
-        """What the call returns or raises."""
+        """Future of the call's result or error."""
 
     def begin(self) -> bool:
         return True
@@ -65,11 +65,11 @@ class Alone(Job, Generic[_T]):
 
 
 class Executor(ABC):
-    """Runs a Wire's communication, job after job, in the order in which all ranks hand it over."""
+    """Runs a Wire's communication, job after job, in the order in which all ranks submit it."""
 
     @abstractmethod
     def submit(self, job: Job) -> torch.futures.Future[Tensor]:
-        """Run ``job`` after all jobs before it; the future gets what it returns, or its exception.
+        """Run ``job`` after all jobs before it; the future gets its result, or its exception.
 
         Raises:
             RuntimeError: the executor is closed.
@@ -77,7 +77,7 @@ class Executor(ABC):
 
     @abstractmethod
     def call(self, job: Callable[[], _T]) -> _T:
-        """Run ``job`` alone, after all jobs before it, and return what it returns. Raises what it raises.
+        """Run ``job`` alone, after all jobs before it; return its result, or raise its error.
 
         Raises:
             RuntimeError: the executor is closed.
@@ -89,11 +89,11 @@ class Executor(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Take no more jobs; those handed over are finished."""
+        """Accept no more jobs; those submitted are finished."""
 
     @abstractmethod
     def join(self, timeout_s: float) -> bool:
-        """After `close`: wait until nothing runs any more, for so long at most; whether it is so. Not from a job."""
+        """Wait after `close`, at most ``timeout_s``, until nothing runs; return whether that is so. Not from a job."""
 
     @property
     def runs_here(self) -> bool:
@@ -129,7 +129,7 @@ class ThreadExecutor(Executor):
                 alone = job.begin()
                 if not alone:
                     job.start()
-            except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the future
+            except BaseException as error:  # noqa: BLE001 - the future raises it
                 self._end(future.set_exception, error)
                 return
             ended = self._second.submit(partial(finish, alone))
@@ -142,7 +142,7 @@ class ThreadExecutor(Executor):
                 if alone:
                     job.start()
                 outcome: object = job.finish()
-            except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the future
+            except BaseException as error:  # noqa: BLE001 - the future raises it
                 tell, outcome = future.set_exception, error
             self._end(tell, outcome)
 
@@ -182,7 +182,7 @@ class ThreadExecutor(Executor):
 
 
 class Follower:
-    """A thread that runs Python once a collective under way has ended; it starts with the first.
+    """A thread that runs Python code once a collective has ended; it starts with the first one.
 
     gloo's own threads must not: nobody can wait for them when the interpreter ends (`thinwire.threads`). One follower
     is for one process group, whose collectives all ranks start in one order.
@@ -192,7 +192,7 @@ class Follower:
         self._worker = Worker(name)
 
     def follow(self, work: Pending, result: Callable[[], _T]) -> torch.futures.Future[_T]:
-        """A future with what ``result`` returns once ``work`` has ended. What either raises, waiting for it raises.
+        """Return a future with what ``result`` returns once ``work`` has ended. It raises what either raises.
 
         For a communication hook of DDP, see `for_reducer`.
         """
@@ -202,7 +202,7 @@ class Follower:
             try:
                 work.wait()
                 outcome = result()
-            except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the future
+            except Exception as error:  # noqa: BLE001 - the future raises it
                 future.set_exception(error)  # pyright: ignore[reportArgumentType]
             else:
                 future.set_result(outcome)
@@ -222,7 +222,7 @@ class Follower:
         work = dist.all_reduce(flat.div_(group.size()), group=group, async_op=True)
         assert work is not None
         if flat.device.type != "cpu":
-            # What a device still has to do does not hold its future up: this runs here and now.
+            # The future does not wait for the device: the callback runs here and now.
             return work.get_future().then(lambda future: future.value()[0])
         return self.follow(PendingWork(work, "the all-reduce", group_timeout(group), detector=detector), lambda: flat)
 
@@ -230,8 +230,8 @@ class Follower:
 def followed_by(
     future: torch.futures.Future[_T], job: Callable[[_T], object], device: torch.device
 ) -> torch.futures.Future[_T]:
-    """A future with the result of ``future``, which is on ``device``, once ``job`` has been called with it. What either
-    raises, waiting for it raises, with its own type, which what a callback of ``then()`` raises would lose."""
+    """Return a future with the result of ``future``, which is on ``device``, once ``job`` has been called with it. It
+    raises what either raises, with its own type, which errors of a callback of ``then()`` would lose."""
     followed: torch.futures.Future[_T]
     followed = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
 
@@ -239,7 +239,7 @@ def followed_by(
         try:
             result = future.value()
             job(result)
-        except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the future
+        except Exception as error:  # noqa: BLE001 - the future raises it
             followed.set_exception(error)  # pyright: ignore[reportArgumentType]
         else:
             followed.set_result(result)
@@ -249,29 +249,29 @@ def followed_by(
 
 
 def for_reducer(future: torch.futures.Future[_T]) -> torch.futures.Future[_T]:
-    """The same future for DDP's reducer: an exception set from Python it would take for the result; one that a callback
-    raises is an error to it, as a ``RuntimeError`` with the exception's text."""
+    """Return ``future`` in a form for DDP's reducer, which takes an exception set from Python for the result, but one
+    that a callback raises for an error: a ``RuntimeError`` with the exception's text."""
     return future.then(lambda ended: ended.value())
 
 
 class StreamExecutor(Executor):
-    """Does a Wire's communication in the thread that hands it over, on a stream of its own beside the current one.
+    """Runs a Wire's communication in the thread that submits it, on a stream of its own next to the current one.
 
-    A job runs to its end as far as the host is concerned; the device goes through it later, after what the current
-    stream had to do when the job came, and the future tells whoever waits for it to wait on the device. It takes the
-    place of a `ThreadExecutor` and of its threads: kernels and collectives are only enqueued. On a CPU there are no
-    streams, and a job simply runs.
+    A job runs to its end as far as the host is concerned; the device runs it later, after the work that the current
+    stream had when the job came, and a wait for the future is a wait on the device. It takes the place of a
+    `ThreadExecutor` and of its threads: kernels and collectives are only enqueued. On a CPU there are no streams, and a
+    job simply runs.
     """
 
     def __init__(self, device: torch.device, *, own_stream: bool = True) -> None:
         """``own_stream``: whether jobs run on a stream of their own, or on the current one, as FSDP2 expects."""
         self._device, self._closed = device, False
-        # Of high priority: a message that leaves early is worth more than a kernel of backward that starts early.
+        # The priority is high: a message that leaves early is worth more than a kernel of backward that starts early.
         own_stream = own_stream and device.type == "cuda"
         self._stream = torch.cuda.Stream(device, priority=-1) if own_stream else None
 
     def submit(self, job: Job) -> torch.futures.Future[Tensor]:
-        """Enqueue ``job``; the future gets what it returns, or its exception.
+        """Enqueue ``job``; the future gets its result, or its exception.
 
         Raises:
             RuntimeError: the executor is closed.
@@ -285,14 +285,14 @@ class StreamExecutor(Executor):
                 job.begin()
                 job.start()
                 outcome: object = job.finish()
-            except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the future
+            except Exception as error:  # noqa: BLE001 - the future raises it
                 tell, outcome = future.set_exception, error
             tell(outcome)
         return future
 
     def call(self, job: Callable[[], _T]) -> _T:
-        """Run ``job`` after all before it, and return what it returns; what the current stream does next comes after
-        it. Raises what it raises."""
+        """Run ``job`` after all jobs before it, and before later work of the current stream. Return its result, or
+        raise its error."""
         with self._on_comm_stream():
             result = job()
         if self._stream:
@@ -300,14 +300,14 @@ class StreamExecutor(Executor):
         return result
 
     def wait_idle(self) -> None:
-        """Nothing to wait for: what writes to a bucket next is enqueued behind what was enqueued before."""
+        """Return at once: what writes to a bucket next is enqueued behind what was enqueued before."""
 
     def close(self) -> None:
-        """Take no more jobs."""
+        """Accept no more jobs."""
         self._closed = True
 
     def join(self, timeout_s: float) -> bool:
-        """Jobs end in the call that hands them over."""
+        """Return True: jobs end in the call that submits them."""
         return True
 
     @contextmanager
@@ -325,12 +325,12 @@ class StreamExecutor(Executor):
 
 
 def on_the_host() -> AbstractContextManager[object]:
-    """Inside, a tensor that is made without a device is on the CPU, whatever `torch.set_default_device` says."""
+    """Return a context in which tensors without a given device are on the CPU, despite `torch.set_default_device`."""
     return nullcontext() if makes_on_the_host() else torch.device("cpu")
 
 
 class AsyncReadback:
-    """Small tensors that a device computes, for the host to read once they are there, without stopping it before."""
+    """Small tensors that a device computes, for the host to read once they have arrived, without stopping it before."""
 
     def __init__(self) -> None:
         self._noted: list[tuple[Tensor, torch.cuda.Event | None]] = []
@@ -345,7 +345,7 @@ class AsyncReadback:
         self._noted.append((here, event))
 
     def read(self) -> list[Tensor]:
-        """What was noted since the last call. Waits for what is not there yet."""
+        """Return the tensors noted since the last call. Waits for those that have not arrived yet."""
         noted, self._noted = self._noted, []
         for _, event in noted:
             if event is not None:
@@ -354,7 +354,7 @@ class AsyncReadback:
 
 
 def elapsed(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds that ``run`` takes: on a device, its work there, as its own clock has it."""
+    """Return the seconds that ``run`` takes: on a device, those of its work there, by the device's clock."""
     if device.type != "cuda":
         started = time.perf_counter()
         run()

@@ -12,14 +12,14 @@ from thinwire.compressors import CodecCall, Coded, Compressor, Key, MaxAbs, Piec
 _PACKED_BITS = 8
 _PACKED = MaxAbs(bits=_PACKED_BITS, bucket=128, rounding="stochastic")
 _EXACT = MaxAbs(bits=_PACKED_BITS, bucket=128, rounding="nearest")
-"""Of the same levels: what was packed once is packed again without an error, as a resumed run needs it."""
+"""Coder with the same levels: what was packed once is packed again without an error, as a resumed run needs it."""
 
 LayerSpan = tuple[str, int, int]
 """Name, start and size of a layer, or a part of one, in a flat tensor."""
 
 
 class FlatSlot:
-    """The values of this step, and those that it leaves to the next one."""
+    """A slot's values in this step, and those that it leaves to the next one."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.now = torch.zeros(numel, dtype=dtype, device=device)
@@ -41,7 +41,7 @@ class FlatSlot:
         self.now, self.next = self.next, self.now
 
     def forget_next(self) -> None:
-        """Between two steps: give back the memory of the next values. The slot can only be read from then on."""
+        """Free the memory of the next values, between two steps. The slot can only be read from then on."""
         self.next = self.now
 
     def read(self, *, after: bool = False) -> Tensor:
@@ -56,7 +56,7 @@ class FlatSlot:
 
 
 class PackedSlot(FlatSlot):
-    """The same in 8 bits an element and a scale for 128 of them, in place of twice 32 bits.
+    """A slot that keeps values in 8 bits an element and a scale for 128 of them, rather than in 32 bits.
 
     Values are rounded at random, so that those that are much smaller than their neighbors are kept on average. Draws
     and scales are those of a piece, wherever it is in the tensor. Elements of no piece are zero. ``now`` and ``next``
@@ -80,7 +80,7 @@ class PackedSlot(FlatSlot):
         return sum(packed.nbytes for packed in self._packed)
 
     def open(self) -> None:
-        # Under FSDP2 nobody writes what a rank owns itself: it stays zero.
+        # Under FSDP2 nothing writes what a rank owns itself: it stays zero.
         self.now, self.next = self.read(), self._zeros()
 
     def close(self, key: int) -> None:

@@ -34,7 +34,7 @@ class ShardedLayer:
         return tuple(max(0, min(chunk, size - rank * chunk)) for rank in range(self.num_ranks))
 
     def shape_of(self, rank: int) -> tuple[int, ...]:
-        """Shape of a rank's chunk."""
+        """Return the shape of a rank's chunk."""
         return (*self.shape[: self.dim], self.rows[rank], *self.shape[self.dim + 1 :])
 
     def numel_of(self, rank: int) -> int:

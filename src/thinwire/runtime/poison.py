@@ -1,4 +1,4 @@
-"""Finds state of compressors that makes every later mean non-finite."""
+"""Detection of compressors' state that makes every later mean non-finite."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SUSPECT_AFTER = 3
 
 
 class PoisonMonitor:
-    """Finds out when it is the state of compressors, and no gradient, that makes means non-finite.
+    """Detects that the state of compressors, rather than a gradient, makes means non-finite.
 
     A gradient of 1e38 is finite, and so may be the residual or the factor that it leaves behind. Yet what later steps
     compute with it may overflow, in every one of them: steps that are not finite leave slots as they were. All ranks
@@ -29,7 +29,7 @@ class PoisonMonitor:
         self._gradients = AsyncReadback()
 
     def note_gradients(self, flat: Tensor) -> None:
-        """Look at this rank's own gradients, before anything is added to them, if the last mean was not finite."""
+        """Note whether this rank's gradients are finite, before anything is added to them, if the last mean was not."""
         if self._nonfinite_steps:
             self._gradients.note(not_finite(flat))
 
@@ -44,22 +44,22 @@ class PoisonMonitor:
 
     @property
     def suspected(self) -> bool:
-        """Whether ranks should compare what they know: the same on all of them."""
+        """Whether ranks should compare what they know. The answer is the same on all of them."""
         return self._nonfinite_steps >= _SUSPECT_AFTER
 
     def take_finite_gradients(self) -> bool:
-        """Whether this rank's gradients were finite since it has looked at them. Counting starts anew."""
+        """Return whether this rank's gradients were finite while it looked at them, and restart counting."""
         mine, self._finite_gradients, self._nonfinite_steps = self._finite_gradients, True, 1
         return mine
 
     def confirmed(self, transport: Transport) -> bool:
-        """Whether all ranks' gradients were finite: then it is the state. A collective call."""
+        """Return whether all ranks' gradients were finite: then the state is the cause. A collective call."""
         return bool(
             transport.all_gather(torch.tensor([self.take_finite_gradients()], dtype=torch.bool, device="cpu")).all()
         )
 
     def warn(self, step: int) -> None:
-        """Say that the state starts anew."""
+        """Warn that the state is reset."""
         warnings.warn(
             f"before step {step}, {_SUSPECT_AFTER} means in a row were not finite although all ranks' gradients were: "
             "a large gradient has left residuals or factors with which sums overflow. They start anew on all ranks "

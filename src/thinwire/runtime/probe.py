@@ -1,4 +1,4 @@
-"""How fast links, codecs and cores are, measured between the ranks themselves."""
+"""Measurement of the speeds of links, codecs and cores, between the ranks themselves."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _REPEATS = 3
 _FIRST_PROBE_BYTES = 64 << 10
 _LAST_PROBE_BYTES = 16 << 20
 _LONG_ENOUGH_S, _LONG_ENOUGH_LATENCIES = 0.02, 8
-"""Of a message that a bandwidth is taken of: TCP sends little in the first round trips, whatever the link carries."""
+"""Least duration, in seconds and latencies, of messages that give a bandwidth: TCP begins slowly on any link."""
 _ALL_PAIRS = 8
 _ROUNDS = 4
 _CURVE_FROM_BYTES, _CURVE_TO_BYTES = 4 << 10, 16 << 20
@@ -79,7 +79,7 @@ def settle(algorithm: Algorithm, transport: Transport, *, nodes_too: bool = Fals
 
 
 def _readable(rates: Iterable[float]) -> tuple[float, ...]:
-    """Two digits of each: enough, and the spec that has them stays readable."""
+    """Return two digits of each rate: enough, and the spec that has them stays readable."""
     return tuple(float(f"{rate:.2g}") for rate in rates)
 
 
@@ -201,7 +201,7 @@ def _links(transport: Transport, long_s: float, world: World | None) -> Links:
 
 
 def _legs(transport: Transport, long_s: float, world: World) -> Legs | None:
-    """Measure messages inside nodes and between them, along a hierarchy; None unless the world has both."""
+    """Measure messages inside nodes and between them, along a hierarchy; return None unless the world has both."""
     if not 1 < len(world.members) < world.size:
         return None
     ranks, tree = range(world.size), Hierarchical()
@@ -345,7 +345,7 @@ def measure_codecs(compressors: Collection[Compressor], transport: Transport) ->
 
 
 def codec_passes(compressor: Compressor, device: torch.device) -> dict[str, float]:
-    """Return the seconds of an element: ``encode`` and ``decode``."""
+    """Return the seconds that an element takes to ``encode`` and to ``decode``."""
     x = torch.randn(_NUMEL, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu").to(device)
     piece = Piece("probe", 0, _NUMEL, 0, 0, _SHAPE)
     segments = Segments.build([piece])

@@ -1,7 +1,7 @@
-"""Which registered layers a flat buffer holds: registered beforehand, or recognized by sizes alone.
+"""Lookup of the layers that a flat buffer holds: registered beforehand, or recognized by sizes alone.
 
 Every answer is a pure function of what was registered and of the sizes asked for before, so that ranks that make the
-same calls get the same answers without a word between them.
+same calls get the same answers without communication.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ class Walk:
 
     DistributedDataParallel's first pass, or its first two with a static graph, sends all layers in one buffer in their
     registered order. Then it forms buckets in the order in which gradients were ready, which is the registered order
-    backwards for most models; ``bucket_order`` returns the true one, by
-    names, once it is known; until then it is called whenever a pass begins.
-    With ``find_unused_parameters`` it never rebuilds its buckets (``rebuilds=False``): they come last layers first, and
-    inside a bucket layers keep their registered order.
+    backwards for most models; ``bucket_order`` returns the true one, by names, once it is known; until then it is
+    called whenever a pass begins. With ``find_unused_parameters`` DDP never rebuilds its buckets (``rebuilds=False``):
+    they come last layers first, and inside a bucket layers keep their registered order.
     """
 
     def __init__(
@@ -41,10 +40,10 @@ class Walk:
         self._walk_over(self._layers[::-1])
 
     def find(self, numel: int) -> tuple[NamedShape, ...] | None:
-        """The layers of a buffer of ``numel`` elements, if a run of them that begins at the cursor fills it exactly.
+        """Return the layers of a buffer of ``numel`` elements: a run that begins at the cursor and fills it exactly.
 
-        If none does, a new pass may have begun: then one that begins at the start. None if there is no such run
-        either; the cursor stays.
+        If there is none, a new pass may have begun: then a run that begins at the start. None if there is no such run
+        either, and the cursor stays.
         """
         if self._at == 0 and self._bucket_order is not None and (names := self._bucket_order()):
             shapes = dict(self._layers)
@@ -82,10 +81,10 @@ class Registered:
         self._walks: dict[torch.dtype, Walk] = {}
 
     def add(self, layers: Sequence[NamedShape]) -> None:
-        """Buffers of exactly as many elements as these layers together hold them, end to end in this order.
+        """Register layers for buffers of exactly as many elements, which hold them end to end in this order.
 
         Raises:
-            ValueError: other layers are registered for buffers of this size already, or there is none.
+            ValueError: other layers are registered for this size already, names repeat, or there are no elements.
         """
         layers = tuple((name, tuple(shape)) for name, shape in layers)
         numel = sum(math.prod(shape) for _, shape in layers)
@@ -98,14 +97,14 @@ class Registered:
             )
 
     def follow_model(self, walks: Mapping[torch.dtype, Walk]) -> None:
-        """Buffers that hold gradients of a model, by the dtype of its parameters, in place of a former model's."""
+        """Recognize buffers of a model's gradients, by the dtype of its parameters, in place of a former model's."""
         self._walks = dict(walks)
 
     def exact(self, numel: int) -> tuple[NamedShape, ...] | None:
-        """The layers of a buffer of exactly this size, as registered by `add`."""
+        """Return the layers of a buffer of exactly this size, as registered by `add`."""
         return self._exact.get(numel)
 
     def find(self, numel: int, dtype: torch.dtype) -> tuple[NamedShape, ...] | None:
-        """The layers of a buffer of gradients, by its exact size or as the next run of a model's layers."""
+        """Return the layers of a buffer of gradients, by its exact size or as the next run of a model's layers."""
         walk = self._walks.get(dtype)
         return self.exact(numel) or (walk.find(numel) if walk else None)

@@ -44,21 +44,21 @@ class Route:
 
     @property
     def num_bytes(self) -> int:
-        """Memory held."""
+        """Bytes of memory that messages take."""
         return 0
 
     def collectives(
         self, x: Tensor, transport: Transport, call: CollectiveCall, exchange: Exchange
     ) -> list[Generator[None]]:
-        """The collectives of this buffer; each yields once, when its first messages are on their way."""
+        """Return the collectives of this buffer; each yields once, when its first messages are on their way."""
         raise NotImplementedError("a simulated buffer is not sent")
 
     def encoded(self, rank: int) -> Iterator[tuple[Coded, Segments, Tensor]]:
-        """The messages that this rank encoded last, by compressor."""
+        """Return the messages that this rank encoded last, by compressor."""
         return iter(())
 
     def limits(self, rank: int) -> tuple[Count, Count]:
-        """Values that saturated in this rank's last messages, and values that found no room in them."""
+        """Return how many values saturated in this rank's last messages, and how many found no room in them."""
         saturated: Count = 0
         overflowed: Count = 0
         for compressor, segments, message in self.encoded(rank):
@@ -68,7 +68,7 @@ class Route:
         return saturated, overflowed
 
     def clipped(self, state: State | None) -> tuple[Count, int]:
-        """Values that this rank clipped to fit into integers in the last step, and all that it made integers of."""
+        """Return how many values this rank clipped to fit into integers in the last step, of how many made integers."""
         clipped: Count = 0
         rounded = 0
         for s in self.layout.sums:
@@ -169,7 +169,7 @@ class DeviceRoute(Route):
 
 
 def sent_bytes_of(kind: Kind, layout: Layout, transport: Transport) -> int:
-    """Bytes that a rank hands to the transport for one collective, headers included."""
+    """Return the bytes that a rank hands to the transport for one collective, headers included."""
     if kind == "all_reduce":
         return layout.sent_bytes(transport.rank, transport)
     traffic = layout.reduction_traffic(up=kind != "all_gather", down=kind != "reduce_scatter")
@@ -177,5 +177,5 @@ def sent_bytes_of(kind: Kind, layout: Layout, transport: Transport) -> int:
 
 
 def dense_bytes(kind: Kind, num_bytes: int, world_size: int) -> int:
-    """Bytes that each rank sends by a ring: of a buffer of ``num_bytes``, or one of parts of ``num_bytes`` each."""
+    """Return the bytes that each rank sends by a ring, for a buffer of ``num_bytes`` or one of parts of this size."""
     return ring_bytes(num_bytes, world_size) if kind == "all_reduce" else (world_size - 1) * num_bytes

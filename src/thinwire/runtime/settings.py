@@ -1,4 +1,4 @@
-"""How a handle communicates, whatever kind of model it is for."""
+"""Settings of a handle's communication, for any kind of model."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from thinwire.policies import Policy
 
 @dataclass(frozen=True)
 class WireSettings:
-    """How a `Wire` communicates.
+    """Settings of a `Wire`'s communication.
 
     Raises:
         ValueError: ``seed`` or ``start`` is out of range.
     """
 
     seed: int = 0
-    """Of the random draws."""
+    """Seed of the random draws."""
     start: int = 0
-    """Steps at the beginning that stay uncompressed."""
+    """Number of steps at the beginning that stay uncompressed."""
     skip_if_slower: bool = False
     """Whether to measure, and leave raw what would not be faster compressed."""
     algorithm: Algorithm = field(default_factory=ScatterReduceAllGather)
     """The collective algorithm."""
     adapt: Policy | None = None
-    """What changes the plan while training."""
+    """Policy that changes the plan during training."""
 
     def __post_init__(self) -> None:
         check_int("start", self.start, 0)

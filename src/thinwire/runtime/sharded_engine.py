@@ -1,4 +1,4 @@
-"""What FSDP2 sends: weights and gradients of a sharded model, and their means over replicas."""
+"""The engine for FSDP2: exchanges of weights and gradients of a sharded model, and of means over replicas."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ShardedEngine(Engine):
         """``make_world`` connects all ranks: it is called on every rank when states are first gathered or loaded."""
         self.units = tuple(units)
         self.master = master
-        """Whether ranks keep their shards as the optimizer left them, beside what they sent of them."""
+        """Whether ranks keep their shards as the optimizer left them, in addition to what they sent of them."""
         self._make_world = make_world
         self._world: Transport | None = None
         self._waiting: tuple[Callable[[], bool], Plan] | None = None
@@ -71,14 +71,14 @@ class ShardedEngine(Engine):
         self._channels = {id(t): _connect(t, settings.algorithm, settings.seed, record) for t in transports}
         star = ScatterReduceAllGather()
         self.across = _connect(replicas, star, settings.seed, record) if replicas is not None else None
-        """The channel that takes means over replicas."""
+        """Channel that takes means over replicas."""
         channels = [*self._channels.values(), *([self.across] if self.across else [])]
         shapes = {at_site(site, layer.name): layer.shape for unit in units for layer in unit.layers for site in SITES}
         super().__init__(plan, shapes, channels, start=settings.start, rank=rank, world_size=world_size)
         self.weights: list[LayerGroup] = []
         self.gradients: list[LayerGroup] = []
         self.means: list[LayerGroup] = []
-        """Of gradients over replicas; without layers where there are none."""
+        """Groups for means of gradients over replicas; without layers where there are none."""
         for index, unit in enumerate(self.units):
             unit.index = index
             self.weights.append(LayerGroup("weights", unit.layers, unit.transport))
@@ -138,14 +138,14 @@ class ShardedEngine(Engine):
         return layer_table(title, self.plan, shapes, declined, loaded, sent, unit="bytes each time")
 
     def take(self, plan: Plan) -> None:
-        """Between steps: every unit has this plan from now on."""
+        """Give every unit this plan from now on, between steps."""
         self.plan = plan
         self._plans = [plan] * len(self.units)
         for members in self.members():
             members.follow(plan)
 
     def restart(self, plan: Plan, *, step: int, seed: int) -> None:
-        """Between steps: go on from a checkpoint."""
+        """Continue from a checkpoint, between steps."""
         self.step = step
         self._touched.clear()
         self._dropped.clear()
@@ -176,7 +176,7 @@ class ShardedEngine(Engine):
         return slots + sum(4 * m.placement.numel for m in self.weights if m.changing(self.plan))
 
     def value(self, layer: str, slot: Slot, shape: Sequence[int]) -> Tensor:
-        """A copy of a slot, flat."""
+        """Return a flat copy of a slot."""
         members = self.members_of(layer)
         if members is None:
             return slot.first(shape, layer).reshape(-1)
@@ -186,7 +186,7 @@ class ShardedEngine(Engine):
         return value.reshape(-1)
 
     def _shard_of(self, layer: str) -> int:
-        """This rank's index among the shards of a layer."""
+        """Return this rank's index among the shards of a layer."""
         return next(
             unit.transport.rank
             for unit, members in zip(self.units, self.means, strict=True)
@@ -219,7 +219,7 @@ class ShardedEngine(Engine):
 
     @property
     def needs_loss_scale(self) -> bool:
-        """Whether the scale of the loss matters to anything here."""
+        """Whether the plan or a policy needs the scale of the loss."""
         return self.adapter is not None or self.plan.needs_loss_scale
 
     def keep_gradients_raw(self, until: Callable[[], bool]) -> None:
@@ -291,7 +291,7 @@ class ShardedEngine(Engine):
         draw = self.passes
         unit.compressed = compressed = draw >= self.start
         if self._plans[unit.index] is not self.plan:
-            # From here on: what was gathered for this backward pass was gathered with the plan before.
+            # The plan changes here, not earlier: weights of this backward pass were gathered with the plan before.
             self._plans[unit.index] = self.plan
             unit.kept.clear()
             members.follow(self.plan)
@@ -373,7 +373,7 @@ class ShardedEngine(Engine):
         return self._ended
 
     def _begin_step(self) -> None:
-        """Between the last reduction of a backward pass and the first one of the next, on every rank alike."""
+        """Begin a step between the last reduction of a backward pass and the first of the next, on every rank alike."""
         self.settle()
         self.step += 1
         self.stats.steps += 1
@@ -403,20 +403,20 @@ class ShardedEngine(Engine):
                 adapter.observe(together, layers, self.step, scale)
 
     def end_pass(self) -> None:
-        """No backward pass runs: what is reduced from now on belongs to the next step."""
+        """End a backward pass: what is reduced from now on belongs to the next step."""
         self._ended = True
 
     def drop(self, layers: Iterable[str]) -> None:
-        """Keep what residuals have sent in the last pass of layers whose gradients nobody applies."""
+        """Leave residuals of ``layers`` as they were before the last pass, because its gradients are not applied."""
         layers = set(layers)
         self._dropped.update(at_site(site, layer) for site in SITES for layer in layers)
         for unit, members in zip(self.units, self.gradients, strict=True):
             if layers.issuperset(members.names):
-                # A process that has not used it yet, as after a resume, reduces nothing, and draws nothing for it.
+                # A process that has not used the unit yet, as after a resume, reduces and draws nothing for it.
                 unit.reductions, unit.across = unit.before
 
     def _follow_trained(self, unit: Unit, trained: Sequence[str]) -> LayerGroup:
-        """The members of a unit's next reduction, in which these layers are, in this order."""
+        """Return the members of a unit's next reduction, in which these layers are, in this order."""
         if tuple(trained) != self.gradients[unit.index].names:
             self.gradients[unit.index] = self._group_of("gradients", unit, trained, self.gradients[unit.index])
             if self.across is not None:
@@ -424,7 +424,7 @@ class ShardedEngine(Engine):
         return self.gradients[unit.index]
 
     def _group_of(self, site: Site, unit: Unit, trained: Sequence[str], before: LayerGroup | None = None) -> LayerGroup:
-        """The members of reductions of these layers; they take over the residuals of ``before``."""
+        """Return the members of reductions of these layers; they take over the residuals of ``before``."""
         members = LayerGroup(site, [layer for layer in unit.layers if layer.name in trained], unit.transport)
         members.follow(self.plan)
         if before is None:
@@ -459,7 +459,7 @@ class ShardedEngine(Engine):
             self._nonfinite_flags.note(not_finite(out))
 
     def settle(self) -> None:
-        """Let residuals take what the last pass left: nothing, if some rank met NaN or Inf in it."""
+        """Commit what the last pass wrote to residuals, unless some rank met NaN or Inf in it."""
         if not self._touched:
             self._dropped.clear()
             return
@@ -484,7 +484,7 @@ class ShardedEngine(Engine):
             self._poison.warn(self.step + 1)
 
     def on_any_rank(self, conditions: Tensor) -> Tensor:
-        """Whether each is so on any rank: among the shards first and then among replicas. A collective call."""
+        """Return which conditions hold on any rank, among the shards first, then among replicas. A collective call."""
         for channel in self.channels:
             conditions = channel.alone(partial(channel.transport.all_gather, conditions)).any(0)
         return conditions
@@ -496,7 +496,7 @@ class ShardedEngine(Engine):
 
     @property
     def _shares(self) -> list[int]:
-        """Identifies the ownership that a state belongs to: over how many each is sharded, for every rank."""
+        """Ownership that a state belongs to: for every rank, the number of ranks that layers are sharded over."""
         return [self.units[0].transport.world_size] * self.world_size
 
     def collect(self) -> dict[str, Tensor]:
@@ -514,7 +514,7 @@ class ShardedEngine(Engine):
         return state | checkpoint.sealed(counts, _CHECKSUMS) | self._arrived()
 
     def _arrived(self) -> dict[str, Tensor]:
-        """The weights that have arrived, where only changes are sent: the same on all ranks."""
+        """Return the weights that have arrived, where only changes are sent: the same on all ranks."""
         replicas = [members.replica for members in self.weights]
         if not any(replica is not None for replica in replicas):
             return {}
@@ -545,7 +545,7 @@ class ShardedEngine(Engine):
         return state | checkpoint.sealed(counts, _CHECKSUMS) | entries
 
     def _read_arrived(self, state: Mapping[str, Tensor], plan: Plan) -> tuple[dict[str, Tensor], Callable[[], None]]:
-        """Check the weights that had arrived where only changes are sent: their entries, and what takes them over."""
+        """Check weights that had arrived where only changes are sent; return their entries, and what adopts them."""
         keys = {name: f"{_ARRIVED}/{name}" for members in self.weights for name in members.changing(plan)}
         if not keys:
             return {}, lambda: None
@@ -628,7 +628,7 @@ class ShardedEngine(Engine):
             self._world.close()
 
     def _slowest_speeds(self, compressors: Collection[Compressor], links: ShardChannel) -> Speeds | None:
-        """The speeds of a channel's links on the slowest rank; None if there is nothing to measure."""
+        """Return the speeds of a channel's links on the slowest rank; None if there is nothing to measure."""
         if links.transport.world_size == 1 or not compressors:
             return None
         speeds = links.alone(lambda: measure_speeds(compressors, links.transport, links.algorithm, links.world))
@@ -646,7 +646,7 @@ class ShardedEngine(Engine):
         return replace(speeds, codec_s=codec_s, bandwidth=1 / per_byte, latency_s=latency)
 
     def _declined(self) -> Plan:
-        """The plan without what would not pay: sums across replicas are judged by the links between these."""
+        """Return the plan without what gets no faster: sums across replicas are judged by the links between these."""
         layers = dict(self.plan.layers)
         for across, links in ((False, self.channels[0]), (True, self.across)):
             if links is None:
@@ -655,14 +655,14 @@ class ShardedEngine(Engine):
             coders = {name: coder_of(c) for name, c in mine.items()}
             speeds = self._slowest_speeds({c for c in coders.values() if not isinstance(c, Raw)}, links)
             if speeds is not None:
-                # What it is weighed against goes by the same messages.
+                # Raw values, for comparison, go by the same messages.
                 fast = declined(Plan(coders), replace(speeds, native=0.0)).layers
                 layers |= {name: Raw() if isinstance(fast[name], Raw) else c for name, c in mine.items()}
         return replace(self.plan, layers=layers)
 
 
 def _record(plan: Plan, units: Sequence[Unit], settings: WireSettings, *, master: bool) -> dict[str, str]:
-    """What all ranks must have in common, in the order in which a difference is best reported."""
+    """Return the facts that must be equal on all ranks, in the order in which a difference is best reported."""
     record = {"thinwire version": library_version(), "wire format": str(FORMAT_VERSION)}
     record |= {"seed": str(settings.seed), "start": str(settings.start)}
     record |= {"master": str(master), "adapt": str(settings.adapt)}

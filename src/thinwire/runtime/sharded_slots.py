@@ -37,7 +37,7 @@ class ShardedSlots:
     """
 
     def __init__(self, placement: Placement, rank: int, device: torch.device, *, sends_all: bool) -> None:
-        """``sends_all``: this rank sends all parts (gradients), not only its own (weights)."""
+        """``sends_all``: whether this rank sends all parts (gradients), not only its own (weights)."""
         self.rank = rank
         self._placement, self._device, self._sends_all = placement, device, sends_all
         self._compressors: dict[str, Coded] = {}
@@ -45,9 +45,9 @@ class ShardedSlots:
         self._layers: dict[str, LayerState] = {}
         self._shaped: dict[tuple[str, Slot], Tensor] = {}
         self._learned: set[str] = set()
-        """The layers whose learned slots have been learned."""
+        """Layers whose learned slots have been learned."""
         self.learned_at = -1
-        """The step in which slots were last learned, counted from the first compressed one."""
+        """Step in which slots were last learned, counted from the first compressed one."""
         self.learn_s = 0.0
 
     @property
@@ -108,7 +108,7 @@ class ShardedSlots:
     def state(self, x: Tensor, step: int, loss_scale: float, *, again: bool = False) -> State:
         """Return the slots for a message of ``x``, after learning those that are learned in ``step``.
 
-        ``again``: this is another message of the same step, so the values that the first one wrote are present.
+        ``again``: whether this is another message of the same step, which finds the values that the first one wrote.
         `close` ends their use.
         """
         if again:

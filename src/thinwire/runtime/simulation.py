@@ -1,4 +1,4 @@
-"""What would arrive of a bucket, without sending it."""
+"""Simulation of a bucket's communication: what would arrive, without sending it."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def simulate(
     running.start()
     for s, buffer in zip(layout.sums, buffers, strict=True):
         if s.op == "sum" and not s.dtype.is_floating_point:
-            # As if all ranks had sent the same: integers are not divided by their number beforehand.
+            # The sum is as if all ranks had sent the same: integers are not divided by their number beforehand.
             buffer.mul_(num_ranks)
         running.go_on(s)

@@ -80,7 +80,7 @@ class Slots:
         return None if key is None else self._places[key].shaped.get(name)
 
     def keep_rest(self, used: Mapping[str, Tensor]) -> None:
-        """Correct what the layers keep of whose last message only a share was used: residuals, momenta, velocities.
+        """Correct the residuals, momenta and velocities of layers of whose last message only a share was used.
 
         With the residual ``e`` before and ``e'`` after a step, the message has delivered ``e − e'``. If a share c of it
         was used, the residual is ``c·e' + (1 − c)·e``. ``used`` maps layer names to scalar tensors c.
@@ -171,10 +171,10 @@ class Slots:
         return value * (_weights(layer, compressor, value, rank, shares) * len(shares))
 
     def average_residual(self, layer: str, transport: Transport) -> None:
-        """Between two steps, on every rank: set a layer's residual to the mean of all ranks' residuals.
+        """Set a layer's residual to the mean of all ranks' residuals, between two steps, on every rank.
 
-        The sum over ranks is preserved. What summed compressors never send,
-        because it cancels in that sum, may have grown without bound (see `thinwire.compressors.PowerSGD`).
+        The sum over ranks is preserved. What summed compressors never send, because it cancels in that sum, may have
+        grown without bound (see `thinwire.compressors.PowerSGD`).
         """
         held = self._kept.get((layer, RESIDUAL.name))
         if (key := self._place_of.get(layer)) is not None:
@@ -284,9 +284,9 @@ class Slots:
 
 
 def _parked(values: Tensor) -> Tensor:
-    """Return a copy of a flat tensor that gives its memory back to the system when it goes.
+    """Return a copy of a flat tensor that gives its memory back to the system when it is freed.
 
-    What the allocator frees it keeps for later: the state of a whole model, once more, until the process ends.
+    The allocator keeps freed memory for later: that of a whole model's state, once more, until the process ends.
     """
     if values.device.type != "cpu" or values.nbytes < 1 << 20:
         return values.clone()
@@ -318,10 +318,10 @@ def _weights(name: str, compressor: Compressor, like: Tensor, rank: int, shares:
 def moved_residual(
     value: Tensor, compressor: Compressor, name: str, old: tuple[int, Sequence[int]], new: tuple[int, Sequence[int]]
 ) -> Tensor:
-    """Return what a rank's residual of one layer becomes in another world, where others have come or gone.
+    """Return what a rank's residual of one layer becomes in another world, which other ranks have joined or left.
 
     ``old`` and ``new`` are this rank and all ranks' shares. What the rank has not delivered of its own δ stays, and so
-    does the residual e of the means that it owned: where it owns an element no more, ``n'·e`` joins its own.
+    does the residual e of the means that it owned: where it no longer owns an element, ``n'·e`` joins its own.
     """
     (old_rank, old_shares), (rank, shares) = old, new
     owned = _weights(name, compressor, value, old_rank, old_shares) == 1
@@ -395,7 +395,7 @@ class UnsentResiduals:
         self._waiting[layer] = residual if before is None else before + residual
 
     def send(self, flat: Tensor, layers: BucketLayers, loss_scale: float) -> None:
-        """Add what is still to be sent to a bucket's gradients, which are ``loss_scale`` times as large as they are."""
+        """Add residuals still to be sent to a bucket's gradients, which are multiplied by ``loss_scale``."""
         self._num_buckets += 1
         for name, values in bucket_parts(flat, layers):
             if (residual := self._waiting.get(name)) is not None:
@@ -409,7 +409,7 @@ class UnsentResiduals:
         self._means.note(not_finite(mean))
 
     def end_step(self) -> None:
-        """Between two steps: forget what the last one sent if it was taken; send it again if not."""
+        """End a step, between two of them: forget what it sent if it was taken; send it again if not."""
         means = self._means.read()
         if len(means) < self._num_buckets or not all(bool(torch.isfinite(mean)) for mean in means):
             self.keep()

@@ -1,4 +1,4 @@
-"""What communication did: bytes, time by stage, and what was lost to the limits of a format."""
+"""Statistics of communication: bytes, time by stage, and values lost to the limits of a format."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from torch import Tensor
 from thinwire.compressors import Count
 
 _adding = threading.Lock()
-"""Held while seconds are added: several threads do."""
+"""Lock for the addition of seconds, which several threads do."""
 
 
 @dataclass
 class TrafficStats:
-    """What this rank sent, what it would have sent uncompressed, and how long it took.
+    """Bytes that this rank sent, bytes that it would have sent uncompressed, and the time that it took.
 
     Seconds are the host's: on a GPU, where the host only enqueues, they stay 0.
     """
 
     encode_s: float = 0.0
     wire_s: float = 0.0
-    """Waiting for messages."""
+    """Seconds of waiting for messages."""
     reduce_s: float = 0.0
-    """Summing a chunk of one's own and encoding its mean."""
+    """Seconds of summing a chunk of one's own and encoding its mean."""
     decode_s: float = 0.0
     dense_bytes: int = 0
     """Bytes that the same values take uncompressed: in a ring all-reduce 2(n−1)/n of their size, in a gather or a
@@ -40,9 +40,9 @@ class TrafficStats:
     """Bytes handed to the transport: messages with their headers, without those of TCP."""
     payload_received_bytes: int = 0
     payload_shared_bytes: int = 0
-    """Of the bytes sent, those that ranks of the same node took from shared memory."""
+    """Part of the bytes sent that ranks of the same node took from shared memory."""
     buffer_bytes: int = 0
-    """Memory that messages take on this rank now."""
+    """Bytes of memory that messages take on this rank now."""
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -57,7 +57,7 @@ class TrafficStats:
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes were sent than without compression."""
+        """Factor by which fewer bytes were sent than without compression."""
         return self.dense_bytes / self.payload_sent_bytes if self.payload_sent_bytes else 1.0
 
     @property
@@ -82,13 +82,13 @@ class Stats(TrafficStats):
     plan_changes: int = 0
     """Times that a policy's plan was taken over (``adapt=``)."""
     adapt_s: float = 0.0
-    """Seconds of the training threads for that: summing gradients, waiting for the decision, changing the plan."""
+    """Seconds of the training threads for a policy: summing gradients, waiting for the decision, changing the plan."""
     nonfinite_steps: int = 0
-    """Steps of which error feedback took nothing, because some rank met NaN or Inf."""
+    """Steps that left error feedback as it was, because some rank met NaN or Inf."""
     state_resets: int = 0
-    """Times that residuals and other slots started anew, because means were not finite although all gradients were."""
+    """Times that residuals and other slots were reset, because means were not finite although all gradients were."""
     slot_bytes: int = 0
-    """Memory that the state of compressors takes on this rank now: residuals, twice over, so that a step with NaN or
+    """Bytes that the state of compressors takes on this rank now: residuals, twice over, so that a step with NaN or
     Inf leaves none behind."""
     compressed_steps: int = 0
     """DDP: steps in which compression was on (from ``start`` on)."""
@@ -100,7 +100,7 @@ class Stats(TrafficStats):
     encoded: int = 0
     """DDP: elements encoded."""
     saturated: int = 0
-    """DDP: elements among these that lay outside the range of their format."""
+    """DDP: encoded elements that lay outside the range of their format."""
     overflowed: int = 0
     """DDP: elements that should have been sent and found no room in a message of bounded size."""
     alpha: list[tuple[int, float]] = field(default_factory=list)
@@ -118,7 +118,7 @@ class Stats(TrafficStats):
     reductions: int = 0
     """FSDP2: reduce-scatters of a unit's gradients."""
     overlapped: int = 0
-    """FSDP2: reductions that went on while backward did."""
+    """FSDP2: reductions that ran during backward."""
     learn_s: float = 0.0
     """FSDP2: seconds that learning quantization levels took."""
 
@@ -154,11 +154,11 @@ class GroupStats(TrafficStats):
     uniform: int = 0
     """Buffers compressed as if they were one layer."""
     passed: int = 0
-    """Buffers of these kinds of collectives that were sent exact, by gloo."""
+    """Buffers of all-reduces, reduce-scatters and all-gathers that were sent exact, by gloo."""
     passed_bytes: int = 0
-    """Bytes that these take, sent by a ring."""
+    """Bytes that the buffers sent exact take, sent by a ring."""
     unknown: int = 0
-    """Of these buffers, those that would have been compressed if it were known that they hold gradients or weights."""
+    """Buffers sent exact that would have been compressed if they were known to hold gradients or weights."""
 
 
 _WINDOW_STEPS = 20
@@ -166,7 +166,7 @@ _LIMIT = 0.01
 
 
 class ClippingMonitor:
-    """Counts of this rank over some steps. What is clipped is lost: beyond 1 % of the values it warns, once."""
+    """Counts clipped values of this rank over some steps, and warns, once, beyond 1 %: what is clipped is lost."""
 
     def __init__(self) -> None:
         self._steps = self._clipped = self._rounded = 0
@@ -178,7 +178,7 @@ class ClippingMonitor:
         self._rounded += rounded
 
     def warn(self) -> None:
-        """Begin a step; every so many of them look back, and warn if too much was clipped."""
+        """Begin a step; after every window of steps, warn if too much was clipped in it."""
         self._steps += bool(self._rounded)
         if self._steps < _WINDOW_STEPS or self._warned:
             return
@@ -205,7 +205,7 @@ class StatsRecorder:
         self._began = self._ended = 0.0
 
     def step(self, step: int, *, compressed: bool) -> bool:
-        """Count a step when its first bucket comes; whether this was it."""
+        """Count a step when its first bucket comes; return whether this was it."""
         if step == self._step:
             return False
         self._step = step
@@ -220,7 +220,7 @@ class StatsRecorder:
         self._ended = time.perf_counter()
 
     def sync_seconds(self) -> float:
-        """From the start of a step's first bucket to the end of its last one, once: 0 if there was none."""
+        """Return the seconds from the start of a step's first bucket to the end of its last, and reset them to 0."""
         seconds = max(0.0, self._ended - self._began) if self._began else 0.0
         self._began = self._ended = 0.0
         self.stats.sync_s += seconds
@@ -234,12 +234,12 @@ class StatsRecorder:
         self.stats.payload_received_bytes += sent
 
     def beside(self, moved: int) -> None:
-        """Count bytes that were sent and received beside a bucket, and not through the transport."""
+        """Count bytes that were sent and received in addition to buckets, and not through the transport."""
         self.stats.payload_sent_bytes += moved
         self.stats.payload_received_bytes += moved
 
     def limits(self, saturated: int, overflowed: int) -> None:
-        """Count what messages and sums could not hold."""
+        """Count values that messages and sums could not hold."""
         self.stats.saturated += saturated
         self.stats.overflowed += overflowed
 
@@ -256,7 +256,7 @@ class StatsRecorder:
         self._norm += float(exact.double().square().sum())
 
     def end_measure(self) -> None:
-        """A measured step is over."""
+        """End a measured step, and note its error."""
         if self._norm > 0.0:
             self.stats.alpha.append((self._measured_step, math.sqrt(self._error / self._norm)))
         self._error = self._norm = 0.0

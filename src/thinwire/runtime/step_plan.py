@@ -1,4 +1,4 @@
-"""The compressors of one step: schedules, cold starts and layers that train only now change a plan's."""
+"""The compressors of one step: those of a plan, changed by schedules, cold starts and layers that train only now."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class StepPlan:
         self._present = Plan({})
         self._raw_is_summed = False
         self.number = 0
-        """Which of the forms seen so far the present one is."""
+        """Number of the present form among those seen so far."""
         self._learns_at: dict[str, tuple[int, ...]] = {}
-        """By layer, the steps in which it learns."""
+        """Steps in which each layer learns."""
 
     def forget(self) -> None:
-        """Start anew: from another plan, with other slots."""
+        """Start over, from another plan and with other slots."""
         self._known.clear()
         self._begun.clear()
         self._followed = None
@@ -59,7 +59,7 @@ class StepPlan:
         self._raw_is_summed = sums and all(isinstance(c, Raw) for c in coded)
 
     def add(self, name: str, plan: Plan, step: int, learning_rate: float | None) -> None:
-        """Take in a layer that ``plan`` has only now; for the others its coming counts from the next step on."""
+        """Add a layer that ``plan`` has only now; for the others the addition counts from the next step on."""
         late = self._form_of(plan, step, learning_rate)[name]
         self._present = replace(self._present, layers={**self._present.layers, name: late})
         self._learns_at |= {name: steps} if (steps := learns_at(late)) else {}
@@ -78,7 +78,7 @@ class StepPlan:
         return step in steps or name not in self._learned
 
     def __getitem__(self, name: str) -> Compressor:
-        """What a layer has in this step. Raw layers join the sums where there are no messages to ride in."""
+        """Return a layer's compressor in this step. Raw layers join the sums where no messages can carry them."""
         compressor = self._present[name]
         return RawSum() if isinstance(compressor, Raw) and self._raw_is_summed else compressor
 

@@ -1,4 +1,4 @@
-"""What an optimizer of thinwire has sent in the place of gradients."""
+"""The interface of optimizers of thinwire that have something else sent in the place of gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Substitute(ABC):
     """Turns the gradients of a bucket into what an optimizer of thinwire has sent in their place, and back."""
 
     when_dense = False
-    """Whether it is sent in uncompressed steps, too."""
+    """Whether gradients are replaced in uncompressed steps, too."""
 
     @property
     def waits(self) -> bool:

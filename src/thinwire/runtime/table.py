@@ -14,12 +14,12 @@ _MOST_ROWS = 40
 
 @dataclass(frozen=True)
 class LayerRow:
-    """A layer of a plan, beside what the rules name for it."""
+    """A layer of a plan, compared with what the rules name for it."""
 
     name: str
     shape: tuple[int, ...]
     bucket: int
-    """Place of the DDP bucket in the order in which buckets leave."""
+    """Position of the DDP bucket in the order in which buckets leave."""
     compressor: Compressor
     reference: Compressor
     """The compressor that the rules name for the layer."""
@@ -86,7 +86,7 @@ def layer_table(
     unit: str = "bytes a step",
     than: str = "fp32",
 ) -> str:
-    """One line for each layer: name, elements, spec or the reason why it is raw, bytes, times less than raw.
+    """Return a line for each layer: name, elements, spec or the reason why it is raw, bytes, times less than raw.
 
     Args:
         title: Title of the table.
@@ -95,8 +95,8 @@ def layer_table(
         skipped: Layers that are raw because compressing them would be slower, and the compressor that they would have.
         loaded: Those of them that are raw because they were so in the checkpoint that was loaded.
         sent: The bytes that a rank sends for a layer with a compressor, by formula.
-        unit: What these bytes are.
-        than: What layers are that are not compressed.
+        unit: Unit of these bytes.
+        than: Name of the form of layers that are not compressed.
     """
     rows, total, total_raw = [], 0.0, 0.0
     for name, compressor in plan.layers.items():

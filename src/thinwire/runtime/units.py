@@ -28,7 +28,7 @@ class Replica:
     """
 
     def __init__(self, placement: Placement, names: Collection[str], rank: int, device: torch.device) -> None:
-        """Of the layers ``names``; others keep zeros here, and are sent as they are."""
+        """``names`` are the layers whose changes are sent; others keep zeros here, and are sent as they are."""
         self._placement, self.names = placement, tuple(names)
         self._values = torch.zeros(placement.numel, dtype=torch.float32, device=device)
         self._runs = [list(self._runs_of(r)) for r in range(placement.num_ranks)]
@@ -42,7 +42,7 @@ class Replica:
         return self._values.nbytes
 
     def _runs_of(self, rank: int) -> Iterator[slice]:
-        """The elements of a rank's part that belong to these layers."""
+        """Yield the elements of a rank's part that belong to these layers."""
         for name in self.names:
             start = rank * self._placement.part_numel + self._placement.starts[name]
             yield slice(start, start + self._placement.by_name[name].numel_of(rank))
@@ -65,7 +65,7 @@ class Replica:
                 held.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def value(self, name: str) -> Tensor:
-        """A copy of a layer, in its shape."""
+        """Return a copy of a layer, in its shape."""
         return self._placement.whole(self._values, name)
 
     def load(self, name: str, value: Tensor) -> None:
@@ -80,7 +80,7 @@ class LayerGroup:
         self.site: Site = site
         self.names = tuple(layer.name for layer in layers)
         self.sharded = {at_site(site, layer.name): layer for layer in layers}
-        """The layers as ranks share them out, by their names in the plan."""
+        """Layers as ranks share them out, by their names in the plan."""
         num_ranks = layers[0].num_ranks if layers else 1
         self.placement = Placement([replace(layer, name=at_site(site, layer.name)) for layer in layers], num_ranks)
         if site == "across":  # replicas have the same shard
@@ -89,7 +89,7 @@ class LayerGroup:
         self._device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
         self.slots = ShardedSlots(self.placement, transport.rank, self._device, sends_all=site != "weights")
         self.replica: Replica | None = None
-        """Of the layers whose changes are sent; None if there are none."""
+        """Replica of the layers whose changes are sent; None if there are none."""
 
     def follow(self, plan: Plan) -> None:
         self.slots.follow(self.compressors(plan))
@@ -98,7 +98,7 @@ class LayerGroup:
             self.replica = Replica(self.placement, changing, self._rank, self._device) if changing else None
 
     def changing(self, plan: Plan) -> tuple[str, ...]:
-        """The layers whose changes are sent."""
+        """Return the layers whose changes are sent."""
         return tuple(name for name in self.placement.by_name if isinstance(plan[name], Delta))
 
     def compressors(self, plan: Plan) -> dict[str, Coded]:
@@ -119,22 +119,22 @@ class Unit:
     name: str
     layers: tuple[ShardedLayer, ...]
     transport: Transport
-    """Among the ranks that it is sharded over."""
+    """Transport among the ranks that the unit is sharded over."""
     trained: tuple[str, ...]
-    """Those of its layers that get gradients."""
+    """Names of the layers that get gradients."""
     index: int = 0
     first_rank: int = 0
-    """The first of the ranks that it is sharded over: replicas of it draw by themselves."""
+    """First of the ranks that the unit is sharded over: replicas of it draw by themselves."""
     reductions: int = 0
-    """So far: the draws of gradients depend on it."""
+    """Number of reductions so far, on which the draws of gradients depend."""
     across: int = 0
-    """Sums over replicas so far."""
+    """Number of sums over replicas so far."""
     before: tuple[int, int] = (0, 0)
-    """The two as they were before the pass that runs."""
+    """Values of ``reductions`` and ``across`` before the pass that runs."""
     last_step: int = -1
-    """The step of its last reduction."""
+    """Step of the unit's last reduction."""
     compressed: bool = False
-    """Whether that was compressed: ``start`` is over."""
+    """Whether the last reduction was compressed: ``start`` is over."""
     kept: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -152,9 +152,9 @@ class WeightGather(Exchange):
     since: int | None
     """Steps since the first compressed one; None before it."""
     keep: Callable[[Tensor], object] | None
-    """Called with this rank's part as it was sent, which takes the place of its weights (``master=False``)."""
+    """Function that gets this rank's part as it was sent, which takes the place of its weights (``master=False``)."""
     replica: Replica | None
-    """To which the message is a change."""
+    """Replica to which the message is a change."""
     whole: bool
     """Whether weights are sent in place of their change."""
 
@@ -183,7 +183,7 @@ class GradientReduction(Exchange):
     since: int | None
     """Steps since the first compressed one; None before it."""
     note: Callable[[Tensor], object] | None
-    """Called with the result, to see whether it is finite."""
+    """Function that gets the result, to note whether it is finite."""
 
     def start(self, route: Route) -> tuple[Tensor, State | None]:
         if self.since is None:
@@ -206,9 +206,9 @@ class ReplicaMean(Exchange):
     again: bool
     since: int | None
     note: Callable[[Tensor], object] | None
-    """As of a `GradientReduction`."""
+    """Function that gets the result, to note whether it is finite."""
     after: Future[Tensor] | None
-    """The reduction among shards that fills ``flat``, where that is not over yet."""
+    """Reduction among shards that fills ``flat``, where that is not over yet."""
 
     def begin(self) -> None:
         if self.after is not None:

@@ -21,7 +21,7 @@ def warn_caller(text: str) -> None:
 
 
 def check_feedback(compressors: Iterable[Compressor]) -> None:
-    """Warn of each of ``compressors`` that has error feedback and can err by more than its input."""
+    """Warn of each of ``compressors`` that has error feedback and an error that can exceed its input."""
     for compressor in dict.fromkeys(compressors):
         if isinstance(compressor, Wrapper) and not compressor.coder.traits.contracts:
             warn_caller(

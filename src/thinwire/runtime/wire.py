@@ -34,20 +34,20 @@ class Wire(Generic[E]):
 
     def __init__(self, engine: E) -> None:
         self.engine = engine
-        """What attachments call."""
+        """Engine that attachments call."""
         self._loaded: tuple[Plan, frozenset[str]] | None = None
-        """The plan that was loaded, and the layers that are raw in it and were not before."""
+        """Plan that was loaded, and the layers that are raw in it and were not before."""
         self._at_detach = ExitStack()
         self._between_steps: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.moments: checkpoint.Moments | None = None
-        """The moments of an optimizer that differ between ranks, which checkpoints hold; None if there are none."""
-        # A model that is dropped takes its handle along. When the interpreter ends, the operating system closes
+        """Moments of an optimizer that differ between ranks, which checkpoints hold; None if there are none."""
+        # A model that is dropped takes its Wire along. When the interpreter ends, the operating system closes
         # connections.
         self.at_detach(engine.close)
         weakref.finalize(self, engine.close).atexit = False
 
     def __repr__(self) -> str:
-        """A table of the layers: spec, or the reason why raw, and bytes."""
+        """Return a table of the layers: spec, or the reason why raw, and bytes."""
         return self.engine.table(self.declined, self._raw_in_checkpoint())
 
     @property
@@ -100,7 +100,7 @@ class Wire(Generic[E]):
 
     @property
     def attached(self) -> bool:
-        """False once `detach` was called."""
+        """Whether the Wire is attached: True until `detach` is called."""
         return self.engine.attached
 
     @property
@@ -128,11 +128,11 @@ class Wire(Generic[E]):
         return replace(self.engine.present_stats(), **counts)
 
     def reset_stats(self) -> None:
-        """Start counting anew."""
+        """Start counting from zero."""
         self.engine.reset_stats()
 
     def sent_bytes(self, site: Site = "gradients") -> int:
-        """Bytes that this rank sends, by formula, headers included.
+        """Return the bytes that this rank sends, by formula, headers included.
 
         Under DistributedDataParallel, those of a compressed step, by the buckets that the last step had. Under FSDP2,
         those of gathering all ``"weights"`` once, or of reducing all ``"gradients"`` once, as fp32.
@@ -140,11 +140,11 @@ class Wire(Generic[E]):
         return self.engine.sent_bytes(site)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Step, seed, plan and this rank's slots, as tensors: loads with ``weights_only=True``. All ranks call it,
-        between steps.
+        """Return step, seed, plan and this rank's slots, as tensors, which ``weights_only=True`` loads. All ranks call
+        it, between steps.
 
-        For checkpoints to which every rank writes: ``torch.distributed.checkpoint``, where the keys of slots, which
-        carry the rank, merge, or one file for each rank. Where one rank writes, save `gather_state_dict`.
+        It is meant for checkpoints to which every rank writes: ``torch.distributed.checkpoint``, where the keys of
+        slots, which carry the rank, merge, or one file for each rank. Where one rank writes, save `gather_state_dict`.
         """
         self._check_attached()
         for held in self._between_steps:
@@ -157,7 +157,7 @@ class Wire(Generic[E]):
             return state | self.engine.adapter.state() if self.engine.adapter else state
 
     def state_dict_of(self, world_size: int, saved: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """The shape of the merged states of a world of ``world_size`` ranks, to load its checkpoint into.
+        """Return a template of the merged states of a world of ``world_size`` ranks, to load its checkpoint into.
 
             state = {"wire": wire.state_dict_of(8)}  # it was written by 8 ranks; this is another number
             torch.distributed.checkpoint.load(state, checkpoint_id=folder)
@@ -174,19 +174,19 @@ class Wire(Generic[E]):
             return state | self.engine.adapter.state() if self.engine.adapter else state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a `gather_state_dict`, or from this rank's own `state_dict`. All ranks call it, between steps.
+        """Continue from a gathered state, or from this rank's own `state_dict`. All ranks call it, between steps.
 
-        A gathered state loads into a world of any size: with another number of ranks the mean residual is preserved
-        (`thinwire.runtime.slots.reshard`). A `state_dict` loads on the rank that saved it, in a world of the same size.
-        The plan is the state's, whose residuals are those of its compressors; a warning says which layers were to have
-        another compressor.
+        A state of `gather_state_dict` loads into a world of any size: with another number of ranks the mean residual is
+        preserved (`thinwire.runtime.slots.reshard`). A `state_dict` loads on the rank that saved it, in a world of the
+        same size. The plan is the state's, whose residuals are those of its compressors; a warning says which layers
+        were to have another compressor.
 
         Raises:
             ValueError: the state is of another wire format or of a model with other layers, or lacks the slots of some
                 ranks.
-            PeerFailedError: it is so on another rank.
-            DisagreementError: ranks loaded different states: of other steps, or one of another run, where ranks must
-                have something in common in the states. Where it is raised, nothing was taken of them.
+            PeerFailedError: another rank has met such an error.
+            DisagreementError: ranks loaded different states: of other steps, or of runs that differ in what must be
+                equal on all ranks. Where it is raised, nothing was taken of them.
         """
         with on_the_host():
             self._continue_from(state)
@@ -205,19 +205,19 @@ class Wire(Generic[E]):
             self.moments.load(moments)
 
     def _raw_in_checkpoint(self) -> frozenset[str]:
-        """The `declined` layers that were not measured to be slower here, but raw in the checkpoint."""
+        """Return the `declined` layers that were not measured to be slower here, but raw in the checkpoint."""
         if self._loaded is None or (self.engine.adapter is not None and self._loaded[0] is not self.plan):
             return frozenset()  # nothing was loaded, or a policy has changed the plan since
         return self._loaded[1] & self.declined.keys()
 
     def _note_loaded(self, before: Plan, known: frozenset[str]) -> None:
-        """Keep which layers the plan that was just loaded leaves raw. ``known``: those of an earlier one."""
+        """Note the layers that the plan that was just loaded leaves raw. ``known``: those of an earlier one."""
         raw = {name for name, compressor in self.plan.layers.items() if isinstance(compressor, Raw)}
         chosen_here = {name for name in raw - known if isinstance(before.layers.get(name), Raw)}
         self._loaded = self.plan, frozenset(raw - chosen_here)
 
     def _warn_of_other_compressors(self, before: Plan) -> None:
-        """Say which layers of a loaded plan have another compressor than was asked for, unless a policy chooses it."""
+        """Warn of layers of a loaded plan with another compressor than was asked for, unless a policy chooses it."""
         other = [
             f"{name}: {loaded}, not {before.layers.get(name)}"
             for name, loaded in self.plan.layers.items()
@@ -232,7 +232,7 @@ class Wire(Generic[E]):
 
     @contextmanager
     def failing_together(self, doing: str) -> Iterator[None]:
-        """Let all ranks fail where the body fails on one of them, with what ``doing`` says. Every rank runs the body,
+        """Let all ranks fail where the body fails on one of them; ``doing`` names the call. Every rank runs the body,
         between steps.
 
         Raises:
@@ -246,7 +246,7 @@ class Wire(Generic[E]):
         self.engine.alone(lambda: raise_together(error, self.engine.whole_world(), doing))
 
     def check_alike(self, record: Mapping[str, str], shared: Mapping[str, Tensor]) -> None:
-        """Check, on all ranks and between steps, that they have loaded the same of what they must have in common.
+        """Check, on all ranks and between steps, that they have loaded the same record and shared tensors.
 
         Raises:
             DisagreementError: they have not; the message names the first difference.
@@ -254,7 +254,7 @@ class Wire(Generic[E]):
         self.engine.alone(lambda: agree_on_state(record, shared, self.engine.whole_world()))
 
     def gather_state_dict(self) -> dict[str, Tensor]:
-        """The states of all ranks in one dictionary, the same on every rank, for checkpoints that one rank writes.
+        """Return all ranks' states in one dictionary, the same on every rank, for checkpoints that one rank writes.
 
             state = {"model": model.state_dict(), "wire": wire.gather_state_dict()}  # on every rank
             if rank == 0:
@@ -271,7 +271,7 @@ class Wire(Generic[E]):
             return self.engine.alone(lambda: checkpoint.gather(state, self.engine.whole_world()))
 
     def checkpointable(self) -> Checkpointable:
-        """An object whose ``state_dict()`` is `gather_state_dict`, for libraries that write what rank 0 returns.
+        """Return an object whose ``state_dict()`` is `gather_state_dict`, for libraries that write what rank 0 returns.
 
         ::
 
