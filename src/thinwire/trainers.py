@@ -51,6 +51,10 @@ def trainer_callback(compressor: Any = None, **options: Any) -> Any:
         def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **_: Any) -> None:
             folder = _checkpoint(args.output_dir, state.global_step) if state.global_step > 0 else None
 
+            if self.wire is not None:  # of a training before
+                self.wire.detach()
+                self.wire = None
+
             def attach(wrapped: Any) -> None:
                 self.wire = compress(wrapped, compressor, **options)
                 if folder is not None:
@@ -108,8 +112,9 @@ def lightning_callback(compressor: Any = None, **options: Any) -> Any:
         _loaded: Mapping[str, Any] | None = None
 
         def setup(self, trainer: Any, module: Any, stage: str) -> None:
-            if stage == "fit":
-                self.wire = self._loaded = None
+            if stage == "fit" and self.wire is not None:  # of a training before
+                self.wire.detach()
+                self.wire = None
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             # Lightning calls this before it wraps a model in DDP, but after it has sharded one.
@@ -121,8 +126,9 @@ def lightning_callback(compressor: Any = None, **options: Any) -> Any:
         def on_fit_start(self, trainer: Any, *_: Any) -> None:
             # The first validation, which comes later, would leave parameters of FSDP2's root gathered.
             self.wire = compress(trainer.strategy.model, compressor, **options)
-            if self._loaded is not None:
-                self.wire.load_state_dict(self._loaded)
+            loaded, self._loaded = self._loaded, None
+            if loaded is not None:
+                self.wire.load_state_dict(loaded)
 
         def state_dict(self) -> dict[str, Any]:
             # Lightning calls this on every rank, and rank 0 writes.

@@ -103,7 +103,7 @@ class _Hook:
         self._loss_scale = 1.0
         self._loss_scale_readback = AsyncReadback()
         self._follower = Follower("thinwire dense")
-        self._one_by_one: dict[torch.Tensor, tuple[torch.Tensor, Reduced]] = {}
+        self._one_by_one: dict[torch.Tensor, tuple[torch.Tensor, Reduced] | None] = {}
         """Gradients of the present backward pass and their means, by parameter, where DDP reduces in Python."""
 
     def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
@@ -161,7 +161,7 @@ class _Hook:
             gradients=lambda: [gradient],
         )
         future = self(bucket)
-        self._one_by_one[parameter] = gradient, future
+        self._one_by_one[parameter] = None if compiled else (gradient, future)
         if compiled:
             _put(gradient, future.wait())
             self.raise_error()
@@ -170,7 +170,7 @@ class _Hook:
     def _end_one_by_one(self) -> None:
         reduced, self._one_by_one = self._one_by_one, {}
         self._mean_sketches = self._mean_of_sketches()
-        for gradient, future in reduced.values():
+        for gradient, future in filter(None, reduced.values()):
             _put(gradient, future.wait())
         self._end_backward()
 

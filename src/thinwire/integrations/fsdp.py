@@ -141,7 +141,10 @@ class Attached:
     def begin_reduction(self, trained: Sequence[str]) -> None:
         """Note the layers that are about to be reduced, and follow the pass to its end."""
         self.use.reduce(trained)
-        self.follow_pass()
+        # A pipeline has gradients reduced after its backward passes, all in one step.
+        followed = at_end_of_backward(lambda: at_end_of_backward(self._end_pass))
+        if not followed and self.unit.last_step == self.wire.step:
+            self.wire.engine.end_pass()
 
     def shards(self) -> dict[str, Tensor]:
         """Return this rank's shards of the weights."""
@@ -289,7 +292,7 @@ class QuantizedReduceScatter(_Comm):
             future.wait()
         elif wait_late(future, at.group, output_tensor.dtype):
             at.wire.engine.note(overlapped=1)
-            at.reduction = future
+            at.reduction = future if at.group.replicate_group is not None else None
         return None
 
 
@@ -335,14 +338,15 @@ def _attach(model: nn.Module, options: ShardedOptions) -> Wire:
         across = None
         if replicate_group is not None:
             across = without_wire.enter_context(closed_on_failure(_host(replicate_group, options)))
-        with failing_together(hosts.values(), "thinwire.compress()"):
+        meetings = [*hosts.values(), *([across] if across is not None else [])]
+        with failing_together(meetings, "thinwire.compress()"):
             policy = _policy(options)
             device = _device(model, [group for _, group, _ in sharded], options)
         transports = {ranks: _transport(host, groups[ranks], options, device) for ranks, host in hosts.items()}
         replicas = None
         if across is not None and replicate_group is not None:
             replicas = _transport(across, replicate_group, options, device)
-        with failing_together(hosts.values(), "thinwire.compress()"):
+        with failing_together(meetings, "thinwire.compress()"):
             _check_shards([len(ranks) for ranks in groups], options, replicated=replicas is not None)
             left_out = [group for _, group, _ in every if _unfit(group)]
             prepared = _prepare(model, sharded, left_out, transports, options)

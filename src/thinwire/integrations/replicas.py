@@ -60,6 +60,13 @@ class ReplicaGroup(dist.ProcessGroup):
         super().__init__(replicas.rank(), replicas.size())  # pyright: ignore[reportCallIssue]
         self._group, self._mean, self.reads_late = group, mean, overlap
 
+    # As of the replicas' own group, by which PyTorch finds what it says of a collective that failed.
+    def __hash__(self) -> int:
+        return hash(self._group.replicate_group)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self._group.replicate_group
+
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> None:
         """Reduce the flat gradients of one backward pass, for FSDP2."""
         (flat,) = tensors
@@ -97,15 +104,18 @@ class _Passes:
                 "Leave set_reduce_scatter_unused_params(True) as thinwire.compress() set it"
             )
         use.reduce(trained)
-        # After the callback that FSDP2 has queued, which reduces modules whose inputs need no gradient.
-        if not at_end_of_backward(lambda: at_end_of_backward(self._end)):
-            self._reduced.clear()
+        self.follow()
         # A module that backward reaches twice is reduced twice: each reduction is a step, and takes up the residual of
         # the one before.
         if not self._reduced or not self._reduced.isdisjoint(trained):
             self._begin()
         self._reduced.update(trained)
         return self.wire.engine.reduce(flat, layers, loss_scale=self._loss_scale)
+
+    def follow(self) -> None:
+        """Have the end of the outermost backward pass noticed, if one runs."""
+        # After the callback that FSDP2 has queued, which reduces modules whose inputs need no gradient.
+        at_end_of_backward(lambda: at_end_of_backward(self._end))
 
     def _begin(self) -> None:
         engine = self.wire.engine
@@ -167,7 +177,7 @@ def attach_whole(
     passes = _Passes(wire, options, updates)
     for module, each, path in modules:
         own = tuple(names[id(p.now())] for p in each.parameters)
-        use = passes.uses.add(module, own, each, wire, lambda: None)
+        use = passes.uses.add(module, own, each, wire, passes.follow)
         mean = partial(passes.mean, each, own, use, path or "the root module")
         # On a device, to wait only makes a stream wait.
         late = overlap and prepared.device is None

@@ -123,7 +123,14 @@ def failing_together(transports: Iterable[Transport], doing: str) -> Iterator[No
     except Exception as met:  # noqa: BLE001 - raised again below, on every rank
         error = met
     for transport in transports:
-        raise_together(error, transport, doing)
+        try:
+            raise_together(error, transport, doing)
+        except (TransportError, DisagreementError):
+            raise
+        except Exception as met:  # noqa: BLE001 - raised below, once the ranks of all transports know
+            error = error or met
+    if error is not None:
+        raise error
 
 
 def _padded(lines: list[str], length: int) -> list[str]:

@@ -27,7 +27,7 @@ from thinwire.runtime.executor import AsyncReadback
 from thinwire.runtime.poison import PoisonMonitor
 from thinwire.runtime.probe import measure_speeds
 from thinwire.runtime.settings import WireSettings
-from thinwire.runtime.sharded_slots import reshard_mean, reshard_residual, residual_bytes
+from thinwire.runtime.sharded_slots import own_chunk, reshard_mean, reshard_residual, residual_bytes
 from thinwire.runtime.stats import Stats
 from thinwire.runtime.table import layer_table
 from thinwire.runtime.units import Future, GradientReduction, LayerGroup, ReplicaMean, ShardChannel, Unit, WeightGather
@@ -126,7 +126,7 @@ class ShardedEngine(Engine):
         shapes, crossings = self.shapes, {}
         for unit in self.units:
             shards = unit.transport.world_size
-            replicas = self.world_size // shards
+            replicas = self.across.transport.world_size if self.across is not None else 1
             once = {"weights": (shards - 1) / shards, "gradients": (shards - 1) / shards}
             once["across"] = 2 * (replicas - 1) / replicas / shards
             crossings |= {at_site(site, layer.name): once[site] for layer in unit.layers for site in SITES}
@@ -323,7 +323,10 @@ class ShardedEngine(Engine):
         unit.reductions += 1
         self.reductions += 1
         self.stats.reductions += 1
-        return self._channels[id(unit.transport)].submit(reduction)
+        channel = self._channels[id(unit.transport)]
+        if again and keeps:
+            channel.executor.wait_idle()  # until the first use has written its residual
+        return channel.submit(reduction)
 
     def reduce_across(
         self,
@@ -360,6 +363,8 @@ class ShardedEngine(Engine):
             after=after,
         )
         unit.across += 1
+        if again and keeps:
+            self.across.executor.wait_idle()
         return self.across.submit(mean)
 
     @property
@@ -454,7 +459,8 @@ class ShardedEngine(Engine):
 
     def _note(self, out: Tensor) -> None:
         if out.device.type == "cpu":
-            self._finite &= math.isfinite(float(not_finite(out)))
+            if not math.isfinite(float(not_finite(out))):  # two threads may note at once
+                self._finite = False
         else:
             self._nonfinite_flags.note(not_finite(out))
 
@@ -598,6 +604,12 @@ class ShardedEngine(Engine):
         if self.adapter is not None and alike:
             self.adapter.saved_algorithm(state)
 
+        chunks = {
+            (name, slot_name): own_chunk(members.sharded[name], value, self._shard_of(name), name)
+            for (name, slot_name), value in loaded.slots.items()
+            if (members := self.members_of(name)) is not None and members.site == "across"
+        }
+
         def adopt() -> None:
             self.restart(loaded.plan, step=loaded.step, seed=loaded.seed)
             self.gathers, self.reductions = counts
@@ -610,11 +622,8 @@ class ShardedEngine(Engine):
             for (name, slot_name), value in loaded.slots.items():
                 members = self.members_of(name)
                 slot = next(slot for slot in self.plan[name].slots if slot.name == slot_name)
-                if members is not None and members.site == "across":
-                    layer = members.sharded[name]
-                    value = layer.cut(value.view(layer.shape), self._shard_of(name))
                 if members is not None:
-                    members.slots.load(name, slot, value)
+                    members.slots.load(name, slot, chunks.get((name, slot_name), value))
             if self.adapter is not None:
                 self.adapter.load(state if alike else {}, self.plan, None)
 

@@ -211,6 +211,18 @@ def reshard_residual(saved: Mapping[int, Tensor], slot: Slot, name: str, rank: i
     return mine.reshape(-1)
 
 
+def own_chunk(layer: ShardedLayer, value: Tensor, rank: int, name: str) -> Tensor:
+    """Return a rank's chunk, flat, of a residual that is zero in the rest of its layer.
+
+    Raises:
+        ValueError: it is not.
+    """
+    chunk = layer.cut(value.view(layer.shape), rank)
+    if int(value.count_nonzero()) != int(chunk.count_nonzero()):
+        raise ValueError(f"{name} in the state is of another shard: its mesh had the ranks in another order")
+    return chunk
+
+
 def reshard_mean(
     saved: Mapping[int, Tensor],
     slot: Slot,
@@ -230,7 +242,7 @@ def reshard_mean(
     num_replicas = len(saved) // old_shards
     residual = torch.zeros(layer.shape, dtype=saved[0].dtype, device="cpu")
     for s in range(old_shards):
-        values = {i: before.cut(saved[i * old_shards + s].view(layer.shape), s) for i in range(num_replicas)}
+        values = {i: own_chunk(before, saved[i * old_shards + s], s, name) for i in range(num_replicas)}
         residual += before.spread(reshard(values, slot, compressor, name, 0, [1] * num_replicas, [0]), s)
     index, count = replica
     mine = reshard({0: layer.cut(residual, shard)}, slot, compressor, name, index, [0], [1] * count)

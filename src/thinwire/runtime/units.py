@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from thinwire.collectives import DeviceTransport, Transport
+from thinwire.collectives import DeviceTransport, Transport, TransportError
 from thinwire.compressors import Coded, Delta, State, coder_of, rounded_for
 from thinwire.plan import Plan, Site, at_site
 from thinwire.runtime.channel import Channel
@@ -211,8 +211,13 @@ class ReplicaMean(Exchange):
     """Reduction among shards that fills ``flat``, where that is not over yet."""
 
     def begin(self) -> None:
-        if self.after is not None:
-            self.after.wait()
+        try:
+            if self.after is not None:
+                self.after.wait()
+        except TransportError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the replicas are told
+            self.failed = error
 
     def start(self, route: Route) -> tuple[Tensor, State | None]:
         if self.since is None:
