@@ -21,6 +21,8 @@ import sharded
 import thinwire
 from harness import on_ranks, run_ranks
 from ranks import assert_alike
+from thinwire.runtime.placement import ShardedLayer
+from thinwire.runtime.sharded_slots import own_chunk
 
 STEPS = 4
 OPTIONS: dict[str, Any] = {"skip_if_slower": False, "min_numel": 64}
@@ -169,9 +171,9 @@ def test_a_checkpoint_of_ddp_goes_on_without_it(rank: int, size: int) -> None:
     assert sharded.train(model, 2, first=2) == sharded.train(ddp, 2, first=2)
 
 
-def _rank_is_gone(rank: int, shards: bool) -> bool:
+def _rank_is_gone(rank: int, shards: bool, overlap: bool) -> bool:
     model = sharded.build() if shards else hybrid(2, 1)
-    thinwire.compress(model, "8bit", skip_if_slower=False, min_numel=64)
+    thinwire.compress(model, "8bit", skip_if_slower=False, min_numel=64, overlap=overlap)
     sharded.train(model, 2)
     if rank == 1:
         os._exit(3)
@@ -180,6 +182,14 @@ def _rank_is_gone(rank: int, shards: bool) -> bool:
     return True
 
 
-@pytest.mark.parametrize("shards", [False, True])
-def test_a_rank_that_is_gone_is_named(shards: bool) -> None:
-    assert run_ranks(_rank_is_gone, 2, shards, may_die=True, group_timeout_s=10.0) == [True, None]
+@pytest.mark.parametrize(("shards", "overlap"), [(False, True), (False, False), (True, True)])
+def test_a_rank_that_is_gone_is_named(shards: bool, overlap: bool) -> None:
+    assert run_ranks(_rank_is_gone, 2, shards, overlap, may_die=True, group_timeout_s=10.0) == [True, None]
+
+
+def test_a_residual_that_another_shard_left_is_refused() -> None:
+    layer = ShardedLayer("layer", (5, 2), 2)
+    left = layer.spread(torch.ones(4), 1)
+    assert torch.equal(own_chunk(layer, left, 1, "layer"), torch.ones(4))
+    with pytest.raises(ValueError, match="of another shard"):
+        own_chunk(layer, left, 0, "layer")
