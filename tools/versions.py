@@ -3,8 +3,8 @@
     python tools/versions.py                   # those of `make versions`; a Python that is not found is left out
     python tools/versions.py 2.11.0 2.13.0/3.12
 
-Writes benchmarks/versions.json and, of it, the table in docs/trainers.md. PyTorch is the build that pip takes: on Linux
-one for CUDA, of several GB, unless PIP_EXTRA_INDEX_URL names PyTorch's index of builds for CPUs.
+Writes benchmarks/versions.json, from which `make readme` makes the table of docs/trainers.md. PyTorch is the build that
+pip takes: on Linux one for CUDA, of several GB, unless PIP_EXTRA_INDEX_URL names PyTorch's index of builds for CPUs.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from figures import BENCHMARKS, ROOT, table
-
 from thinwire_tools.results import Results
+
+ROOT = Path(__file__).resolve().parents[1]
 
 TORCH = ("2.9.1", "2.11.0", "2.13.0")
 PYTHON = ("3.12", "3.13", "3.14")
 TESTS = [f"tests/{name}" for name in ("integrations", "runtime", "pipeline", "local", "optim", "test_attachments.py")]
 NEEDED = ["numpy", "rich", "tyro", "scipy", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis"]
-SHOWN = ("DDP", "FSDP2", "pipeline", "process group", "DiLoCo")
-"""Attachments, by their names in tests/test_attachments.py, whose laws say whether a version has them."""
-BUILD, RECORD, PAGE = ROOT / "build/versions", BENCHMARKS / "versions.json", ROOT / "docs/trainers.md"
+BUILD, RECORD = ROOT / "build/versions", ROOT / "benchmarks/versions.json"
 
 
 def run(*command: object) -> str:
@@ -67,20 +65,6 @@ def tried(torch: str, python: str) -> tuple[int, dict[str, Any]]:
     return counts.pop("passed"), {**counts, "supported": supported, "failures": failures}
 
 
-def write(results: Results) -> None:
-    """The record, and the table of the page."""
-    results.write(RECORD)
-    counts = {"value": "tests passed", "skipped": "skipped", "failed": "failed"}
-    rows = [
-        row["name"].split("/")
-        + ["yes" if name in row["supported"] else "no" for name in SHOWN]
-        + [str(row[count]) for count in counts]
-        for row in results.results
-    ]
-    shown = table(["PyTorch", "Python", *SHOWN, *counts.values()], rows)
-    PAGE.write_text(re.sub(r"(?s)(<!-- versions -->\n).*?(<!-- end -->)", rf"\1{shown}\n\2", PAGE.read_text()))
-
-
 def main() -> None:
     newest, here = run(sys.executable, "-m", "pip", "index", "versions", "torch"), "{}.{}".format(*sys.version_info)
     newest = newest.split("(")[1].split(")")[0]
@@ -94,7 +78,7 @@ def main() -> None:
         passed, more = tried(torch, python or here)
         known[name] = {"name": name, "value": passed, "unit": "tests", **more}
         in_order = sorted(known, key=lambda name: [int(part) for part in re.findall(r"\d+", name)])
-        write(Results("make versions", [known[name] for name in in_order]))
+        Results("make versions", [known[name] for name in in_order]).write(RECORD)
 
 
 if __name__ == "__main__":

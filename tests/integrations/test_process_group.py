@@ -515,6 +515,7 @@ for ask in (lambda: dist.init_process_group("cpu:thinwire", store=dist.HashStore
     except RuntimeError as error: print(error)"""
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch 2.13 asks torchcomms in this way")
 def test_where_torchcomms_makes_the_groups_the_backend_is_refused(tmp_path: Path) -> None:
     (tmp_path / "torchcomms").mkdir()
     for name, source in TORCHCOMMS.items():

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sharded
 from harness import on_ranks
-from pipelines import Pipe, samples
+from pipelines import Pipe, needs_pipelines, samples
 from ranks import assert_alike, of_ranks
 from thinwire.local import DiLoCo
 
@@ -31,6 +31,7 @@ def train(local: DiLoCo, step: Callable[[int], float | None], weights: Callable[
     return losses
 
 
+@needs_pipelines
 @on_ranks(4)
 def test_workers_that_are_compressed_pipelines(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("workers", "stages"))
