@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from thinwire.arguments import close_names
 from thinwire.compat import is_replicated, uncompiled
 from thinwire.integrations.alone import attach_alone, is_alone
 from thinwire.integrations.ddp import Options, attach_ddp
+from thinwire.integrations.first_forward import is_sharded
 from thinwire.integrations.options import Checks, Network
 from thinwire.integrations.transports import failing_before_meeting
 from thinwire.plan import Rules
@@ -236,29 +237,21 @@ def _group_of(model: object) -> object:
     """Return the process group that compressing ``model`` meets first, or None, for all ranks, if it meets none."""
     if isinstance(model, DistributedDataParallel):
         return model.process_group
-    if _is_sharded(model):
+    if is_sharded(model):
         from thinwire.integrations.fsdp import first_group
 
         return first_group(model)
     return None if isinstance(model, nn.Module) else getattr(model, "group", None)
 
 
-def _is_sharded(model: object) -> TypeGuard[nn.Module]:
-    """Return whether ``fully_shard`` was called on the model, or on a module in it."""
-    # Importing it takes long, and where nobody has imported it no model is sharded.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules)
-
-
 def _function_for(model: object) -> Callable[..., Any]:
     if isinstance(model, DistributedDataParallel):
         return compress_ddp
-    # Not imported here, for the reason in `_is_sharded`.
+    # Not imported here, for the reason in `is_sharded`.
     pipelining = sys.modules.get("torch.distributed.pipelining")
     if pipelining is not None and isinstance(model, pipelining.PipelineStage):
         return _stage_function()
-    if _is_sharded(model):
+    if is_sharded(model):
         return compress_fsdp
     if isinstance(model, nn.Module) and is_alone():
         return compress_ddp

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -33,8 +34,9 @@ def on_first_forward(act: Callable[[nn.Module], None]) -> RemovableHandle:
     return handle
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Return whether the module, or one in it, is an ``FSDPModule``."""
-    # Importing it takes a second, and where nobody has imported it no module is sharded.
+def is_sharded(model: object) -> TypeGuard[nn.Module]:
+    """Return whether ``fully_shard`` was called on the model, or on a module in it."""
+    # Importing it takes a second, and where nobody has imported it no model is sharded.
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(part, fsdp.FSDPModule) for part in module.modules())
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules)

@@ -190,8 +190,8 @@ class Attached:
     def mean_over_replicas(self, part: Tensor) -> Future[Tensor]:
         """Start replacing this rank's part of the gradients, reduced among shards, by its mean over replicas."""
         after, self.reduction = self.reduction, None
-        options: Any = {"loss_scale": self.loss_scale(), "after": after}
-        return self.wire.engine.reduce_across(self.unit, part, self.trained, **options)
+        loss_scale = self.loss_scale()
+        return self.wire.engine.reduce_across(self.unit, part, self.trained, loss_scale=loss_scale, after=after)
 
     def keep(self, part: Tensor) -> None:
         """Overwrite this rank's shards with the values that other ranks decode (``master=False``)."""
@@ -324,8 +324,7 @@ def _attach(model: nn.Module, options: ShardedOptions) -> Wire:
         raise TypeError(f"no module can be compressed: {why}")
     if whole := [entry for entry in sharded if entry[1].whole]:
         _check_whole(sharded, options)
-        wire = attach_whole(model, whole, options, options.gradients, overlap=options.overlap)
-        _attached[model] = wire
+        _attached[model] = wire = attach_whole(model, whole, options)
         return wire
     groups = {_ranks(group): group.process_group for _, group, _ in sharded}
     replicate_group = _replicate_group(sharded)
@@ -392,7 +391,7 @@ def _prepare(
         name, (_, why) = next(iter(unfit.items()))
         raise ValueError(f"{type(options.optimizer).__name__} needs what is sent of every layer, and of {name} {why}")
     keep = replace(options.filter(model), unfit={name: why for name, (_, why) in unfit.items()})
-    rules = options.rules(replicated=_replicate_group(sharded) is not None)
+    rules = options.rules(replicated=sharded[0][1].replicate_group is not None)
     plan = sharded_plan(shapes | {name: shape for name, (shape, _) in unfit.items()}, rules, keep)
     sent = {at_site(site, name) for site in rules for name in shapes}
     plan = replace(plan, layers={name: compressor for name, compressor in plan.layers.items() if name in sent})

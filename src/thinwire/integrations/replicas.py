@@ -34,6 +34,8 @@ from thinwire.runtime.consistency import failing_together
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
+    from thinwire.integrations.fsdp import ShardedOptions
+
 Future = torch.futures.Future
 
 
@@ -85,8 +87,7 @@ class _Passes:
     def __init__(self, wire: Wire, options: CommonOptions, updates: Updates | None) -> None:
         self.wire, self.updates = wire, updates
         self.scaler = options.grad_scaler
-        engine = wire.engine
-        self.uses = Uses(lambda each: engine.alone(lambda: engine.transport.all_gather(each)).any(0))
+        self.uses = Uses(wire.engine.on_any_rank)
         self._reduced: set[str] = set()
         """Layers that the present step has reduced."""
         self._loss_scale = 1.0
@@ -134,17 +135,10 @@ class _Passes:
             self.wire.engine.on_partial_use(dict.fromkeys(dropped, nothing))
 
 
-def attach_whole(
-    model: nn.Module,
-    modules: Sequence[tuple[FSDPModule, FSDPGroup, str]],
-    common: CommonOptions,
-    compressor: Any,
-    *,
-    overlap: bool,
-) -> Wire:
+def attach_whole(model: nn.Module, modules: Sequence[tuple[FSDPModule, FSDPGroup, str]], asked: ShardedOptions) -> Wire:
     """Compress the means over replicas of ``modules``, each with its group of parameters and its path, that are whole
     on every rank."""
-    options = Options(compressor=compressor, **{f.name: getattr(common, f.name) for f in fields(CommonOptions)})
+    options = Options(compressor=asked.gradients, **{f.name: getattr(asked, f.name) for f in fields(CommonOptions)})
     group = modules[0][1].replicate_group
     named = named_parameters(model)
     names = {id(parameter): name for name, parameter in named.items()}
@@ -168,8 +162,7 @@ def attach_whole(
             dtypes={name: p.dtype for name, p in held.items()},
         )
         wire = Wire(engine)
-    follower, detector = Follower("thinwire dense"), engine.detector
-    engine.native = lambda flat: follower.mean(flat, group, detector)
+    engine.native = partial(Follower("thinwire dense").mean, group=group, detector=engine.detector)
     updates = None
     if prepared.follows_optimizer and options.optimizer is not None:
         updates = Updates(wire, options.optimizer, held)
@@ -180,6 +173,6 @@ def attach_whole(
         use = passes.uses.add(module, own, each, wire, passes.follow)
         mean = partial(passes.mean, each, own, use, path or "the root module")
         # On a device, to wait only makes a stream wait.
-        late = overlap and prepared.device is None
+        late = asked.overlap and prepared.device is None
         wire.at_detach(replace_replicas(each, ReplicaGroup(each, mean, overlap=late)))
     return wire

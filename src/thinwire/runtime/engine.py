@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -113,6 +114,12 @@ class Engine(ABC):
     @abstractmethod
     def whole_world(self) -> Transport:
         """Return the transport between all ranks that have a part of the state."""
+
+    def on_any_rank(self, conditions: Tensor) -> Tensor:
+        """Return which conditions hold on any rank: of each channel in turn. A collective call."""
+        for channel in self.channels:
+            conditions = channel.alone(partial(channel.transport.all_gather, conditions)).any(0)
+        return conditions
 
     def close(self) -> None:
         """Accept no more exchanges, and close connections once those submitted have ended."""

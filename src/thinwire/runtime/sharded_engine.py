@@ -489,12 +489,6 @@ class ShardedEngine(Engine):
             self.stats.state_resets += 1
             self._poison.warn(self.step + 1)
 
-    def on_any_rank(self, conditions: Tensor) -> Tensor:
-        """Return which conditions hold on any rank, among the shards first, then among replicas. A collective call."""
-        for channel in self.channels:
-            conditions = channel.alone(partial(channel.transport.all_gather, conditions)).any(0)
-        return conditions
-
     def _is_on_any_rank(self, condition: bool) -> bool:
         return bool(self.on_any_rank(torch.tensor([condition], dtype=torch.bool, device="cpu")))
 
