@@ -119,11 +119,12 @@ def rank_of_store(store: Any) -> int | None:
     return 0 if served and not launched else None
 
 
-def uses_torchcomms() -> bool:
-    """Whether PyTorch makes process groups of torchcomms. False where it is not installed, or PyTorch does not tell."""
+def uses_torchcomms(backend: str) -> bool:
+    """Whether PyTorch asks torchcomms for process groups of this backend: for all until 2.14, then for those it has."""
     from torch.distributed import distributed_c10d
 
-    return bool(getattr(distributed_c10d, "_use_torchcomms_enabled", bool)())
+    handled = getattr(distributed_c10d, "_torchcomms_handles_backend", lambda backend: True)
+    return bool(getattr(distributed_c10d, "_use_torchcomms_enabled", bool)()) and handled(backend)
 
 
 def collective_options(name: str) -> Any:

@@ -93,7 +93,7 @@ class ProcessGroupOptions:
     where: Callable[[GroupBuffer], bool] = _is_known
 
     def __post_init__(self) -> None:
-        if uses_torchcomms():
+        if uses_torchcomms("thinwire"):
             refuse_torchcomms()
         check_int("min_numel", self.min_numel, 0)
         check_int("seed", self.seed, 0)
