@@ -7,9 +7,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from experiments.papers.qsdp import regression
-from experiments.papers.qsdp.methods import FP32, RAW
+from experiments.papers.qsdp.methods import FP32, RAW, TIMED_SMOKE
 from experiments.papers.qsdp.sharding import backward, shard
-from experiments.papers.qsdp.sizes import TIMED_SMOKE
 from harness import run_ranks
 
 

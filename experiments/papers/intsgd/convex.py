@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from experiments.papers.intsgd import datasets
-from experiments.papers.intsgd.logistic import BATCH_SHARE, NUM_WORKERS, Logistic, Optimum, optimum
+from experiments.papers.intsgd.datasets import BATCH_SHARE, NUM_WORKERS, Logistic, Optimum, optimum
 from experiments.papers.intsgd.world import Method, Trace, run
 
 _K = TypeVar("_K")

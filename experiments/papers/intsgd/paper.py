@@ -17,7 +17,8 @@ from experiments.framework.training import Trained
 from experiments.framework.verdicts import Judgment, all_hold, counted, exceeds, faster_in_runs, matches, unsound
 from experiments.papers.intsgd import convex, datasets, figure_6, networks
 from experiments.papers.intsgd.convex import Source
-from experiments.papers.intsgd.methods import (
+from experiments.papers.intsgd.networks import (
+    DEFAULT,
     DETERM,
     HEURISTIC,
     HEURISTIC_32,
@@ -29,9 +30,9 @@ from experiments.papers.intsgd.methods import (
     RANDOM_32,
     SGD,
     SGD_GATHERED,
+    TABLES,
     Network,
 )
-from experiments.papers.intsgd.networks import DEFAULT, TABLES
 from experiments.tasks.words import LanguageTask, Pictures
 from thinwire_tools.compare.data import standard_library
 from thinwire_tools.compare.statistics import Estimate

@@ -9,7 +9,7 @@ import numpy as np
 
 from experiments.framework.claims import Row
 from experiments.framework.methods import Method
-from experiments.papers.lgreco.gradients import Snapshot, choose, reference_of
+from experiments.papers.lgreco.gradients import Snapshot, choose, plan_bytes, reference_of
 from experiments.papers.lgreco.methods import POWERSGD, kmeans_method, lgreco_method, settled, uniform_method
 from experiments.papers.lgreco.study import NUM_RANKS, LGrecoScale, LGrecoStudy
 from experiments.policies.baselines import ByPriority
@@ -47,9 +47,9 @@ def time_aware(scale: LGrecoScale) -> Method:
 
 
 def steps(scale: LGrecoScale) -> int:
-    """Of all turns, of the trials, and of the snapshots' training."""
+    """Of all turns, of the trials, and of the trainings whose gradients are recorded."""
     turns = len(methods(scale)) * (1 + scale.rounds) * scale.turn_steps
-    return scale.runs * (turns + scale.trials * scale.trial_steps) + scale.gpt.steps
+    return scale.runs * (turns + scale.trials * scale.trial_steps) + scale.recorded_steps
 
 
 def buckets(study: LGrecoStudy) -> list[Row]:
@@ -57,7 +57,8 @@ def buckets(study: LGrecoStudy) -> list[Row]:
     scale, (name, rate) = study.scale, next(iter(study.rates.items()))
     (times,) = study.times(methods(scale), rates=(rate,))
     bucket_of = {row["name"]: row["bucket"] for row in times.layers[POWERSGD.name]}
-    snapshots = study.snapshots("gpt")
+    recording = study.recording()
+    snapshots = list(recording.snapshots(recording.of("gpt")[0]))
     by_method = per_bucket(snapshots, bucket_of)
     runs = study.timing(NUM_RANKS).each(
         lambda timing: timing.syncs(
@@ -102,7 +103,7 @@ def per_bucket(snapshots: Sequence[Snapshot], bucket_of: Mapping[str, int]) -> P
     spec = POWERSGD.spec("gpt")
     plans: dict[str, list[Mapping[str, Compressor]]] = {"uniform": [reference_of(spec, s) for s in snapshots]}
     for name, policy in _policies().items():
-        plans[name] = [at.plan for at in choose(policy, spec, snapshots, bucket_of=bucket_of)]
+        plans[name] = choose(policy, spec, snapshots, bucket_of)
     by_method = {}
     for name, chosen in plans.items():
         sums = [_by_bucket(plan, s, bucket_of) for plan, s in zip(chosen, snapshots, strict=True)]
@@ -129,9 +130,10 @@ def medians(syncs: Sequence[Sync], num_buckets: int) -> list[Sync]:
 def _weighed(syncs: Sequence[Sync], snapshots: Sequence[Snapshot], bucket_of: Mapping[str, int]) -> float:
     """Bytes of plans that minimize the predicted time, for those of plans that minimize bytes."""
     spec = POWERSGD.spec("gpt")
-    by_bytes = choose(LGreco(), spec, snapshots, bucket_of=bucket_of)
-    by_time = choose(LGreco(objective="time"), spec, snapshots, bucket_of=bucket_of, syncs=syncs)
-    return fmean(timed.sent_bytes / plain.sent_bytes for timed, plain in zip(by_time, by_bytes, strict=True))
+    by_bytes = choose(LGreco(), spec, snapshots, bucket_of)
+    by_time = choose(LGreco(objective="time"), spec, snapshots, bucket_of, syncs)
+    plans = zip(by_time, by_bytes, snapshots, strict=True)
+    return fmean(plan_bytes(timed, at) / plan_bytes(plain, at) for timed, plain, at in plans)
 
 
 def _draw(study: LGrecoStudy, by_method: PerBucket, per_byte: Sequence[Sequence[float]]) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
-from experiments.framework import pictures
 from experiments.framework.claims import Row
 from experiments.framework.methods import FP32, NOTHING, Method
+from experiments.framework.study import draw_bars
 from experiments.framework.timing import Times
 from experiments.papers.lgreco.methods import (
     BITS,
@@ -22,7 +22,7 @@ from experiments.papers.lgreco.methods import (
     with_policy,
 )
 from experiments.papers.lgreco.study import RATES, LGrecoScale, LGrecoStudy, where
-from experiments.tasks.models import Model
+from experiments.tasks.images import Model
 from thinwire_tools import plots
 
 AllTimes = dict[tuple[int, str], Times]
@@ -197,5 +197,5 @@ def _draw_profile(study: LGrecoStudy, all_times: AllTimes) -> None:
         shown += [(f"{POWERSGD.title}, uniform", POWERSGD.color, 1e3 * times.step_s(POWERSGD.name))]
         stages = times.least_stages[POWERSGD.name]
         shown += [(f"  of it {title}", "#c9b3e6", 1e3 * fmean(stages[s])) for s, title in STAGES.items() if s in stages]
-        pictures.bars(axes, shown)
+        draw_bars(axes, shown)
     plots.save(figure, study.picture("B.3"))

@@ -2,6 +2,6 @@
 2024) at the scale of two cores.
 
 `paper` holds its claims and parts; `measurements` what is measured and drawn of perplexity and of steps, `errors` of
-learned levels along a training, `regression` of linear regression. `sizes` and `methods` describe what is trained and
-how it is sent, `sharding` and `rank` how a rank process does so.
+learned levels along a training, `regression` of linear regression. `methods` describes what is trained and how it is
+sent, `sharding` and `trainings` how a rank process does so.
 """

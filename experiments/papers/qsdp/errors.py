@@ -12,8 +12,7 @@ from torch import Tensor
 from experiments.framework.claims import Row
 from experiments.papers.lgreco.gradients import take_step
 from experiments.papers.qsdp.measurements import NUM_RANKS, QSDPScale, QSDPStudy
-from experiments.papers.qsdp.methods import BUCKET
-from experiments.papers.qsdp.sizes import Size
+from experiments.papers.qsdp.methods import BUCKET, Size
 from thinwire.compressors import CodecCall, Key, Levels, MinMax, Piece, Segments, State
 from thinwire.compressors.levels import learned_levels
 from thinwire_tools import plots

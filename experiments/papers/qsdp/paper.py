@@ -9,18 +9,20 @@ from itertools import product
 from statistics import fmean, median
 from typing import Any
 
-from experiments.framework.claims import Claim, Rows, ratios, times_faster
+from experiments.framework.claims import Claim, Rows, over, ratios, times_faster
 from experiments.framework.paper import Paper, Part, command
-from experiments.framework.time_to_loss import Course, Sooner, sooner
 from experiments.framework.verdicts import (
     ONE_MEASUREMENT,
+    Course,
     Judgment,
+    Sooner,
     all_hold,
     exceeds,
     faster,
     if_seen,
     larger,
     matches,
+    sooner,
     unsound,
 )
 from experiments.papers.qsdp import errors, measurements, regression
@@ -46,13 +48,18 @@ from experiments.papers.qsdp.methods import (
     PAIRS,
     RATIOS,
     RAW,
+    SIZES,
+    SIZES_SMOKE,
     THESIS_BASELINE,
     THESIS_GRID,
     THESIS_RATIOS,
+    TIMED_SMOKE,
     W8G8,
+    WORDS,
+    WORDS_SMOKE,
     Method,
+    Size,
 )
-from experiments.papers.qsdp.sizes import SIZES, SIZES_SMOKE, TIMED_SMOKE, WORDS, WORDS_SMOKE, Size
 from thinwire_tools.compare.statistics import Estimate, estimate, relative_differences
 
 _THESIS_COST = 9 / (5 * 60)
@@ -101,7 +108,6 @@ def _recovered(size: Size, num_ranks: int) -> Claim:
     claim = _lost("table 5.1", f"lost/{size.name}/{num_ranks} ranks", statement, within=MARGIN)
 
     def rule(rows: Rows) -> Judgment:
-        assert claim.rule is not None
         return if_seen(_sensitive(rows), claim.rule(rows))
 
     return replace(claim, rule=rule)
@@ -201,7 +207,6 @@ def _lgreco() -> Iterator[Claim]:
         return estimate(relative_differences(row["reference_bytes"], row["step_bytes"]))
 
     def rule(rows: Rows) -> Judgment:
-        assert quality.rule is not None
         return if_seen(_sensitive(rows), all_hold((exceeds(fewer(rows)), quality.rule(rows))))
 
     yield replace(quality, rule=rule)
@@ -359,8 +364,7 @@ def _rounds(rows: Rows, rate: str, method: Method) -> list[float]:
 
 def _gained(rows: Rows, rate: str, method: Method) -> list[float]:
     """How many times faster W8G8 is, by round."""
-    pairs = zip(_rounds(rows, rate, W8G8), _rounds(rows, rate, method), strict=True)
-    return [theirs / ours for ours, theirs in pairs]
+    return over(rows["step_s"]["by_round"][rate], W8G8.name, method.name)
 
 
 def _faster(method: Method, asked: float) -> Claim:
@@ -404,7 +408,7 @@ def _speeds() -> Iterator[Claim]:
         "section 5.6.1",
         "hierarchical_over_flat",
         "between nodes, hierarchical gathers and reductions are faster than flat ones, for they send less",
-        lambda rows: faster(_node_ratios(rows, "flat")),
+        lambda rows: faster(over(rows["hierarchical_over_flat"]["by_round"], "hierarchical", "flat")),
         over_link=True,
     )
     yield Claim(
@@ -437,11 +441,6 @@ def _speeds() -> Iterator[Claim]:
         _is_near_ideal,
         over_link=True,
     )
-
-
-def _node_ratios(rows: Rows, other: str) -> list[float]:
-    by_round = {name: {"step_s": rounds} for name, rounds in rows["hierarchical_over_flat"]["by_round"].items()}
-    return ratios(by_round, "hierarchical", other)
 
 
 def _in_time(rows: Rows) -> Sooner:
