@@ -9,7 +9,7 @@ from experiments.framework.claims import Claim, Rows, Rule, over
 from experiments.framework.methods import FP32, NOTHING
 from experiments.framework.paper import Paper, Part, command
 from experiments.framework.verdicts import Judgment, all_hold, exceeds, faster_in_runs, if_seen, matches
-from experiments.papers.lgreco import buckets, equal_bytes, laboratory, metric, quality, speed
+from experiments.papers.lgreco import equal_bytes, laboratory, metric, quality, speed
 from experiments.papers.lgreco.methods import BITS, FAMILIES, POWERSGD, RANK, Family, Name
 from experiments.papers.lgreco.quality import TABLES, kept
 from experiments.papers.lgreco.speed import FIGURES
@@ -262,7 +262,7 @@ PAPER = Paper(
         "policies": Part("table 4.4: policies over top-k", quality.policies, quality.policy_steps, 0.035, 5.0),
         "speed": Part("figures 4.3, 4.4: throughput", speed.speed, speed.steps, 0.12, 45.0),
         "ranks": Part("figure 4.2: ranks", speed.figure_4_2, speed.rank_steps, 0.045, 20.0),
-        "buckets": Part("figures 4.5b, B.1: buckets", buckets.buckets, buckets.steps, 0.045, 20.0),
+        "buckets": Part("figures 4.5b, B.1: buckets", speed.buckets, speed.bucket_steps, 0.045, 20.0),
         "laboratory": Part(
             "tables 3.8, 4.4, 4.5: policies on recorded gradients", laboratory.laboratory, laboratory.steps, 0.04, 90.0
         ),
