@@ -46,16 +46,16 @@ fuzz: .venv/ready
 # Ten million damaged messages under the sanitizers: about fifteen minutes of processor time.
 fuzz-sanitized: .venv/ready
 	for seed in 0 1; do PATH="$(CURDIR)/$(BIN):$$PATH" bash native/sanitize.sh fuzz --inputs 5000000 --seed $$seed \
-	  --json benchmarks/fuzz-$$seed.json || exit 1; done
+	  --json benchmarks/validation/fuzz-$$seed.json || exit 1; done
 
 # Faults seeded into the source, each of which a test that is named for it must find. Ten minutes; changes files in place.
 mutants: .venv/ready
-	$(BIN)/python tools/mutants.py --json benchmarks/mutants.json
+	$(BIN)/python tools/mutants.py --json benchmarks/validation/mutants.json
 
 # PyTorch's own tests of process groups, on gloo and on thinwire: half an hour.
 conformance: .venv/ready
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check expecttest
-	$(BIN)/python -m experiments conformance --folder build/conformance --json benchmarks/conformance.json
+	$(BIN)/python -m experiments conformance --folder build/conformance --json benchmarks/validation/conformance.json
 
 # The fast tests of what attaches, with the oldest PyTorch, later ones and the newest, and with other versions of Python:
 # a quarter of an hour and, with builds for CPUs, a gigabyte for each. Writes the table in docs/trainers.md.
@@ -64,11 +64,11 @@ versions: .venv/ready
 
 # A thousand ranks that fail in seeded ways, with stock DDP beside them: which errors the others get, and when. Hours.
 chaos: .venv/ready
-	$(BIN)/python -m experiments chaos --faults 1000 --jobs 6 --folder build/chaos --json benchmarks/chaos.json
+	$(BIN)/python -m experiments chaos --faults 1000 --jobs 6 --folder build/chaos --json benchmarks/validation/chaos.json
 
 # 100 000 steps of four ranks: memory, threads, files and replicas.
 soak: .venv/ready
-	$(BIN)/python -m experiments soak --json benchmarks/soak.json
+	$(BIN)/python -m experiments soak --json benchmarks/validation/soak.json
 
 # The GPU kernels in Triton's interpreter, then compiled. Triton alone (no dependencies) leaves the PyTorch that is there
 # untouched.
@@ -85,7 +85,7 @@ else
 CUDA := .venv
 endif
 cuda: $(CUDA)/ready
-	$(CUDA)/bin/python tools/first_gpu.py --json benchmarks/cuda.json $(CUDA_ARGS)
+	$(CUDA)/bin/python tools/first_gpu.py --json benchmarks/speed/cuda.json $(CUDA_ARGS)
 
 # What a Python that has PyTorch may lack, as wheels of pure Python.
 cuda-wheels:
@@ -106,30 +106,28 @@ cuda-wheels:
 
 # Benchmarks of speed, for the figures of README.md and docs/. Those of trainings are named where their figures stand.
 bench: .venv/ready
-	mkdir -p benchmarks
-	$(BIN)/thinwire bench kernels --threads 1 --json benchmarks/kernels-1.json
-	$(BIN)/thinwire bench kernels --threads 2 --json benchmarks/kernels-2.json
-	$(BIN)/python -m experiments bench algorithms --json benchmarks/algorithms.json
+	$(BIN)/thinwire bench kernels --threads 1 --json benchmarks/speed/kernels-1.json
+	$(BIN)/thinwire bench kernels --threads 2 --json benchmarks/speed/kernels-2.json
+	$(BIN)/python -m experiments bench algorithms --json benchmarks/speed/algorithms.json
 	$(BIN)/thinwire bench allreduce --ranks 4 --rate 1gbit --rtt 20ms --size-mb 0.1 --repeats 9 \
-	  --algorithm sra ring tree allgather parameter_server --json benchmarks/allreduce-small.json
+	  --algorithm sra ring tree allgather parameter_server --json benchmarks/speed/allreduce-small.json
 	$(BIN)/thinwire bench allreduce --ranks 4 --rate 1gbit --rtt 20ms --size-mb 25 --repeats 9 \
-	  --algorithm sra ring tree allgather parameter_server --json benchmarks/allreduce-long.json
-	$(BIN)/python -m experiments bench streams --json benchmarks/streams.json
-	$(BIN)/python -m experiments bench instrument --json benchmarks/instrument.json
-	$(BIN)/python -m experiments bench optimizer --json benchmarks/optimizer.json
-	$(BIN)/thinwire bench step --rate 1gbit --json benchmarks/step-1gbit.json
-	$(BIN)/thinwire bench step --rate none --skip-if-slower --target 0 --batches 8 --json benchmarks/step-loopback.json
-	$(BIN)/python -m experiments bench doctor --json benchmarks/doctor.json
-	$(BIN)/python -m experiments bench doctor --sharded --rounds 4 --json benchmarks/doctor-fsdp.json
-	$(BIN)/python -m experiments bench compressors --json benchmarks/compressors.json --plot benchmarks/compressors.svg
+	  --algorithm sra ring tree allgather parameter_server --json benchmarks/speed/allreduce-long.json
+	$(BIN)/python -m experiments bench streams --json benchmarks/speed/streams.json
+	$(BIN)/python -m experiments bench instrument --json benchmarks/results/instrument.json
+	$(BIN)/python -m experiments bench optimizer --json benchmarks/optimizer/optimizer.json
+	$(BIN)/thinwire bench step --rate 1gbit --json benchmarks/speed/step-1gbit.json
+	$(BIN)/thinwire bench step --rate none --skip-if-slower --target 0 --batches 8 --json benchmarks/speed/step-loopback.json
+	$(BIN)/python -m experiments bench doctor --json benchmarks/doctor/doctor.json
+	$(BIN)/python -m experiments bench doctor --sharded --rounds 4 --json benchmarks/doctor/doctor-fsdp.json
+	$(BIN)/python -m experiments bench compressors --json benchmarks/compressors/compressors.json --plot benchmarks/compressors/compressors.svg
 	$(BIN)/python -m experiments policies record --out build/gradients
-	$(BIN)/python -m experiments policies replay build/gradients --json benchmarks/policies.json --plot benchmarks/policies.svg
-	$(BIN)/thinwire compare every --json benchmarks/compare-every.json
-	$(BIN)/thinwire demo --out benchmarks/demo --json benchmarks/demo.json
+	$(BIN)/python -m experiments policies replay build/gradients --json benchmarks/policies/policies.json --plot benchmarks/policies/policies.svg
+	$(BIN)/thinwire compare every --json benchmarks/compressors/compare-every.json
+	$(BIN)/thinwire demo --out benchmarks/demo --json benchmarks/demo/demo.json
 
 # Every experiment of the papers, about two and a half hours on two quiet cores, and a page of all claims.
 experiments: .venv/ready
-	mkdir -p benchmarks
 	$(BIN)/python -m experiments all --out benchmarks
 
 # The small version of each: the same path, no figures worth keeping. Ten minutes.

@@ -15,7 +15,13 @@ _README = re.compile(r"\]\(\.\./README\.md(?:#[^)\s]*)?\)")
 
 def on_files(files: Files, config: Any) -> Files:
     """The site's own copies."""
-    for pattern in ("benchmarks/**/*.svg", "benchmarks/*.json", "examples/*.py", "examples/*.sh", "examples/*.ipynb"):
+    for pattern in (
+        "benchmarks/**/*.svg",
+        "benchmarks/**/*.json",
+        "examples/*.py",
+        "examples/*.sh",
+        "examples/*.ipynb",
+    ):
         for path in sorted(ROOT.glob(pattern)):
             files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
     return files

@@ -1,6 +1,6 @@
 """Break the source in known ways, one at a time, and see that the test named for each notices.
 
-    python tools/mutants.py --json benchmarks/mutants.json
+    python tools/mutants.py --json benchmarks/validation/mutants.json
 
 An entry of tests/mutants.json says what is wrong, where, and which test must find it. Files are changed in place and
 put back: the working tree must be clean. A test that fails without the fault, or passes with it, is an error.

@@ -3,8 +3,9 @@
     python tools/versions.py                   # those of `make versions`; a Python that is not found is left out
     python tools/versions.py 2.11.0 2.13.0/3.12
 
-Writes benchmarks/versions.json, from which `make readme` makes the table of docs/trainers.md. PyTorch is the build that
-pip takes: on Linux one for CUDA, of several GB, unless PIP_EXTRA_INDEX_URL names PyTorch's index of builds for CPUs.
+Writes benchmarks/validation/versions.json, from which `make readme` makes the table of docs/trainers.md. PyTorch is the
+build that pip takes: on Linux one for CUDA, of several GB, unless PIP_EXTRA_INDEX_URL names PyTorch's index of builds
+for CPUs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TORCH = ("2.9.1", "2.11.0", "2.13.0")
 PYTHON = ("3.12", "3.13", "3.14")
 TESTS = [f"tests/{name}" for name in ("integrations", "runtime", "pipeline", "local", "optim", "test_attachments.py")]
 NEEDED = ["numpy", "rich", "tyro", "scipy", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis"]
-BUILD, RECORD = ROOT / "build/versions", ROOT / "benchmarks/versions.json"
+BUILD, RECORD = ROOT / "build/versions", ROOT / "benchmarks/validation/versions.json"
 
 
 def run(*command: object) -> str:

@@ -1,15 +1,24 @@
-"""``python -m experiments bench algorithms``: every collective algorithm over many links."""
+"""``python -m experiments bench algorithms`` and ``streams``: all-reduces over many links, or several connections."""
 
 from __future__ import annotations
 
 import itertools
+import random
+from statistics import median
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from experiments.framework.pages import show
+from thinwire.collectives import ProcessGroupTransport
 from thinwire_tools import lab
 from thinwire_tools.bench.allreduce import add, measure
+from thinwire_tools.bench.allreduce_rank import Method, Stopwatch
+from thinwire_tools.bench.rank import TIMEOUT, serve
+from thinwire_tools.bench.ranks import run_ranks
 from thinwire_tools.results import OutputFile, Results
 
 FLAT = ("sra", "ring", "tree", "allgather", "parameter_server")
@@ -32,7 +41,7 @@ def algorithms(
 
     Ranks have a node each; then two nodes of two ranks, for hierarchies and shared memory; then all ranks on one node
     without a limit, where shared memory is set against gloo. Each method is set against gloo and against its own bare
-    messages. Each table also has the bytes that the kernel counted on the interfaces, in multiples of the formula's,
+    messages. Figures also have the bytes that the kernel counted on the interfaces, in multiples of the formula's,
     and the variance of the mean, in multiples of the first method's.
 
     Examples:
@@ -91,11 +100,11 @@ def algorithms(
             for size, answer in zip(sizes_mb, answers, strict=True):
                 prefix = f"{num_ranks} ranks/{each_node} a node/{rate}/{rtt}/{size:g} MB/"
                 add(results, answer, prefix)
-            console.print(_table(where, sizes_mb, answers))
             results.about[where] = link
             if json:
                 results.write(json)
             progress.advance(task)
+    show("algorithms", results, json)
     return 0
 
 
@@ -105,26 +114,80 @@ def _where(num_ranks: int, each_node: int, rate: str, rtt: str) -> str:
     return f"{num_ranks} ranks, {nodes}, {'no limit' if rate == 'none' else rate}{delay}"
 
 
-def _table(where: str, sizes_mb: tuple[float, ...], answers: list[dict]) -> Table:
-    table = Table(title=where, title_justify="left")
-    table.add_column("method", no_wrap=True)
-    for size in sizes_mb:
-        for column in (f"{size:g} MB, ms", "vs gloo", "vs bare"):
-            table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("bytes", justify="right", no_wrap=True)
-    table.add_column("variance", justify="right", no_wrap=True)
-    first = next(iter(answers[0]["about"]))
-    for name in ("gloo", *answers[0]["about"]):
-        cells = [name.replace("inside=", "").replace("across=", "") if name != "gloo" else "gloo, fp32"]
-        for answer in answers:
-            seconds = answer["seconds"]
-            bare = seconds.get(f"bare/{name}")
-            cells += [f"{seconds[name] * 1e3:.1f}", f"{seconds['gloo'] / seconds[name]:.2f}x"]
-            cells.append("" if bare is None else f"{seconds[name] / bare:.2f}x")
-        counted = answers[0]["about"].get(name)
-        if counted:
-            crossing = sum(counted["crossing_bytes"])
-            cells.append(f"{sum(counted['interface_bytes']) / crossing:.3f}" if crossing else "")
-            cells.append(f"{counted['variance'] / answers[0]['about'][first]['variance']:.2f}")
-        table.add_row(*cells)
-    return table
+PAUSES_S = (0.0, 1.0)
+
+
+def streams(
+    *,
+    links: tuple[str, ...] = ("1gbit/50ms", "1gbit/100ms", "200mbit/50ms/0.1%", "200mbit/100ms/0.1%"),
+    size_mb: float = 25.0,
+    compressor: str = "minmax(bits=4, bucket=128)",
+    numbers: tuple[int, ...] = (1, 2, 4, 8),
+    repeats: int = 5,
+    json: OutputFile = None,
+) -> int:
+    """Time all-reduces between two ranks over one TCP connection and over several, with the kernel's own buffers.
+
+    Right after another all-reduce, and after a second in which the link was idle: TCP then begins slowly again. Takes
+    about fifteen minutes, most of them over links with losses.
+
+    Examples:
+      python -m experiments bench streams
+      python -m experiments bench streams --links 1gbit/50ms --numbers 1 4
+
+    Args:
+        links: rate, round-trip time and, if there are any, losses (of links of 200mbit at most) of each link.
+        size_mb: size of the gradient in fp32, in MB (10^6 bytes).
+        compressor: its spec.
+        numbers: of connections to each rank; the others are set against the first.
+        repeats: measurements of each, of which the median counts.
+        json: write the figures to this file.
+    """
+    lab.need_network()
+    about = {"size_mb": size_mb, "compressor": compressor, "repeats": repeats, "numbers": list(numbers)}
+    results = Results("python -m experiments bench streams", about=about)
+    config = {"numel": int(size_mb * 1e6 / 4), "compressor": compressor, "repeats": repeats}
+    config |= {"numbers": numbers, "pauses_s": PAUSES_S}
+    for link in links:
+        rate, rtt, *loss = link.split("/")
+        with lab.Network(2, rate=rate, rtt=rtt, loss=loss[0] if loss else None) as network:
+            answer: Any = run_ranks(__name__, config, 2, network)
+            results.about[link] = network.describe()
+        for pause_s in PAUSES_S:
+            times = {number: seconds for number, paused_s, seconds in answer if paused_s == pause_s}
+            for number, seconds in times.items():
+                gain = median(times[numbers[0]]) / median(seconds)
+                results.add(f"{link}/{pause_s:g} s/{number}", median(seconds), "s", all=seconds, gain=gain)
+        if json is not None:
+            results.write(json)
+    show("streams", results, json)
+    return 0
+
+
+# --- on a rank
+
+
+def _transport(streams: int) -> ProcessGroupTransport:
+    first, *others = [dist.new_group(timeout=TIMEOUT) for _ in range(streams)]
+    assert isinstance(first, dist.ProcessGroup)
+    transport = ProcessGroupTransport(first, TIMEOUT)
+    transport.add_streams([group for group in others if isinstance(group, dist.ProcessGroup)])
+    return transport
+
+
+def time_streams(
+    numel: int, compressor: str, numbers: list[int], pauses_s: list[float], repeats: int
+) -> list[tuple[int, float, list[float]]]:
+    """Seconds of all-reduces by each number of streams, right after another one and after pauses, in turns."""
+    methods = {number: Method(numel, compressor, "sra", _transport(number)) for number in numbers}
+    x, stopwatch = torch.randn(numel, generator=torch.Generator().manual_seed(dist.get_rank())), Stopwatch()
+    times: dict[tuple[int, float], list[float]] = {(n, pause_s): [] for n in numbers for pause_s in pauses_s}
+    for turn in range(repeats):
+        for number, pause_s in random.Random(turn).sample(list(times), len(times)):
+            values = x.clone()
+            times[number, pause_s].append(stopwatch.time(lambda n=number, v=values: methods[n].run(v), pause_s))
+    return [(number, pause_s, seconds) for (number, pause_s), seconds in times.items()]
+
+
+def main() -> None:
+    serve(time_streams)

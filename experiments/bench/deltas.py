@@ -9,8 +9,7 @@ from statistics import fmean, median
 from rich.console import Console
 
 from experiments.framework.pages import show
-from experiments.papers.qsdp.methods import Method
-from experiments.papers.qsdp.sizes import SIZES, SIZES_SMOKE
+from experiments.papers.qsdp.methods import SIZES, SIZES_SMOKE, Method
 from experiments.papers.qsdp.trainings import Trained, Trainings
 from thinwire_tools.compare.statistics import estimate, relative_differences
 from thinwire_tools.results import OutputFile, Results
@@ -64,7 +63,7 @@ def deltas(
 
     Examples:
       python -m experiments bench deltas
-      python -m experiments bench deltas --seeds 5 --json benchmarks/deltas.json
+      python -m experiments bench deltas --seeds 5 --json benchmarks/fsdp/deltas.json
       python -m experiments bench deltas --ranks 4 --ranks-per-node 2   # gradients have 8 bits inside nodes
 
     Args:

@@ -9,12 +9,11 @@ from typing import Any
 
 from rich.console import Console
 
-from experiments.framework.instrument import SeparateRuns
 from experiments.framework.methods import FP32, NOTHING, THINWIRE
 from experiments.framework.pages import show
-from experiments.framework.timing import Times
-from experiments.papers.cgx.methods import powersgd
-from experiments.tasks.models import TIMED, TIMED_SMOKE
+from experiments.framework.timing import SeparateRuns, Times
+from experiments.papers.cgx.measurements import powersgd
+from experiments.tasks.images import TIMED, TIMED_SMOKE
 from thinwire_tools import lab
 from thinwire_tools.compare.statistics import estimate
 from thinwire_tools.exits import ends_command

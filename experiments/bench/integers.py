@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor
 
 from experiments.framework.pages import show
-from experiments.tasks.resnet import ImageTask
+from experiments.tasks.images import ImageTask
 from thinwire import Plan, Wire
 from thinwire.collectives import ProcessGroupTransport, ring_bytes
 from thinwire.plan import Filter
@@ -52,7 +52,7 @@ def integers(
     turns. Then a model is trained with each over loopback, paired as in `thinwire compare`; "alone" must be worse.
 
     Examples:
-      python -m experiments bench integers --json benchmarks/integers.json
+      python -m experiments bench integers --json benchmarks/compressors/integers.json
       python -m experiments bench integers --rate 1gbit --seeds 0
 
     Args:

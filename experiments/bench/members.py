@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json as jsons
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -17,8 +16,8 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
+from experiments.framework.pages import show
 from thinwire_tools import lab
 from thinwire_tools.compare.gpt import GPTConfig
 from thinwire_tools.compare.tasks import GPTTask
@@ -74,7 +73,7 @@ def members(
     cores.
 
     Examples:
-      python -m experiments bench members --json benchmarks/members.json
+      python -m experiments bench members --json benchmarks/local/members.json
       python -m experiments bench members --seconds 600
       python -m experiments bench members --seconds 150 --kill-every 30 --absent 15 --seed 1 --modes undisturbed members
 
@@ -113,9 +112,7 @@ def members(
             return 1
         _add(results, mode, seed, run, 0 if mode == "undisturbed" else len(kills))
         _add_comparisons(results)
-        console.print(_table(results))
-        if json is not None:
-            results.write(json)
+        show("members", results, json)
     return 0
 
 
@@ -246,24 +243,3 @@ def _add_comparisons(results: Results) -> None:
                 reference = _loss_at(undisturbed, tokens)
                 assert reference is not None
                 results.add(f"members/{seed}/loss_excess", loss / reference - 1, "", tokens=tokens)
-
-
-def _table(results: Results) -> Table:
-    kinds = ("of_all_workers", "of_present_workers", "of_started_workers")
-    table = Table("", "goodput", "of those present", "of those started", "tokens kept", "loss", "differ", "departures")
-    values = {row["name"]: row["value"] for row in results.results}
-    for name in dict.fromkeys(name.rsplit("/", 1)[0] for name in values if name.endswith("/loss")):
-        goodput = [values.get(f"{name}/goodput/{kind}") for kind in kinds]
-        table.add_row(
-            name.replace("/", ", seed "),
-            *("" if value is None else f"{value:.1%}" for value in goodput),
-            f"{values[f'{name}/kept_tokens']:,.0f}",
-            f"{values[f'{name}/loss']:.4f}",
-            f"{values[f'{name}/exchanges_differing']:.0f} of {values[f'{name}/exchanges_compared']:.0f}",
-            f"{values[f'{name}/lines_of_departure']:.0f} lines, {values[f'{name}/kills']:.0f} deaths",
-        )
-    excess = [row["value"] for row in results.results if row["name"].endswith("/loss_excess")]
-    if excess:
-        each = ", ".join(f"{value:+.2%}" for value in excess)
-        table.caption = f"loss of members above undisturbed at equal tokens: {statistics.mean(excess):+.2%} ({each})"
-    return table

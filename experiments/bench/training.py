@@ -86,7 +86,7 @@ def training(
     stopped goes on after the last method that is in its file.
 
     Examples:
-      python -m experiments bench training --json benchmarks/training.json
+      python -m experiments bench training --json benchmarks/optimizer/training.json
       python -m experiments bench training --workers 8 --seeds 1
 
     Args:

@@ -1,8 +1,7 @@
 """Claims as data: a paper's statement, the measurements that speak to it, and the rule by which they are judged.
 
 A part of a paper measures rows; its claims judge them. A claim sees nothing but the rows of its figure, as the JSON
-file keeps them, so that a recorded run can be judged again.
-"""
+file keeps them, so that a recorded run can be judged again. A finding is a row with its claim and the verdict."""
 
 from __future__ import annotations
 
@@ -13,9 +12,78 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from experiments.framework.findings import Finding, plain
-from experiments.framework.verdicts import Judgment, exceeds, faster, matches
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from experiments.framework.verdicts import Judgment, exceeds, faster, matches, outcome
 from thinwire_tools.compare.statistics import Estimate, estimate
+from thinwire_tools.results import Results
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One value of a figure (or table) of the paper's, as measured here. ``holds`` is None where it is inconclusive,
+    ``why`` being the reason, or where the paper says nothing about it, ``claim`` being empty.
+    ``more``: the curves behind the value, for the JSON file. ``detectable``: smaller differences are not seen
+    (`verdicts.Judgment`)."""
+
+    figure: str
+    name: str
+    value: float
+    unit: str
+    claim: str
+    text: str
+    holds: bool | None
+    more: dict[str, Any] = field(default_factory=dict)
+    why: str = ""
+    detectable: float | None = None
+
+
+def table(findings: Sequence[Finding], title: str) -> Table:
+    """Return a table of every claim with the finding, for people."""
+    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title)
+    shown.add_column("figure", no_wrap=True)
+    shown.add_column("the paper")
+    shown.add_column("here")
+    shown.add_column("holds", no_wrap=True)
+    words = {True: "[green]yes[/]", False: "[red]no[/]", None: "[dim]inconclusive[/]"}
+    for finding in findings:
+        if finding.claim:
+            text = escape(outcome(finding.text, finding.why))
+            shown.add_row(finding.figure, escape(finding.claim), text, words[finding.holds])
+    return shown
+
+
+def results_of(findings: Sequence[Finding], command: str, about: dict[str, Any]) -> Results:
+    """Return all findings as rows of ``command``'s, by figure and name; infinities and NaN become null."""
+    results = Results(command, about=about)
+    for finding in findings:
+        results.add(
+            f"{finding.figure}/{finding.name}",
+            plain(finding.value),
+            finding.unit,
+            figure=finding.figure,
+            claim=finding.claim or None,
+            found=finding.text,
+            holds=finding.holds,
+            **({"why": finding.why} if finding.why else {}),
+            **({"detectable": plain(finding.detectable)} if finding.detectable else {}),
+            **plain(finding.more),
+        )
+    return results
+
+
+def plain(value: Any) -> Any:
+    """Return ``value`` as JSON keeps it: six digits, and null for infinities and NaN."""
+    if isinstance(value, dict):
+        return {str(key): plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
+
 
 Rows = Mapping[str, Mapping[str, Any]]
 """Rows of one figure by name: ``value``, ``unit``, and further measurements."""
@@ -37,21 +105,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Claim:
-    """A paper's ``statement``, and the ``rule`` by which rows are judged; None for rows that are only shown with
-    claims. ``row``: the measured value that it is about; where that follows from other rows, ``value`` makes it of
-    them, in ``unit``. ``text``: the rows in words, where the interval that the rule looked at does not say it.
-    ``over_link``: it rests on times over a slow link. ``unjudged``: why a statement has no rule, such as that the
-    set-up implies it."""
+    """A paper's ``statement``, and the ``rule`` by which rows are judged. ``row``: the measured value that it is about;
+    where that follows from other rows, ``value`` makes it of them, in ``unit``. ``text``: the rows in words, where the
+    interval that the rule looked at does not say it. ``over_link``: it rests on times over a slow link."""
 
     figure: str
     row: str
     statement: str
-    rule: Rule | None = None
+    rule: Rule
     over_link: bool = False
     value: Callable[[Rows], float] | None = None
     unit: str = ""
     text: Callable[[Rows], str] | None = None
-    unjudged: str = ""
 
 
 def judge(claims: Iterable[Claim], rows: Iterable[Row], *, emulated: bool) -> list[Finding]:
@@ -91,15 +156,12 @@ def _finding(row: Row, claim: Claim | None, rows: Rows, emulated: bool) -> Findi
     fields = row.figure, row.name, row.value, row.unit
     if claim is None:
         return Finding(*fields, "", "", None, dict(row.data))
-    judged = claim.rule is not None
     if claim.over_link and not emulated:
         text, judgment = NO_LINK, Judgment(None)
     else:
-        judgment = claim.rule(rows) if claim.rule else Judgment(None, claim.unjudged)
+        judgment = claim.rule(rows)
         text = claim.text(rows) if claim.text else judgment.found
-    if not judged:
-        return Finding(*fields, "", text, None, dict(row.data), aside=claim.statement, why=claim.unjudged)
-    verdict = judgment.holds, dict(row.data), "", judgment.why, judgment.detectable
+    verdict = judgment.holds, dict(row.data), judgment.why, judgment.detectable
     return Finding(*fields, claim.statement, text, *verdict)
 
 
@@ -142,9 +204,14 @@ def faster_than_all(row: str, others: Sequence[str]) -> Rule:
     return rule
 
 
-def ratios(rows: Rows, fast: str, slow: str, key: str = "step_s") -> list[float]:
+def over(rounds: Mapping[str, Sequence[float]], fast: str, slow: str) -> list[float]:
     """Return how many times faster ``fast`` is than ``slow``, round by round, as a machine may slow down."""
-    return [theirs / mine for mine, theirs in zip(rows[fast][key], rows[slow][key], strict=True)]
+    return [theirs / mine for mine, theirs in zip(rounds[fast], rounds[slow], strict=True)]
+
+
+def ratios(rows: Rows, fast: str, slow: str, key: str = "step_s") -> list[float]:
+    """Return `over` of what two rows have under ``key``."""
+    return over({name: rows[name][key] for name in (fast, slow)}, fast, slow)
 
 
 def times_faster(rows: Rows, fast: str, slow: str, key: str = "step_s") -> float:

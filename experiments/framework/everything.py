@@ -9,12 +9,20 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.markdown import Markdown
 
-from experiments.framework.catalog import CATALOG, Entry
-from experiments.framework.results_page import RecordedPaper, page, read, summary
+from experiments.framework.results_page import (
+    CATALOG,
+    SUMMARY,
+    UNNAMED,
+    Entry,
+    RecordedPaper,
+    page,
+    read,
+    summary,
+    table,
+)
 from thinwire_tools.exits import ends_command
 from thinwire_tools.results import OutputFile, Results
 
@@ -47,7 +55,7 @@ def repro_all(
     Args:
         only: which of them; all, if none is named.
         smoke: the small version of each: the same path, no figures worth keeping.
-        from_: run nothing: judge the repro-*.json files of this folder, and write the page.
+        from_: run nothing: judge the records in this folder's folders, one a paper, and write the page.
         out: folder for the page, the pictures and the figures.
         json: write how many claims of each paper hold, do not or are inconclusive to this file.
     """
@@ -66,7 +74,9 @@ def repro_all(
         papers = read(from_ or out, judge=from_ is not None)
     path = out / "results.md"
     path.write_text(f"# Results of the reproductions\n\n{page(papers, pages=None)}")
-    console.print(_shown(papers))
+    console.print(Markdown(table(SUMMARY, summary(papers))))
+    if unnamed := [name for paper in papers for name in paper.unnamed]:
+        console.print(f"{UNNAMED.capitalize()}: {', '.join(unnamed)}.", markup=False)
     console.print(f"Page: {path}", soft_wrap=True, markup=False)
     if json is not None:
         _record(papers, codes, smoke=smoke).write(json)
@@ -94,10 +104,9 @@ def _run_all(console: Console, chosen: list[Entry], out: Path, *, smoke: bool) -
 
 def _run(entry: Entry, out: Path, *, smoke: bool, minutes: float) -> int:
     # Each repetition is a process of its own: the end of one does not end the others.
-    path = out / f"repro-{entry.name}.json"
+    path = out / entry.name / "all.json"
     path.unlink(missing_ok=True)
-    argv = [sys.executable, "-m", "experiments", entry.name]
-    argv += ["--out", str(out / f"repro-{entry.name}"), "--json", str(path), *(["--smoke"] if smoke else [])]
+    argv = [sys.executable, "-m", "experiments", entry.name, "--out", str(path.parent), *(["--smoke"] if smoke else [])]
     process = subprocess.Popen(argv)
     try:
         return process.wait(timeout=60 * (_TIMES_LONGER * minutes + 10))
@@ -111,17 +120,6 @@ def _run(entry: Entry, out: Path, *, smoke: bool, minutes: float) -> int:
                 process.wait(timeout=20)
             except subprocess.TimeoutExpired:
                 process.kill()
-
-
-def _shown(papers: list[RecordedPaper]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Claims of the papers")
-    table.add_column("", no_wrap=True)
-    table.add_column("paper")
-    for word in ("hold", "do not", "inconclusive"):
-        table.add_column(word, justify="right")
-    for row in summary(papers):
-        table.add_row(*row)
-    return table
 
 
 def _record(papers: list[RecordedPaper], codes: dict[str, int], *, smoke: bool) -> Results:

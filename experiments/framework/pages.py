@@ -1,7 +1,7 @@
 """Figures of README.md and docs/. ``python -m experiments.framework.pages`` writes them; ``--check`` only compares.
 
 What stands between the marks ``<!-- figures: name -->`` and ``<!-- end -->`` of a page is the Jinja template
-``benchmarks/name.j2``, filled with the JSON files of that name.
+``name.j2`` of a folder of ``benchmarks/``, filled with the JSON file of that name, or with those that it reads.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from importlib import import_module
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,6 +20,7 @@ from rich.markdown import Markdown
 
 from experiments.framework import power, results_page
 from experiments.framework.claims import estimated
+from experiments.framework.results_page import CATALOG
 from experiments.framework.verdicts import WORDS, outcome, shown_difference
 from thinwire_tools.compare.statistics import estimate, relative_differences
 from thinwire_tools.lab.units import format_rate, parse_rate
@@ -64,8 +64,10 @@ class Record:
         return self.machine_of(self.rows)
 
     def machine_of(self, names: Iterable[str]) -> str:
-        """The machine on which these rows were measured; where they differ, each of the values."""
+        """The machine and the commit by which these rows were measured; where they differ, each of the values."""
         records = [self.of[name] for name in names]
+        commits = dict.fromkeys(f"commit {record['commit'][:12]}" for record in records if record.get("commit"))
+        before = [] if all(record.get("commit") for record in records) else [results_page.UNNAMED]
 
         def values(form: Callable[[Any, Any], str]) -> str:
             return " or ".join(dict.fromkeys(form(record["machine"], record["versions"]) for record in records))
@@ -75,21 +77,22 @@ class Record:
             f"{values(lambda machine, _: 'an ' + machine['cpu'])}, "
             f"{values(lambda machine, _: format(machine['memory_bytes'] / 2**30, '.0f'))} GiB, "
             f"{values(lambda machine, _: machine['system'])}, PyTorch {values(lambda _, versions: versions['torch'])}, "
-            f"Python {values(lambda _, versions: versions['python'])}"
+            f"Python {values(lambda _, versions: versions['python'])}, {' or '.join([*commits, *before])}"
         )
 
 
-def read(*patterns: str) -> Record:
+def read(pattern: str) -> Record:
     """The files in benchmarks/ that match, without their suffix."""
-    paths = [path for pattern in patterns for path in sorted(BENCHMARKS.glob(f"{pattern}.json"))]
-    return Record(*(json.loads(path.read_text()) for path in paths))
+    return Record(*(json.loads(path.read_text()) for path in sorted(BENCHMARKS.glob(f"{pattern}.json"))))
 
 
 def section(name: str, run: Record | None = None) -> str:
     """Render a section, with links from the root of the repository. By default ``run`` is the recorded one."""
-    if run is None and (BENCHMARKS / f"{name}.json").exists():
-        run = read(name, *([f"{name}-*"] if name.startswith("repro-") else []))
-    return _TEMPLATES.get_template(f"{name}.j2").render(name=name, run=run).strip("\n")
+    template = _TEMPLATES.get_template(f"{name}.j2")
+    recorded = Path(str(template.filename)).with_suffix(".json")
+    if run is None and recorded.exists():
+        run = Record(json.loads(recorded.read_text()))
+    return template.render(name=name, run=run).strip("\n")
 
 
 def show(name: str, results: Results, json: Path | None) -> None:
@@ -165,14 +168,17 @@ def _picture(path: str, caption: str) -> str:
 
 
 _TEMPLATES = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(BENCHMARKS), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    loader=jinja2.FileSystemLoader(sorted(path for path in BENCHMARKS.iterdir() if path.is_dir())),
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
 )
 _TEMPLATES.filters |= {"f": _number, "mean": _mean, "bounded": _bounded, "line": _line}
 _TEMPLATES.filters["rate"] = lambda text: format_rate(parse_rate(text))
 _TEMPLATES.globals |= {"read": read, "against": _against, "head": _head, "claim": _claim, "picture": _picture}
 _TEMPLATES.globals |= {
     "beyond": lambda row, key: shown_difference(estimated(row, key)),
-    "paper": lambda name: import_module(f"experiments.papers.{name}.paper").PAPER,
+    "paper": lambda name: next(entry.paper for entry in CATALOG if entry.name == name),
     "results": lambda: results_page.page(results_page.read(BENCHMARKS)).rstrip("\n"),
     "power": lambda: [power.cells(one) for one in power.powers(BENCHMARKS)],
 }

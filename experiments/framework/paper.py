@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import json as json_module
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
@@ -12,17 +13,103 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 import tyro
 from rich.console import Console
 
-from experiments.framework.claims import Claim, Row, judge, recorded
-from experiments.framework.findings import Finding
-from experiments.framework.parts import announce, chosen_parts, finish, make_parts, write_again
-from experiments.framework.progress import Screen
-from experiments.framework.run_cache import RunCache
-from experiments.framework.study import Scale, Study
+from experiments.framework.claims import Claim, Finding, Row, judge, recorded, results_of, table
+from experiments.framework.ranks import RunCache
+from experiments.framework.study import Scale, Screen, Study
 from experiments.framework.verdicts import JUDGED
-from thinwire_tools import plots
+from thinwire.runtime import ParityError
+from thinwire_tools import lab, plots
+from thinwire_tools.compare.rank_processes import RankFailed
 from thinwire_tools.compare.statistics import need_scipy
 from thinwire_tools.exits import ends_command
 from thinwire_tools.results import OutputFile
+
+
+def chosen_parts(asked: Sequence[str], known: Mapping[str, object]) -> list[str]:
+    """Return the names in ``--parts``, which may have several each, with commas or spaces.
+
+    Raises:
+        ValueError: one of them is not ``known``, or there is none.
+    """
+    chosen = list(dict.fromkeys(name for part in asked for name in part.replace(",", " ").split()))
+    if not chosen or set(chosen) - set(known):
+        raise ValueError(f"--parts {' '.join(asked)!r}: choose among {' '.join(known)}")
+    return chosen
+
+
+def announce(console: Console, seconds: float) -> bool:
+    """Print what cannot be judged here, and about how long it takes; return whether slow links can be made."""
+    missing = lab.unavailable()
+    if missing:
+        console.print(f"No slow network can be made here, so times over links are not judged: {missing}", markup=False)
+    minutes = seconds / 60
+    console.print(f"This takes about {minutes:.0f} minutes." if minutes >= 1.5 else "This takes about a minute.")
+    return missing is None
+
+
+def finish(
+    console: Console,
+    findings: Sequence[Finding],
+    failures: Mapping[str, str],
+    about: dict[str, Any],
+    *,
+    command: str,
+    title: str,
+    out: Path,
+    path: Path,
+) -> int:
+    """Show the findings, write them to ``path``, and print where the pictures are; return the command's exit code."""
+    console.print(table(findings, title))
+    results_of(findings, command, about | ({"failures": dict(failures)} if failures else {})).write(path)
+    console.print(f"Pictures: {out}  Figures: {path}", soft_wrap=True, markup=False)
+    return 1 if failures else 0
+
+
+def write_again(
+    console: Console, findings: Sequence[Finding], before: Mapping[str, Any], judged: str, path: Path, title: str
+) -> None:
+    """Write the present judgment of a recorded run; its machine, versions and measured rows stay.
+
+    A row whose verdict is another one than when it was measured keeps the first one under ``judged_before``.
+    """
+    console.print(table(findings, title))
+    rows = results_of(findings, "", {}).results
+    old = {row["name"]: row for row in before["results"]}
+    for row in rows:
+        # A new claim makes its value of rows that were measured.
+        then = old.get(row["name"], {})
+        first = then.get("judged_before") or {key: then.get(key) for key in ("claim", "holds")}
+        if first["claim"] and (not row["claim"] or row["holds"] is not first["holds"]):
+            row["judged_before"] = first
+    again = {**before, "about": {**before["about"], "judged": judged}, "results": rows}
+    path.write_text(json.dumps(again, indent=1) + "\n")
+    console.print(f"Figures: {path}", soft_wrap=True, markup=False)
+
+
+def make_parts(
+    console: Console, study: Study[Any], parts: Mapping[str, Callable[[Study[Any]], list[Finding]]]
+) -> tuple[list[Finding], dict[str, str]]:
+    """Return the findings, and reasons of failed parts. A failure costs its part, not the others."""
+    findings: list[Finding] = []
+    failures: dict[str, str] = {}
+    with study.screen as screen, study:
+        for part, make in parts.items():
+            try:
+                with study.part(part):
+                    rows = make(study)
+            except (RankFailed, ParityError) as failure:
+                # After a rank's failure the others are useless: later parts start new ones.
+                study.close()
+                failures[part] = str(failure)
+                screen.fail(part, str(failure))
+                if isinstance(failure, RankFailed):
+                    console.print(failure.log, style="dim", markup=False)
+                continue
+            findings += rows
+            judged = [row.holds for row in rows if row.claim and row.holds is not None]
+            screen.note(part, f"{sum(judged)} of {len(judged)} claims hold" if judged else "none judged")
+    return findings, failures
+
 
 ScaleT = TypeVar("ScaleT", bound=Scale)
 
@@ -97,7 +184,7 @@ def command(paper: Paper[Any], summary: str) -> Callable[..., int]:
             about = dataclasses.asdict(scale) | scale.about()
             record, timed = (None if file is None else json_module.loads(file.read_text()) for file in (from_, times))
         out.mkdir(parents=True, exist_ok=True)
-        path = json or out / f"repro-{paper.name}.json"
+        path = json or out / "all.json"
         shown: dict[str, Any] = {"command": f"python -m experiments {paper.name}", "title": paper.title}
         shown |= {"out": out, "path": path}
         if record is not None:
@@ -136,8 +223,7 @@ def command(paper: Paper[Any], summary: str) -> Callable[..., int]:
       python -m experiments {paper.name}
       python -m experiments {paper.name} --parts {" ".join(list(paper.parts)[:2])} --seeds 5
       python -m experiments {paper.name} --smoke
-      python -m experiments {paper.name} --from repro-{paper.name}/repro-{paper.name}.json   # judge a recorded run
-      again
+      python -m experiments {paper.name} --from repro-{paper.name}/all.json   # judge a recorded run again
 
     Args:
         parts: which of {", ".join(paper.parts)}.
@@ -150,7 +236,7 @@ def command(paper: Paper[Any], summary: str) -> Callable[..., int]:
         times: JSON file of an earlier run, whose step times are taken where times to a loss need some.
         from_: measure nothing: judge the claims by the rows of this JSON file.
         out: folder for the pictures, the figures, and finished runs, which are not made again.
-        json: write the figures to this file instead of OUT/repro-{paper.name}.json.
+        json: write the figures to this file instead of OUT/all.json.
     """
     return run
 

@@ -12,12 +12,12 @@ from statistics import median
 from typing import Annotated, Any
 
 import tyro
-from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.markdown import Markdown
 
 from experiments.framework import claims
 from experiments.framework.claims import Rows
+from experiments.framework.results_page import table
 from experiments.framework.verdicts import shown_difference
 from thinwire_tools.compare.statistics import CONFIDENCE, POWER, Estimate, estimate, need_scipy, relative_differences
 from thinwire_tools.results import OutputFile, Results
@@ -75,16 +75,14 @@ class Power:
 
 
 TASKS = (
-    Task("GPT, fine-tuned in 2 stages", "loss", "repro-aqsgd", "figure 3/*", "figure 3/direct/small/2 stages/fw2 bw4"),
-    Task("GPT, from scratch in 2 stages", "loss", "repro-aqsgd", "figure 7/*", "figure 7/direct/*"),
-    Task("GPT, 8 stages", "loss", "repro-aqsgd-more", "figure 9 (8 stages)/*", "figure 9 (8 stages)/direct/*"),
-    Task(
-        "labels of text, 2 stages", "loss", "repro-aqsgd-more", "figure 3 (a, b)/*", "figure 3 (a, b)/direct/*fw2 bw4"
-    ),
+    Task("GPT, fine-tuned in 2 stages", "loss", "aqsgd/all", "figure 3/*", "figure 3/direct/small/2 stages/fw2 bw4"),
+    Task("GPT, from scratch in 2 stages", "loss", "aqsgd/all", "figure 7/*", "figure 7/direct/*"),
+    Task("GPT, 8 stages", "loss", "aqsgd/more", "figure 9 (8 stages)/*", "figure 9 (8 stages)/direct/*"),
+    Task("labels of text, 2 stages", "loss", "aqsgd/more", "figure 3 (a, b)/*", "figure 3 (a, b)/direct/*fw2 bw4"),
     Task(
         "GPT, tensor parallel",
         "loss",
-        "repro-fullstack-appendices",
+        "fullstack/appendices",
         "appendix F/table/loss/*",
         "appendix F/table/loss/direct3",
         baseline="appendix F/table/loss/fp32",
@@ -92,30 +90,30 @@ TASKS = (
     Task(
         "split learning on digits",
         "loss",
-        "repro-fullstack-split",
+        "fullstack/split",
         "figure 10/table/loss/*",
         "figure 10/table/loss/direct",
         baseline="figure 10/table/loss/fp32",
     ),
-    Task("GPT under DDP", "held-out loss", "repro-cgx-quality", "3.5/lost/gpt/*"),
-    Task("CNN under DDP", "accuracy", "repro-cgx-quality", "3.5/lost/cnn/*"),
-    Task("GPT, layerwise", "held-out loss", "repro-lgreco-quality", "table 4.3/lost/gpt/*"),
-    Task("CNN, layerwise", "held-out loss", "repro-lgreco-quality", "table 4.2/lost/cnn/*"),
+    Task("GPT under DDP", "held-out loss", "cgx/quality", "3.5/lost/gpt/*"),
+    Task("CNN under DDP", "accuracy", "cgx/quality", "3.5/lost/cnn/*"),
+    Task("GPT, layerwise", "held-out loss", "lgreco/quality", "table 4.3/lost/gpt/*"),
+    Task("CNN, layerwise", "held-out loss", "lgreco/quality", "table 4.2/lost/cnn/*"),
     Task(
         "GPT under FSDP2",
         "perplexity",
-        "repro-qsdp",
+        "qsdp/all",
         "table 5.2/perplexity/*",
         "table 5.2/perplexity/W4G4",
         baseline="table 5.1/lost/small/2 ranks",
     ),
-    Task("ConvNet on digits, FFT", "accuracy", "repro-fft-quality", "13/accuracy/*", "13/accuracy/control"),
-    Task("ResNet on digits, IntSGD", "accuracy", "repro-intsgd-quality", "2/quality/*", "2/quality/heuristic"),
-    Task("LSTM, IntSGD", "perplexity", "repro-intsgd-quality", "3/quality/*", "3/quality/heuristic"),
+    Task("ConvNet on digits, FFT", "accuracy", "fft/quality", "13/accuracy/*", "13/accuracy/control"),
+    Task("ResNet on digits, IntSGD", "accuracy", "intsgd/quality", "2/quality/*", "2/quality/heuristic"),
+    Task("LSTM, IntSGD", "perplexity", "intsgd/quality", "3/quality/*", "3/quality/heuristic"),
     Task(
         "GPT under AdamW, 150 steps, every compressor",
         "held-out loss",
-        "compare-every",
+        "compressors/compare-every",
         "held_out_loss/*",
         "held_out_loss/control/*",
         baseline="held_out_loss/fp32",
@@ -123,7 +121,7 @@ TASKS = (
     Task(
         "GPT, 1000 steps, every way to train",
         "held-out loss",
-        "training",
+        "optimizer/training",
         "loss/*",
         "loss/alone",
         baseline="loss/AdamW, fp32",
@@ -151,12 +149,7 @@ def power(
     if not tasks:
         Console(stderr=True).print(f"python -m experiments power: no recorded runs in {from_}", markup=False)
         return 2
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in HEAD:
-        shown.add_column(name)
-    for one in tasks:
-        shown.add_row(*cells(one))
-    Console(highlight=False).print(shown)
+    Console(highlight=False).print(Markdown(table(HEAD, [cells(one) for one in tasks])))
     if json is not None:
         _record(tasks).write(json)
     return 0

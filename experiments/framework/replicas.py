@@ -20,7 +20,7 @@ from experiments.framework import replay
 from experiments.framework.methods import Method, TimedReduction
 from experiments.framework.rank import Rank, Timed
 from experiments.framework.replay import Clock, Compute, ReplayedTask, gradients_along
-from experiments.tasks.resnet import ImageTask
+from experiments.tasks.images import ImageTask
 from thinwire_tools.compare.tasks import GPTTask, Task, probe_steps
 from thinwire_tools.compare.train import digest, gradient_bytes, ring_factor
 

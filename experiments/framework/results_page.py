@@ -1,4 +1,4 @@
-"""The page ``docs/results.md``: how many claims of the papers hold here, and by which rules, from recorded runs."""
+"""The papers that thinwire repeats, and the page ``docs/results.md``: how many of their claims hold, by which rules."""
 
 from __future__ import annotations
 
@@ -8,14 +8,121 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from experiments.framework import findings
-from experiments.framework.catalog import CATALOG, LEFT_OUT, Entry
+from experiments.framework.claims import results_of
 from experiments.framework.verdicts import RUN_SCATTER, WORDS, outcome
+
+
+class Entry(NamedTuple):
+    """A paper, or a chapter of one, and the command that repeats it."""
+
+    name: str
+    """Name in the command ``python -m experiments <name>``."""
+    title: str
+    minutes: int
+    """Minutes, roughly, on two cores of a 2020s server."""
+    protocol: str
+    """The paper's way of taking times, where it says so, and its scaled form here."""
+
+    module: str = "paper"
+    """Module of its package that holds its claims, where that is not `paper`."""
+    package: str = ""
+    """Package of `experiments.papers` that repeats it, where that is not of its name."""
+
+    @property
+    def paper(self) -> Any:
+        """The claims and parts (`experiments.framework.paper.Paper`)."""
+        return import_module(f"experiments.papers.{self.package or self.name}.{self.module}").PAPER
+
+    @property
+    def command(self) -> str:
+        return f"python -m experiments {self.name}"
+
+
+CATALOG = (
+    Entry(
+        "aqsgd",
+        "AQ-SGD: Fine-tuning Language Models over Slow Networks (Wang et al., NeurIPS 2022), and its blog post",
+        55,
+        "the paper gives throughputs and the times of a micro-batch's parts; here medians over rounds in which all "
+        "methods take turns",
+    ),
+    Entry(
+        "fullstack",
+        "AQ-SGD's full stack: QuantizedAdam, split learning, appendices F and G (the same paper)",
+        20,
+        "as for AQ-SGD",
+        "stack_paper",
+        "aqsgd",
+    ),
+    Entry(
+        "cgx",
+        "CGX: Adaptive System Support for Communication-Efficient Deep Learning (Markov's thesis, chapter 3)",
+        15,
+        "means of 300 steps after 10 to warm up (section 3.7.1); here medians over rounds in which methods take turns, "
+        "two steps a turn, after steps to warm up",
+    ),
+    Entry(
+        "lgreco",
+        "L-GreCo: Layerwise-Adaptive Gradient Compression (Markov's thesis, section 3.6 and chapter 4)",
+        15,
+        "as for CGX",
+    ),
+    Entry(
+        "qsdp",
+        "QSDP: Quantized Distributed Training of Large Models (Markov's thesis, chapter 5)",
+        20,
+        "means of 50 steps after 10 to warm up (section 5.7); here medians over rounds in which all methods take turns",
+    ),
+    Entry(
+        "fft",
+        "FFT-based Gradient Sparsification for the Distributed Training of DNNs (Wang et al., HPDC 2020)",
+        15,
+        "wall time of whole trainings; here wall time of whole, smaller trainings",
+    ),
+    Entry(
+        "intsgd",
+        "IntSGD: Adaptive Floatless Compression of Stochastic Gradients (Mishchenko et al., ICLR 2022)",
+        20,
+        "the paper breaks the time of a step down into parts; here medians over rounds in which all methods take turns",
+    ),
+)
+
+LEFT_OUT = (
+    (
+        "AdaComp (thesis, section 3.7.3)",
+        'the thesis adapted it and found that it "did not converge to reasonable accuracy": there is no figure to hold '
+        "against",
+    ),
+    (
+        "Bagua and HiPress (thesis, figure 3.6)",
+        "other frameworks, on GPUs; HiPress did not run on the thesis's own GPUs either",
+    ),
+    ("TensorFlow and Horovod (thesis, figure A.1)", "thinwire is a library for PyTorch"),
+    (
+        "Comparisons of GPUs and servers (thesis, tables 3.1 and 3.2, figures 3.5, B.4 and B.5)",
+        "they are facts of machines that are not this one",
+    ),
+    ("Prices (thesis, table 3.10)", "a cost per token needs the price of an hour, which only who pays it knows"),
+    (
+        "FFT paper, figures 1 to 4, 7 to 9 and 11",
+        "they show schemes, histograms of a training's gradients, number formats and the latency of NCCL's all-gather; "
+        "what they argue for is measured in figures 5, 10 and 16",
+    ),
+    (
+        "Data sets and models of the papers",
+        "pictures are scikit-learn's digits (CIFAR-10 where a folder of it is given), text is the source of Python's "
+        "standard library, models have up to a few million parameters: what two CPU cores train in minutes. Each page "
+        "says in what its experiments differ",
+    ),
+)
+"""Experiments that no row stands for, and reasons."""
+
 
 _WORDS = WORDS | {False: "**does not hold**"}
 _NOT_RUN = "not measured yet"
+UNNAMED = "recorded before records named their commit"
 
 _RULES = f"""\
 Each claim is judged *holds*, *does not hold* or *inconclusive*, by one-sided 95 % t-bounds over seeds.
@@ -82,6 +189,8 @@ class RecordedPaper:
     """Parts that ended in an error, and the error."""
     machines: tuple[str, ...]
     """Machines that rows are of; the first is the whole run's."""
+    unnamed: tuple[str, ...]
+    """Records that name no commit."""
 
     def counts(self) -> Counter[str]:
         return Counter(_WORDS[claim.holds] for claim in self.claims)
@@ -90,8 +199,8 @@ class RecordedPaper:
 def read(folder: Path, *, judge: bool = False) -> list[RecordedPaper]:
     """Return the record of each paper. ``judge``: claims are judged again, instead of taken from the files.
 
-    ``<folder>/repro-<name>.json`` is the whole run's; later runs of some of its parts, ``repro-<name>-*.json``, take
-    the place of its rows of the same names.
+    ``<folder>/<name>/all.json`` is the whole run's; later runs of some of its parts, beside it, take the place of its
+    rows of the same names.
 
     Raises:
         ValueError: a file is not what ``python -m experiments ... --json`` writes.
@@ -103,10 +212,10 @@ def _recorded(entry: Entry, folder: Path, judge: bool) -> RecordedPaper:
     rows: dict[str, tuple[dict[str, Any], str]] = {}
     failures: list[str] = []
     machines: list[str] = []
-    for path in (folder / f"repro-{entry.name}.json", *sorted(folder.glob(f"repro-{entry.name}-*.json"))):
-        if not path.exists():
-            continue
+    unnamed: list[str] = []
+    for path in sorted((folder / entry.name).glob("*.json")):
         record = _record(path)
+        unnamed += [] if record.get("commit") else [f"{entry.name}/{path.name}"]
         machine = _machine(record)
         machines += [] if machine in machines else [machine]
         results = _judged(entry, record) if judge else record["results"]
@@ -115,14 +224,13 @@ def _recorded(entry: Entry, folder: Path, judge: bool) -> RecordedPaper:
     judged = [(row, machine) for row, machine in rows.values() if row.get("claim")]
     claims = tuple(_claim(entry, row, machine) for row, machine in judged)
     changed = tuple(_changed(row) for row, _ in judged if "judged_before" in row)
-    return RecordedPaper(entry, claims, changed, tuple(failures), tuple(machines))
+    return RecordedPaper(entry, claims, changed, tuple(failures), tuple(machines), tuple(unnamed))
 
 
 def _judged(entry: Entry, record: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of a record with their paper's present claims."""
-    paper = import_module(f"experiments.papers.{entry.name}.paper").PAPER
     before = {row["name"]: row["judged_before"] for row in record["results"] if "judged_before" in row}
-    rows = findings.record(paper.judge(record), "", {}, prefix="").results
+    rows = results_of(entry.paper.judge(record), "", {}).results
     return [row | ({"judged_before": before[row["name"]]} if row["name"] in before else {}) for row in rows]
 
 
@@ -156,8 +264,11 @@ def _machine(record: dict[str, Any]) -> str:
     )
 
 
+SUMMARY = ("", "paper", "claims that hold", "that do not", "inconclusive")
+
+
 def summary(papers: Sequence[RecordedPaper]) -> list[list[str]]:
-    """Return a row for each paper: its command, and how many of its claims hold, do not, are inconclusive."""
+    """Return a row of `SUMMARY` for each paper."""
     rows = []
     for paper in papers:
         counts = paper.counts()
@@ -177,14 +288,16 @@ def _sections(papers: Sequence[RecordedPaper], pages: str | None) -> Iterator[st
 
     links = {paper.entry.name: link(paper.entry) for paper in papers}
     yield _totals(papers)
-    head = ["", "paper", "claims that hold", "that do not", "inconclusive"]
-    yield _table(head, [[links[row[0]], *row[1:]] for row in summary(papers)])
+    yield table(SUMMARY, [[links[row[0]], *row[1:]] for row in summary(papers)])
     yield "## How a claim is judged"
     yield _RULES
     if pages is None:
         for paper in papers:
             yield from _section(paper)
     yield from _changes(papers)
+    if unnamed := [name for paper in papers for name in paper.unnamed]:
+        yield "## Records without a commit"
+        yield f"{UNNAMED.capitalize()}: {', '.join(unnamed)}."
     yield "## What is left out"
     yield "\n".join(f"- **{what}**: {why}." for what, why in LEFT_OUT)
 
@@ -218,7 +331,7 @@ def _changes(papers: Sequence[RecordedPaper]) -> Iterator[str]:
     )
     if turned:
         rows = [[name, row.figure, row.claim, _WORDS[row.before], _WORDS[row.now]] for name, row in turned]
-        yield _table(["", "figure", "the paper", "before", "now"], rows)
+        yield table(["", "figure", "the paper", "before", "now"], rows)
 
 
 def _section(paper: RecordedPaper) -> Iterator[str]:
@@ -236,7 +349,7 @@ def _section(paper: RecordedPaper) -> Iterator[str]:
         mark = "" if claim.machine == paper.machines[0] else f" ({_note(paper, claim)})"
         text = outcome(claim.text, claim.why) + mark
         rows.append([claim.figure, claim.claim, text, _WORDS[claim.holds], claim.shown_detectable])
-    yield _table(["figure", "the paper", "here", "", "interval"], rows)
+    yield table(["figure", "the paper", "here", "", "interval"], rows)
     yield f"{paper.machines[0]}."
     for i, machine in enumerate(paper.machines[1:], 2):
         yield f"({i}) on {machine}."
@@ -259,6 +372,7 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)

@@ -1,24 +1,151 @@
-"""The base of measurements of a paper's parts: rank processes, trainings, progress, and the folder for pictures."""
+"""The base of measurements of a paper's parts: rank processes, trainings, progress in a terminal, and pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.progress_bar import ProgressBar
+from rich.text import Text
 
 from experiments.framework.claims import Row
 from experiments.framework.methods import Method
-from experiments.framework.progress import Screen
-from experiments.framework.ranks import OnStep
+from experiments.framework.ranks import OnStep, RunCache
 from experiments.framework.replicas import ScoredTask
-from experiments.framework.run_cache import RunCache
 from experiments.framework.training import Gradients, Runs, Trained
-from experiments.tasks.resnet import ImageTask
+from experiments.tasks.images import ImageTask
 from thinwire_tools.compare.paired import Watcher
 from thinwire_tools.lab.units import format_rate, parse_rate, parse_rates
+
+
+class _Bar(BarColumn):
+    """A bar that stays still until its phase begins; rich's own moves, as if the phase ran."""
+
+    def render(self, task: Task) -> ProgressBar:
+        return ProgressBar(total=task.total, completed=task.completed, width=self.bar_width)
+
+
+class _Remaining(ProgressColumn):
+    """Time left of a phase that runs, by its own speed; before that, and for the whole, as predicted."""
+
+    def render(self, task: Task) -> Text:
+        if task.finished:
+            return Text("")
+        left = task.fields["left_s"]
+        if task.started and task.time_remaining is not None and not task.fields["whole"]:
+            left = task.time_remaining
+        return Text(f"~{int(left) // 60}:{int(left) % 60:02d}", style="cyan" if task.started else "dim")
+
+
+class Screen:
+    """Bars for ``phases {name: (title, steps, predicted seconds)}``; a context manager."""
+
+    def __init__(self, console: Console, phases: dict[str, tuple[str, int, float]]) -> None:
+        self.console = console
+        self._phases = phases
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            _Bar(bar_width=14),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            _Remaining(),
+            TextColumn("{task.fields[note]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._tasks: dict[str, TaskID] = {}
+        self._done_s = 0.0
+
+    def __enter__(self) -> Self:
+        for name, (title, steps, seconds) in self._phases.items():
+            self._tasks[name] = self._progress.add_task(
+                title, total=steps, start=False, note="", left_s=seconds, whole=False
+            )
+        total_s = sum(seconds for _, _, seconds in self._phases.values())
+        self._whole = self._progress.add_task(
+            "[bold]all", total=round(total_s), note="seconds (predicted)", left_s=total_s, whole=True
+        )
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Run the clock of ``name`` while the body runs."""
+        self._progress.start_task(self._tasks[name])
+        self._progress.update(self._tasks[name], note="starting")
+        try:
+            yield
+        finally:
+            self._progress.stop_task(self._tasks[name])
+            self._done_s += self._phases[name][2]
+            self._show_whole(0.0)
+
+    def advance(self, name: str, step: int, now: float | str) -> None:
+        """Add ``step`` done steps to ``name``; ``now`` is the last one's loss, or the present activity."""
+        _, steps, seconds = self._phases[name]
+        note = escape(now) if isinstance(now, str) else f"loss {now:.2f}"
+        self._progress.update(self._tasks[name], completed=step, note=note)
+        self._show_whole(seconds * step / steps)
+
+    def note(self, name: str, text: str) -> None:
+        """Show the result of a finished phase."""
+        self._tell(name, text, "green")
+
+    def fail(self, name: str, why: str) -> None:
+        """Show that ``name`` failed."""
+        self._tell(name, f"failed: {why}", "bold red")
+
+    def _show_whole(self, running_s: float) -> None:
+        done_s = self._done_s + running_s
+        total_s = self._progress.tasks[self._whole].total or 0.0
+        self._progress.update(self._whole, completed=round(done_s), left_s=max(0.0, total_s - done_s))
+
+    def _tell(self, name: str, text: str, style: str) -> None:
+        self._progress.update(self._tasks[name], note=f"[{style}]{text}[/]")
+        if not self.console.is_terminal:
+            self.console.print(f"{self._phases[name][0]}: {text}", style=style, markup=False)
+
+
+def draw_bars(axes: Any, shown: Sequence[tuple[str, str, float]]) -> None:
+    """Draw horizontal bars, ``(label, color, value)`` each, the first on top."""
+    labels, colors, values = zip(*shown, strict=True)
+    axes.barh(range(len(shown)), values, color=colors)
+    axes.set_yticks(range(len(shown)), labels)
+    axes.invert_yaxis()
+    axes.set_axisbelow(True)
+    axes.set(xlabel=axes.get_ylabel(), ylabel="")
+    axes.grid(visible=False, axis="y")
+
+
+def plain_log(axis: Any) -> None:
+    """Give a log ``axis`` (``axes.xaxis`` or ``axes.yaxis``) ticks at 1, 2 and 5 of each decade, as plain numbers."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:g}")
+
 
 ResourceT = TypeVar("ResourceT")
 
@@ -63,9 +190,6 @@ ScaleT = TypeVar("ScaleT", bound=Scale)
 class Study(Generic[ScaleT]):
     """One run of a command; a context manager. ``emulated``: there are slow links, so that times over them mean
     something."""
-
-    prefix: ClassVar[str] = "fig"
-    """Prefix of the pictures' names."""
 
     scale: ScaleT
     out: Path
@@ -127,7 +251,7 @@ class Study(Generic[ScaleT]):
         return "over loopback" if self.rate is None else f"over {format_rate(parse_rate(self.rate))}"
 
     def picture(self, figure: str) -> Path:
-        return self.out / f"{self.prefix}{figure}.svg"
+        return self.out / f"{figure}.svg"
 
     def kept(self, key: Any, make: Callable[[], AbstractContextManager[ResourceT]]) -> ResourceT:
         """Return the entered context of ``make``, or the earlier one under ``key``; it lives until a part fails or all
@@ -160,7 +284,7 @@ class Study(Generic[ScaleT]):
         return show
 
 
-class Progress(Watcher):
+class PartWatcher(Watcher):
     """Shows the runs of `thinwire_tools.compare.compare_training` as steps of a study's part."""
 
     def __init__(self, study: Study[Any]) -> None:

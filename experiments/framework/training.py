@@ -14,9 +14,8 @@ from torch import Tensor
 
 from experiments.framework import replicas
 from experiments.framework.methods import Method
-from experiments.framework.ranks import OnStep, Ranks, described, telling
+from experiments.framework.ranks import OnStep, Ranks, RunCache, described, telling
 from experiments.framework.replicas import ScoredTask
-from experiments.framework.run_cache import RunCache
 from thinwire.runtime import ParityError
 from thinwire_tools import lab
 from thinwire_tools.compare.tasks import probe_steps

@@ -11,12 +11,21 @@ from typing import Any
 import tyro
 from rich.console import Console
 
-from experiments.framework.findings import plain
+from experiments.framework.claims import plain
 from experiments.framework.pages import show
-from experiments.policies.frontier import Curve, Ratio, curve, fewer_bytes, less_error, uniform_curve
 from experiments.policies.methods import METHODS
 from experiments.policies.recording import BadRecording, Recording
-from experiments.policies.replay import Bench, level_name, replay
+from experiments.policies.replay import (
+    Bench,
+    Curve,
+    Ratio,
+    curve,
+    fewer_bytes,
+    less_error,
+    level_name,
+    replay,
+    uniform_curve,
+)
 from thinwire_tools import plots
 from thinwire_tools.compare.statistics import need_scipy
 from thinwire_tools.exits import ends_command
@@ -32,7 +41,7 @@ def replay_command(gradients: tyro.conf.Positional[Path], *, json: OutputFile = 
 
     Examples:
       python -m experiments policies replay build/gradients
-      python -m experiments policies replay build/gradients --json benchmarks/policies.json --plot frontiers.svg
+      python -m experiments policies replay build/gradients --json policies.json --plot frontiers.svg
 
     Args:
         gradients: folder that `policies record` wrote.

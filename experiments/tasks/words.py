@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from experiments.tasks.resnet import ImageTask
+from experiments.tasks.images import ImageTask
 from thinwire_tools.compare.data import draw_offsets, even_offsets, standard_library, windows
 from thinwire_tools.compare.gpt import GPT, GPTConfig
 from thinwire_tools.compare.tasks import GPTTask

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -80,9 +81,21 @@ def versions() -> dict[str, str]:
     return installed
 
 
+def commit() -> str | None:
+    """Return the commit of the clone that runs, with ``-dirty`` where its files differ from it; None outside of one."""
+    clone = Path(__file__).parents[2]
+    if not (clone / ".git").exists():
+        return None
+    git = ["git", "-C", str(clone), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
 @dataclass
 class Results:
-    """Figures of one command: ``{"command", "versions", "machine", "results": [{"name", "value", "unit", …}]}``."""
+    """Figures of one command: ``{"command", "commit", "versions", "machine", "results": [{"name", "value", …}]}``."""
 
     command: str
     results: list[dict[str, Any]] = field(default_factory=list)
@@ -102,6 +115,7 @@ class Results:
     def to_dict(self) -> dict[str, Any]:
         return {
             "command": self.command,
+            "commit": commit(),
             "versions": versions(),
             "machine": machine(),
             **({"about": self.about} if self.about else {}),

@@ -8,12 +8,10 @@ import re
 import pytest
 import torch
 
-from experiments.bench import claims, families
-from experiments.bench.claims import Point, at_equal_bytes, at_the_settings, fft_points, verdicts
-from experiments.bench.gradients import Gradients, Moment, make_task, record
-from experiments.bench.passes import Pass, Quality, measure_quality
+from experiments.bench import families
+from experiments.bench.passes import Gradients, Moment, Pass, Quality, make_task, measure_quality, record
 from experiments.framework.pages import BENCHMARKS
-from thinwire.compressors import FFT, QSGD, TernGrad, TopK, parse, registered
+from thinwire.compressors import parse, registered
 from thinwire_tools.compare import every
 
 LAYERS = {"a": (48, 64), "b": (128, 40)}
@@ -78,43 +76,7 @@ def test_every_compressor_is_compared_and_the_page_names_what_is() -> None:
     # those before; delta and direct are for activations: none says anything here.
     without = ("raw", "dgc", "intdiana", "delta", "direct")
     assert not [n for n in registered() if n not in specs and n not in without]
-    named = set(re.findall(r'^  ".+": "(.+)",$', (BENCHMARKS / "compressors.j2").read_text(), re.MULTILINE))
+    named = set(re.findall(r'^  ".+": "(.+)",$', (BENCHMARKS / "compressors/compressors.j2").read_text(), re.MULTILINE))
     assert "minmax(bits=4, bucket=128)" in named
     for measured in (families.default_specs(), every.EVERY):
         assert named <= {str(parse(spec)) for spec in measured}
-
-
-def synthetic(topk_error: float) -> list[Point]:
-    return [
-        *(Point(FFT(theta), error, size, size - 0.06) for theta, error, size in ((0.95, 0.8, 0.1), (0.5, 0.2, 0.7))),
-        Point(FFT(0.85, 32), 0.1, 0.3, 0.2),
-        Point(FFT(0.85), 0.5, 0.25, 0.19),
-        Point(TopK(0.15), topk_error, 0.25, 0.19),
-        Point(TopK(0.9), 0.01, 3.0, 2.9),
-        Point(QSGD(3), 1.0, 0.4, 0.4),
-        Point(QSGD(3, norm="linf"), 0.5, 0.4, 0.4),
-        Point(TernGrad(), 2.0, 0.25, 0.25),
-        Point(parse("topk(density=0.15) | minmax(bits=8)"), 0.25, 0.25, 0.19),
-        Point(TopK(0.15, "sampled"), 0.25, 0.25, 0.19),
-    ]
-
-
-def test_the_claim_of_the_fft_is_judged_at_equal_bytes_and_at_the_papers_settings() -> None:
-    points = synthetic(topk_error=0.4)
-    assert len(fft_points(points)) == 3
-    found = {(against, counted): said for against, counted, said in verdicts(at_equal_bytes(points))}
-    assert set(found) == {(against, counted) for against in claims.AGAINST for counted in (True, False)}
-    assert found["top-k", True] == (
-        "does not hold: FFT has 1.25 times its error; 1 of 2 lie outside the bytes that FFT was measured at"
-    )
-    assert found["top-k, values coded", True].startswith("does not hold: FFT has 2.00 times")
-    assert found["TernGrad", True] == "holds: FFT has 0.25 times its error"
-    better = {(a, c): s for a, c, s in verdicts(at_equal_bytes(synthetic(topk_error=0.6)))}
-    assert better["top-k", False].startswith("holds: FFT has 0.83 times")
-    alone = [Point(QSGD(3), 1.0, 0.4, 0.4)]
-    assert next(said for _, _, said in verdicts(at_equal_bytes(alone))).startswith("not comparable")
-    settings = {finding.against: finding for finding in at_the_settings(points)}
-    assert {finding.fft for finding in settings.values()} == {"fft(theta=0.85, bits=10)"}
-    assert {name: f.holds for name, f in settings.items()} == {"top-k": False, "QSGD": True, "TernGrad": True}
-    assert settings["top-k"].ratio == pytest.approx(1.25)
-    assert at_the_settings(alone) == []

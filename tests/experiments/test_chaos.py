@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from experiments.chaos import chaos
-from experiments.chaos.scenario import FAULTS, PHASES, TRAININGS, Scenario, Training, draw
+from experiments.validation import chaos
+from experiments.validation.chaos_rank import FAULTS, PHASES, TRAININGS, Scenario, Training, draw
 
 SCENARIOS = [
     Scenario(Training("ddp", "ef(minmax(bits=2))", "shared"), 10.0, "kill", "backward", 0, 1),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.conformance.conformance import RUNS
+from experiments.validation.conformance import RUNS
 
 
 def test_some_of_them_run_and_their_floats_are_compressed(tmp_path: Path) -> None:
@@ -19,7 +19,7 @@ def test_some_of_them_run_and_their_floats_are_compressed(tmp_path: Path) -> Non
     settings["THINWIRE_CONFORMANCE_SPEC"] = RUNS["thinwire, every float"]
     lines = tmp_path / "lines"
     names = ["test_all_gather", "test_get_rank", "test_ddp_hook_parity_allreduce"]
-    command = [sys.executable, "-m", "experiments.conformance.suite", str(lines), *names]
+    command = [sys.executable, "-m", "experiments.validation.suite", str(lines), *names]
     subprocess.run(command, env={**os.environ, **settings}, check=True, capture_output=True)
     rows = {row["test"]: row for row in map(json.loads, lines.read_text().splitlines())}
     assert {name: row["result"] for name, row in rows.items()} == dict.fromkeys(names, "passed")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from experiments.fuzz.fuzz import Tally, Target, attack, damaged, fuzz
+from experiments.validation.fuzz import Tally, Target, attack, damaged, fuzz
 
 WHOLE = np.arange(200, dtype=np.uint8)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from experiments.tasks import images
-from experiments.tasks.resnet import ImageTask
+from experiments.tasks.images import ImageTask
 
 RECORD = 3073
 

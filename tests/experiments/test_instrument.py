@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from experiments.__main__ import main as experiments_main
-from experiments.framework.instrument import SeparateRuns, joined
 from experiments.framework.methods import FP32, NOTHING, THINWIRE, Method
 from experiments.framework.replay import Clock, Compute, ReplayedTask, gradients_along, record
-from experiments.framework.timing import Times, Timing, rate_text, solve_rate
-from experiments.tasks.models import TIMED_SMOKE
+from experiments.framework.timing import SeparateRuns, Times, Timing, joined, rate_text, solve_rate
+from experiments.tasks.images import TIMED_SMOKE
 from harness import run_ranks
 from thinwire_tools import lab
 from thinwire_tools.compare.rank_processes import RankProcesses
@@ -228,6 +227,6 @@ def test_a_rank_that_fails_costs_its_figure_only(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(lab, "unavailable", lambda: "no right to make namespaces")
     monkeypatch.setattr(RankProcesses, "run", run_and_kill)
     assert experiments_main(["fft", "--smoke", "--parts", "6", "13", "5", "--out", str(tmp_path)]) == 1
-    found = json.loads((tmp_path / "repro-fft.json").read_text())
+    found = json.loads((tmp_path / "all.json").read_text())
     assert {row["figure"] for row in found["results"]} == {"6", "5"}
     assert found["about"]["failures"] == {"13": "rank 1: ended by signal 9"}

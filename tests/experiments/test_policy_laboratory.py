@@ -15,9 +15,9 @@ from experiments.papers.lgreco.gradients import Snapshot
 from experiments.policies import command, replay
 from experiments.policies.baselines import Bayes, ByPriority, Linear
 from experiments.policies.candidates import FAMILIES
-from experiments.policies.frontier import against, fewer_bytes, less_error
 from experiments.policies.methods import METHODS, Method
 from experiments.policies.recording import MANIFEST, BadRecording, Recording, Training, layers_of
+from experiments.policies.replay import against, fewer_bytes, less_error
 from experiments.tasks.words import WORDS
 from thinwire import parse
 from thinwire.plan import sent_bytes
@@ -86,7 +86,7 @@ def test_recordings_that_lie_or_have_other_or_endless_values_are_refused(tmp_pat
 
 
 def test_layers_are_in_the_buckets_that_ddp_put_them_in() -> None:
-    rows = json.loads((BENCHMARKS / "repro-lgreco.json").read_text())["results"]
+    rows = json.loads((BENCHMARKS / "lgreco/all.json").read_text())["results"]
     recorded = next(row for row in rows if row["name"] == "figure B.1/priority_slower")["layers"]["powersgd"]
     gradients = dict(WORDS.build(0).named_parameters())
     one = Training("gpt", "GPT", 0, (1,), (0.1,), 1, 2, WORDS.bucket_cap_mb, layers_of(gradients))

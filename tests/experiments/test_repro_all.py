@@ -11,24 +11,24 @@ import pytest
 
 from experiments.__main__ import main as experiments_main
 from experiments.framework import everything, pages
-from experiments.framework.catalog import CATALOG
 from experiments.framework.pages import BENCHMARKS
-from experiments.framework.results_page import read
+from experiments.framework.results_page import CATALOG, read
 from experiments.framework.verdicts import outcome
 
 # Stands in for a repetition: writes what one writes, or fails.
 STUB = """
-import json, sys
-name, path = sys.argv[3], sys.argv[sys.argv.index("--json") + 1]
+import json, os, sys
+name, out = sys.argv[3], sys.argv[sys.argv.index("--out") + 1]
 if name == "cgx":
     sys.exit(3)
+os.makedirs(out, exist_ok=True)
 machine = {"cpu": "abacus", "cores": 2, "memory_bytes": 2**34, "system": "Linux"}
 rows = [{"name": "f/a", "value": 1.0, "unit": "", "figure": "1", "claim": "a | b", "found": "so", "holds": True},
         {"name": "f/b", "value": 1.0, "unit": "", "figure": "2", "claim": "c", "found": "not so", "holds": False},
         {"name": "f/c", "value": 1.0, "unit": "", "figure": "2", "claim": None, "found": "aside", "holds": None}]
 about = {"smoke": "--smoke" in sys.argv, "failures": {"part 9": "it broke"} if name == "fft" else {}}
 json.dump({"command": name, "versions": {"python": "3", "torch": "2"}, "machine": machine, "about": about,
-           "results": rows}, open(path, "w"))
+           "results": rows}, open(out + "/all.json", "w"))
 """
 
 
@@ -67,10 +67,11 @@ def test_all_run_and_one_that_fails_costs_its_own_rows(stubbed: list[list[str]],
 def test_only_some_run_and_old_figures_of_a_failed_one_do_not_stand_for_it(
     stubbed: list[list[str]], tmp_path: Path
 ) -> None:
-    (tmp_path / "repro-cgx.json").write_text("{}")
+    (tmp_path / "cgx").mkdir()
+    (tmp_path / "cgx/all.json").write_text("{}")
     assert experiments_main(["all", "--only", "cgx,fft", "--out", str(tmp_path)]) == 1
     assert [argv[3] for argv in stubbed] == ["cgx", "fft"]
-    assert not (tmp_path / "repro-cgx.json").exists()
+    assert not (tmp_path / "cgx/all.json").exists()
 
 
 def test_the_page_from_figures_that_are_there(stubbed: list[list[str]], tmp_path: Path) -> None:
@@ -81,17 +82,18 @@ def test_the_page_from_figures_that_are_there(stubbed: list[list[str]], tmp_path
     for claim in found["cgx"].claims:
         assert " ".join(claim.claim.split()).replace("|", "\\|") in written
     # A later run of one part takes the place of what the whole run found of it.
-    again = json.loads((BENCHMARKS / "repro-fft-16.json").read_text())["results"]
+    again = json.loads((BENCHMARKS / "fft/figure-16.json").read_text())["results"]
     assert [c.claim for c in found["fft"].claims if c.figure == "16"] == [row["claim"] for row in again if row["claim"]]
 
 
 def test_figures_that_are_none_are_refused(tmp_path: Path, capsys) -> None:
+    (tmp_path / "fft").mkdir()
     for content in ("", "{}", '{"results": [{"figure": "1", "claim": "x"}]}', "[" * 100_000):
-        (tmp_path / "repro-fft.json").write_text(content)
-        with pytest.raises(ValueError, match=r"repro-fft\.json is not what"):
+        (tmp_path / "fft/all.json").write_text(content)
+        with pytest.raises(ValueError, match=r"fft/all\.json is not what"):
             read(tmp_path)
     assert experiments_main(["all", "--from", str(tmp_path), "--out", str(tmp_path)]) == 64
-    assert "repro-fft.json" in "".join(capsys.readouterr().err.split())
+    assert "fft/all.json" in "".join(capsys.readouterr().err.split())
 
 
 WRONG = [
@@ -116,10 +118,10 @@ def test_wrong_arguments_are_reported_and_nothing_is_made(tmp_path: Path, capsys
 @pytest.mark.parametrize("name", [entry.name for entry in CATALOG])
 def test_a_page_has_every_claim_and_every_picture_of_its_paper(name: str) -> None:
     text = pages.section(f"repro-{name}")
-    claims = [row for row in pages.read(f"repro-{name}", f"repro-{name}-*").rows.values() if row.get("claim")]
+    claims = [row for row in pages.read(f"{name}/*").rows.values() if row.get("claim")]
     for row in claims:
         cells = [row["claim"], outcome(row["found"], row.get("why")), pages.HOLDS[row["holds"]]]
         assert f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |" in text
     assert claims
-    drawn = {path.stem for path in (BENCHMARKS / f"repro-{name}").glob("*.svg")}
-    assert set(re.findall(rf"!\[.+\]\(benchmarks/repro-{name}/(.+)\.svg\)", text)) == drawn
+    drawn = {path.stem for path in (BENCHMARKS / name).glob("*.svg")}
+    assert set(re.findall(rf"!\[.+\]\(benchmarks/{name}/(.+)\.svg\)", text)) == drawn

@@ -28,21 +28,15 @@ def test_the_small_version_makes_every_part_and_judges_every_claim(tmp_path: Pat
     small = small_version("aqsgd", AQSGDStudy, tmp_path)
     assert small.code == 0, small.shown
     missing = {f"{claim.figure}/{claim.row}" for claim in PAPER.claims} - small.rows.keys()
-    assert missing == {"table 3/wire/200mbit", "table 3/wire/300mbit", "figure 4/sooner/500mbit"}
+    assert missing == {"figure 4/sooner/500mbit"}
     for name, part in PAPER.parts.items():
-        # A pipeline that is killed may take the news of its last step along; what is trained already is not again.
+        # What is trained already is not again.
         assert 0 < small.steps[name] <= part.steps(SMOKE), name
     for row in small.rows.values():
         # One seed shows no quality, one round no speed.
         assert row["holds"] is None or row["figure"] not in ("figure 3", "figure 7", "figure 8", "table 2"), row
-    drawn, recorded = ({path.name for path in one.glob("*.svg")} for one in (tmp_path, BENCHMARKS / "repro-aqsgd"))
+    drawn, recorded = ({path.name for path in one.glob("*.svg")} for one in (tmp_path, BENCHMARKS / "aqsgd"))
     assert drawn == recorded
-    # Both sides keep the same, and a killed pipeline goes on.
-    row = small.rows["section 3.2/same_messages"]
-    assert row["value"] == row["trainings"]
-    for store in ("memory", "disk"):
-        row = small.rows[f"resume/bit_identical/{store}"]
-        assert row["value"] == len(row["kills"]) == len(row["starts"]) == SMOKE.kills, row
     sent, task = small.rows["table 2/throughput"]["step_bytes"], SMOKE.timed
     # The first stage sends activations; each message has a header.
     assert sent["fp32"] == task.num_micro * (64 + 4 * task.message_values)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from experiments.papers.fullstack.simulated import Boundary, cross
-from experiments.papers.fullstack.split import Splitting, Training, Views
-from experiments.papers.fullstack.tasks import SMALL
-from experiments.papers.fullstack.tensors import RowParallel, Sum
+from experiments.papers.aqsgd.simulated import Boundary, RowParallel, Sum, cross
+from experiments.papers.aqsgd.split import Splitting, Training, Views
+from experiments.papers.aqsgd.tasks import STACKED_SMALL as SMALL
 
 BITS_3 = "maxabs(bits=3)"
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from experiments.__main__ import main as experiments_main
 from experiments.framework.methods import TimedReduction
-from experiments.papers.intsgd import datasets, logistic, world
+from experiments.papers.intsgd import datasets, world
 from experiments.papers.intsgd.convex import METHODS
 from experiments.papers.intsgd.paper import SMOKE
 from harness import on_ranks, run_ranks
@@ -46,13 +46,13 @@ def test_libsvm_files_are_read_plain_and_compressed_and_others_are_refused(tmp_p
     assert experiments_main(["intsgd", "--smoke", "--parts", "a", "--data", str(plain)]) == 64
 
 
-def _problem(rows: int = 61, features: int = 7, workers: int = 4) -> logistic.Logistic:
+def _problem(rows: int = 61, features: int = 7, workers: int = 4) -> datasets.Logistic:
     from scipy.sparse import csr_matrix
 
     random = np.random.default_rng(1)
     values = random.normal(size=(rows, features)) * (random.random((rows, features)) < 0.6)
     labels = np.where(random.random(rows) < 0.5, -1.0, 1.0)
-    return logistic.Logistic(logistic.Data("d", "here", csr_matrix(values), labels), workers)
+    return datasets.Logistic(datasets.Data("d", "here", csr_matrix(values), labels), workers)
 
 
 def test_gradients_are_those_of_the_loss() -> None:
@@ -88,7 +88,7 @@ def test_smoothness_and_optimum() -> None:
     rows = problem.data.rows.toarray()[:60]
     exact = np.linalg.eigvalsh(rows.T @ rows / 60).max() / 4 + problem.penalty
     assert exact <= problem.smoothness() <= 1.01 * exact
-    best = logistic.optimum(problem, problem.smoothness())
+    best = datasets.optimum(problem, problem.smoothness())
     assert best.value <= best.descent <= best.value + 1e-12
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
-from experiments.papers.lgreco.judging import bytes_from, first_plan, gains
 from experiments.papers.lgreco.metric import Checkpoint, sensitivities
+from experiments.papers.lgreco.quality import bytes_from, first_plan, gains
 from thinwire_tools.compare.comparison import Run
 
 

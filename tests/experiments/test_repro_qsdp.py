@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from experiments.papers.qsdp import regression
-from experiments.papers.qsdp.methods import FP32, RAW
+from experiments.papers.qsdp import appendix
+from experiments.papers.qsdp.methods import FP32, RAW, TIMED_SMOKE
 from experiments.papers.qsdp.sharding import backward, shard
-from experiments.papers.qsdp.sizes import TIMED_SMOKE
 from harness import run_ranks
 
 
@@ -37,13 +36,13 @@ def test_micro_batches_make_the_gradient_of_the_whole_batch() -> None:
 
 def test_descents_reach_the_optimum_and_quantized_ones_hover_above_it() -> None:
     pytest.importorskip("sklearn")
-    problem = regression.made(200)
+    problem = appendix.made(200)
     exact, shifted, again = (
-        list(regression.descend(problem, how, 0, 300, batches=False)) for how in ("exact", "shift", "shift")
+        list(appendix.descend(problem, how, 0, 300, batches=False)) for how in ("exact", "shift", "shift")
     )
     assert shifted == again
     assert problem.least < problem.loss(torch.zeros(90))
-    assert 0 <= regression.tail(exact) < regression.tail(shifted) < 0.01 * exact[0] + regression.tail(exact)
-    patients = regression.diabetes()
+    assert 0 <= appendix.tail(exact) < appendix.tail(shifted) < 0.01 * exact[0] + appendix.tail(exact)
+    patients = appendix.diabetes()
     assert patients.least == pytest.approx(0.2038, abs=1e-3)
     assert patients.loss(torch.zeros(65)) == pytest.approx(0.5, rel=1e-3)

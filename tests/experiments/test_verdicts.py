@@ -11,9 +11,9 @@ from statistics import median, variance
 import pytest
 
 from experiments.framework.power import TASKS, Task, measured, power, powers
-from experiments.framework.time_to_loss import Course, reached, sooner
 from experiments.framework.verdicts import (
     RUN_SCATTER,
+    Course,
     Judgment,
     all_hold,
     exceeds,
@@ -22,6 +22,8 @@ from experiments.framework.verdicts import (
     if_seen,
     larger,
     matches,
+    reached,
+    sooner,
 )
 from thinwire_tools.compare.statistics import estimate
 
@@ -95,11 +97,11 @@ def test_a_task_whose_control_does_not_fail_says_nothing() -> None:
     assert "control" in if_seen(False, Judgment(False)).why
 
 
-_AQSGD = ("timed-again/aqsgd-1", "timed-again/aqsgd-2", "timed-again/aqsgd-3", "repro-aqsgd-wire")
+_AQSGD = ("aqsgd/again/1", "aqsgd/again/2", "aqsgd/again/3", "aqsgd/wire")
 _TWICE = {
     "aqsgd": ("table 2/throughput", _AQSGD, (0, -1)),
-    "fullstack": ("figure 5/throughput", ("repro-fullstack", "timed-again/fullstack"), (0, -1)),
-    "qsdp": ("figure 5.3/step_s", ("repro-qsdp", "repro-qsdp-links"), (0, 1, 2, 3)),
+    "fullstack": ("figure 5/throughput", ("fullstack/all", "fullstack/again/1"), (0, -1)),
+    "qsdp": ("figure 5.3/step_s", ("qsdp/all", "qsdp/links"), (0, 1, 2, 3)),
 }
 
 
@@ -115,7 +117,7 @@ def test_what_runs_differ_by_is_that_of_the_runs_recorded_more_than_once() -> No
                 for method in rounds.keys() - {"fp32"}:
                     pairs = zip(rounds["fp32"], rounds[method], strict=True)
                     found[paper, at, method].append(median(math.log(base / own) for base, own in pairs))
-    rows = json.loads((BENCHMARKS / "timed-again/cgx.json").read_text())["results"]
+    rows = json.loads((BENCHMARKS / "cgx/again/1.json").read_text())["results"]
     timed = {tuple(row["name"].split("/")): row["step_s"] for row in rows if "/items_per_s/" in row["name"]}
     for (figure, kind, model, method), own in timed.items():
         base = timed.get((figure, kind, model, "fp32"))

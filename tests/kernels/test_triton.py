@@ -210,7 +210,7 @@ def test_compiles_without_fused_multiply_add_and_registers_suffice(
     """Only `norm` spills, and shared memory is what every GPU has. ``--regenerate`` writes the table."""
     from thinwire.kernels import gpu
 
-    path, column = Path(__file__).parents[2] / "benchmarks/gpu-kernels.json", f"sm_{capability}"
+    path, column = Path(__file__).parents[2] / "benchmarks/speed/gpu-kernels.json", f"sm_{capability}"
     rows = []
     for name, form, constants in MADE:
         bucket = form.bucket

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings, strategies as st
 
-from experiments.papers.lgreco.buckets import fit_quality
+from experiments.papers.lgreco.speed import fit_quality
 from thinwire import parse
 from thinwire.compressors import ef
 from thinwire.policies import Sync, allocate, errors, family

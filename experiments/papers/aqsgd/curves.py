@@ -1,4 +1,5 @@
-"""Figures 1 and 3 with those of appendix H: loss by step, by bits, stages, precision of messages, network and start."""
+"""Figures 1 and 3 with those of appendices H and I: loss by step, by bits, stages, precision of messages, network and
+start, and what networks complete."""
 
 from __future__ import annotations
 
@@ -8,7 +9,6 @@ from statistics import fmean
 from typing import Any
 
 from experiments.framework.claims import Row
-from experiments.papers.aqsgd.judging import differences, draw_runs, facts, held_out
 from experiments.papers.aqsgd.methods import FP32, Method, aqsgd, by_recipe, direct
 from experiments.papers.aqsgd.study import (
     MORE_STAGES,
@@ -18,8 +18,12 @@ from experiments.papers.aqsgd.study import (
     AQSGDScale,
     AQSGDStudy,
     TaskName,
+    differences,
+    draw_runs,
+    facts,
+    held_out,
 )
-from experiments.papers.aqsgd.trainings import Trained
+from experiments.papers.aqsgd.trainings import Asked, Trained
 from thinwire_tools import plots
 
 Bits = tuple[int, int]
@@ -157,9 +161,6 @@ def figure_3(study: AQSGDStudy) -> list[Row]:
         runs = {method.name: study.train(name, method) for method in METHODS}
         rows += pair(scale, figure, name, NUM_STAGES, USUAL, runs, control)
         panels.append((TITLES[name], runs))
-    ours = [run for _, panel in panels for name in panel if name.startswith("aq-sgd") for run in panel[name]]
-    alike = sum(run.alike for run in ours)
-    rows.append(Row("section 3.2", "same_messages", float(alike), "", {"trainings": len(ours)}))
     _draw_panels(study, "3-curves", panels)
     return rows
 
@@ -263,6 +264,54 @@ def keeping(study: AQSGDStudy) -> list[Row]:
             lost = fmean(differences(ends[method.name], ends[precise]))
             rows.append(Row(KEEPING_FIGURE, f"m{bits}", lost, "", data))
     return rows
+
+
+# --- appendix I: greedy completions of the same prompts, of networks that were fine-tuned by different methods
+
+COMPLETED = (FP32, aqsgd(4, 8), direct(4, 8))
+"""As in the appendix."""
+
+
+def completions_steps(scale: AQSGDScale) -> int:
+    return scale.steps("small", COMPLETED)
+
+
+def completions(study: AQSGDStudy) -> list[Row]:
+    """How much of them is FP32's by seed, and those of the first seed."""
+    asked, trainings, task = Asked(held_out=False, completions=True), study.trainings(), study.scale.small
+    by_seed = [
+        {method.name: trainings.train(task, method, seed, study.reporter(method.title), asked) for method in COMPLETED}
+        for seed in study.seeds
+    ]
+    trained = by_seed[0]
+    base = trained[FP32.name]
+    start = base.prompted
+    data = {
+        "prompts": [text(row[:start]) for row in base.text],
+        "gold": [text(row[start:]) for row in base.text],
+        "completions": {m.title: [text(row[start:]) for row in trained[m.name].completions] for m in COMPLETED},
+        "common": {name: [common(runs[FP32.name], runs[name]) for runs in by_seed] for name in trained},
+    }
+    return [Row("appendix I", "completions", fmean(data["common"][COMPLETED[1].name]), "", data)]
+
+
+def common(base: Trained, other: Trained) -> float:
+    """The share of a completion up to where it first differs, in the mean."""
+    equal = [
+        _common(one[base.prompted :], two[base.prompted :])
+        for one, two in zip(base.completions, other.completions, strict=True)
+    ]
+    return sum(equal) / len(equal)
+
+
+def _common(one: Sequence[int], two: Sequence[int]) -> float:
+    differs = [a != b for a, b in zip(one, two, strict=True)]
+    return (differs.index(True) if True in differs else len(one)) / len(one)
+
+
+def text(content: bytes) -> str:
+    """What bytes say, where they say something that can be shown."""
+    return content.decode("utf-8", errors="replace")
 
 
 # --- pictures

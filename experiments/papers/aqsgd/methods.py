@@ -1,4 +1,5 @@
-"""How activations and their gradients are sent between stages: as they are, quantized, or as what changed of them."""
+"""How activations and their gradients are sent between stages (as they are, quantized, or as what changed of them), and
+the gradients of weights between replicas."""
 
 # No `from __future__ import annotations` here: ranks make methods again of plain values.
 
@@ -15,7 +16,8 @@ ScheduleName = Literal["gpipe", "1f1b"]
 class Method:
     """One method. ``store``: where messages are kept, of those that keep any, with ``precision`` bits a value;
     ``warmup_epochs``: visits of each sample that are sent uncompressed both ways; ``by_link``: each boundary has as
-    many bits as its link carries without costing time."""
+    many bits as its link carries without costing time. ``gradients``: the compressor of QuantizedAdam's momenta
+    between replicas; empty for DDP under AdamW, plain or with the ``hook`` of PyTorch's."""
 
     name: str
     title: str
@@ -28,6 +30,8 @@ class Method:
     warmup_epochs: int = 0
     schedule: ScheduleName = "gpipe"
     by_link: bool = False
+    gradients: str = ""
+    hook: Literal["", "bf16", "powersgd"] = ""
 
     def place(self, folder: Path, num_samples: int) -> thinwire.store.Memory | thinwire.store.Disk:
         """The store of one training, whose files are in ``folder``."""
@@ -112,3 +116,59 @@ def _bits(forward: int, backward: int) -> str:
 def _forward(bits: int) -> str:
     """The paper's quantizer (section 4.1): 2**bits intervals, of which values become the midpoints."""
     return f"maxabs(bits={bits}, midrise=True, rounding=nearest)"
+
+
+# --- the full stack: activations, gradients, or both
+
+GRADIENT_BITS = 4
+GRADIENTS = f"minmax(bits={GRADIENT_BITS}, bucket=128)"
+ACTIVATIONS = replace(aqsgd(3, 6), name="activations", title="activations only (AQ-SGD fw3 bw6)", color="#1f6fb2")
+ONLY_GRADIENTS = Method("gradients", f"gradients only ({GRADIENT_BITS} bits)", "#8250c4", gradients=GRADIENTS)
+
+
+def _stacked(method: Method) -> Method:
+    """The same, and QuantizedAdam between replicas."""
+    title = f"{method.title} + QuantizedAdam {GRADIENT_BITS}"
+    return replace(method, name=title.lower(), title=title, gradients=GRADIENTS)
+
+
+ADAM = Method("adam", "Adam, fp32", "#222222")
+BF16 = Method("bf16", "Adam, bf16 gradients", "#888888", hook="bf16")
+POWERSGD = Method("powersgd", "Adam, PyTorch's PowerSGD", "#c0392b", hook="powersgd")
+QUANTIZED = Method("quantized", f"QuantizedAdam, {GRADIENT_BITS} bits", "#0a7d4f", gradients=GRADIENTS)
+WARMING = Method("warming", "QuantizedAdam in its warm-up", "#5fb88f", gradients="raw")
+
+AQSGD, DIRECT = _stacked(aqsgd(3, 6)), _stacked(direct(3, 6))
+CONTROL = _stacked(direct(2, 4))
+"""Must fail: where it does not, a training forgives everything."""
+
+_SPLIT_BACKWARD = "topk(density=0.2) | maxabs(bits=8)"
+SPLIT_BITS = "fw2 bw8[0.2]"
+SPLIT = {
+    "fp32": FP32,
+    "aqsgd": Method("aqsgd", f"AQ-SGD {SPLIT_BITS}", "#1f6fb2", forward=aqsgd(2, 8).forward, backward=_SPLIT_BACKWARD),
+    "direct": Method(
+        "direct", f"DirectQ {SPLIT_BITS}", "#e8a33d", forward=direct(2, 8).forward, backward=_SPLIT_BACKWARD
+    ),
+}
+"""Of split learning (figure 10)."""
+
+CENTER_BITS, SUM_BITS = (2, 3), (3, 4)
+
+
+def _compared(name: str, title: str, forward: str) -> Method:
+    return Method(name, title, "", forward=forward, backward="maxabs(bits=6)")
+
+
+CENTERS = {"fp32": FP32}
+"""Of appendix G: changes from cluster centers, or from nothing, in so many bits."""
+SUMS = {"fp32": replace(FP32, forward="")}
+"""Of appendix F: sums as they are, quantized, or what changed of them."""
+for _each in CENTER_BITS:
+    _coder = direct(_each, 6).forward
+    CENTERS[f"direct{_each}"] = _compared(f"direct{_each}", f"DirectQ fw{_each} bw6", _coder)
+    CENTERS[f"centers{_each}"] = _compared(f"centers{_each}", f"256 centers fw{_each} bw6", _coder)
+for _each in SUM_BITS:
+    _direct, _delta = direct(_each, 6).forward, aqsgd(_each, 6).forward
+    SUMS[f"direct{_each}"] = _compared(f"direct{_each}", f"Q of sums, {_each} bits", _direct)
+    SUMS[f"delta{_each}"] = _compared(f"delta{_each}", f"delta compensation, {_each} bits", _delta)

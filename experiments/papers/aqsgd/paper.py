@@ -8,12 +8,21 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from experiments.framework.claims import Claim, Rows
+from experiments.framework.claims import Claim, Rows, over
 from experiments.framework.paper import Paper, Part, command
-from experiments.framework.time_to_loss import Course, Sooner, sooner
-from experiments.framework.timing import shown_rate
-from experiments.framework.verdicts import Judgment, all_hold, exceeds, faster, if_seen, matches, unsound
-from experiments.papers.aqsgd import curves, resume, throughput
+from experiments.framework.verdicts import (
+    Course,
+    Judgment,
+    Sooner,
+    all_hold,
+    exceeds,
+    faster,
+    if_seen,
+    matches,
+    sooner,
+    unsound,
+)
+from experiments.papers.aqsgd import curves, throughput
 from experiments.papers.aqsgd.curves import (
     BITS,
     KEEPING,
@@ -26,9 +35,19 @@ from experiments.papers.aqsgd.curves import (
     key_of,
     setting_of,
 )
-from experiments.papers.aqsgd.judging import ends, known, lost
 from experiments.papers.aqsgd.methods import FP32, Method
-from experiments.papers.aqsgd.study import MORE_STAGES, MOST_STAGES, NUM_STAGES, SMOKE, AQSGDScale, AQSGDStudy, TaskName
+from experiments.papers.aqsgd.study import (
+    MORE_STAGES,
+    MOST_STAGES,
+    NUM_STAGES,
+    SMOKE,
+    AQSGDScale,
+    AQSGDStudy,
+    TaskName,
+    ends,
+    known,
+    lost,
+)
 from experiments.papers.aqsgd.throughput import AQSGD, DIRECT, DISK, LINKED, MANY
 from thinwire_tools.compare.statistics import Estimate, estimate
 
@@ -201,12 +220,6 @@ def _claims_of_curves() -> Iterator[Claim]:
     )
     for name, figure in curves.MORE.items():
         yield from _pair(figure, name, NUM_STAGES, USUAL)
-    yield Claim(
-        "section 3.2",
-        "same_messages",
-        "both sides of a boundary keep the same messages",
-        unjudged="a property of this code, which its tests check",
-    )
     for bits in LABEL_BITS:
         yield from _pair("figure 3 (a, b)", "labels", NUM_STAGES, bits)
     yield from _pair("figure 9 (8 stages)", "deep", MOST_STAGES, USUAL)
@@ -218,25 +231,11 @@ def _claims_of_curves() -> Iterator[Claim]:
 
 # --- tables 2 and 3
 
-_PAPER_FORWARD_S, _PAPER_BACKWARD_S = 0.045, 0.135
 _KEPT: dict[Bits, float] = {(3, 6): 0.85, (4, 8): 0.75}
 """Of the throughput over the fastest link, over the slowest."""
 _FASTER = 6.0
 """Times faster than FP32 over the slowest."""
 _CLOSE = 0.03
-
-
-def _wire(rate: str) -> Claim:
-    name, theirs = f"wire/{rate}", throughput.PAPER_S[rate]
-    paper = sum(theirs) / (_PAPER_FORWARD_S + _PAPER_BACKWARD_S)
-
-    return Claim(
-        "table 3",
-        name,
-        f"fw4 bw8 over {shown_rate(rate)}: communication to computation as in the paper, {paper:.2f}",
-        over_link=True,
-        unjudged="links are chosen so that this ratio is the paper's",
-    )
 
 
 def _ends(rows: Rows) -> tuple[str, str]:
@@ -247,8 +246,7 @@ def _ends(rows: Rows) -> tuple[str, str]:
 
 def _over(rows: Rows, rate: str, fast: Method, slow: Method) -> list[float]:
     """How many times faster ``fast`` is than ``slow``, round by round."""
-    rounds = rows["throughput"]["by_round"][rate]
-    return [theirs / mine for mine, theirs in zip(rounds[fast.name], rounds[slow.name], strict=True)]
+    return over(rows["throughput"]["by_round"][rate], fast.name, slow.name)
 
 
 def _left(rows: Rows, method: Method) -> list[float]:
@@ -310,7 +308,6 @@ def _as_direct(bits: Bits, method: Method) -> Claim:
 
 
 def _claims_of_tables() -> Iterator[Claim]:
-    yield from map(_wire, SCALE.breakdown_rates)
     yield from map(_kept, _KEPT)
     yield _faster()
     yield from (_as_direct(bits, family[bits]) for bits in _KEPT for family in (AQSGD, DISK))
@@ -345,7 +342,7 @@ def _claims_of_figure_4() -> Iterator[Claim]:
         yield Claim("figure 4", name, statement, rule, over_link=True)
 
 
-# --- bits by link, kill and resume, completions
+# --- bits by link, completions
 
 _LINKED_FASTER = 1.2
 
@@ -357,14 +354,13 @@ def _against_fp32(rows: Rows) -> Estimate:
 
 def _times_slower(rows: Rows, method: Method) -> list[float]:
     """Seconds of a step over those with bits by link, by seed."""
-    seconds = rows["faster"]["step_s"]
-    return [a / b for a, b in zip(seconds[method.name], seconds[LINKED.name], strict=True)]
+    return over(rows["faster"]["step_s"], LINKED.name, method.name)
 
 
 def _common(rows: Rows) -> tuple[list[float], list[float]]:
     """Of AQ-SGD, and of DirectQ, by seed."""
     shares = rows["completions"]["common"]
-    return shares[resume.COMPLETED[1].name], shares[resume.COMPLETED[2].name]
+    return shares[curves.COMPLETED[1].name], shares[curves.COMPLETED[2].name]
 
 
 def _more_alike(rows: Rows) -> Estimate:
@@ -387,13 +383,6 @@ def _claims_of_the_rest() -> Iterator[Claim]:
         lambda rows: faster(_times_slower(rows, MANY), _LINKED_FASTER),
         over_link=True,
     )
-    for store, place in (("memory", "in memory"), ("disk", "on disk")):
-        yield Claim(
-            "resume",
-            f"bit_identical/{store}",
-            f"a pipeline that is killed goes on from its checkpoint bit by bit, messages {place}",
-            unjudged="a property of this code, which its tests check",
-        )
     yield Claim(
         "appendix I",
         "completions",
@@ -417,8 +406,7 @@ _PARTS = {
     "8": Part("figure 9: eight stages", curves.deep, curves.deep_steps, 0.3, 5.0),
     "fp16": Part("figure 8: fp16", curves.fp16, curves.fp16_steps, 0.1, 5.0),
     "links": Part("bits by link", throughput.links, throughput.links_steps, 0.4, 10.0),
-    "resume": Part("kill and resume", resume.resumed, resume.resume_steps, 0.06, 40.0),
-    "completions": Part("appendix I: completions", resume.completions, resume.completions_steps, 0.06, 5.0),
+    "completions": Part("appendix I: completions", curves.completions, curves.completions_steps, 0.06, 5.0),
 }
 
 PAPER = Paper(

@@ -1,21 +1,88 @@
-"""What every part of the paper's repetition is made from: trainings, timings and links."""
+"""What every part of the paper's repetition is made from: trainings and what they say, timings and links."""
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Sequence
-from contextlib import nullcontext
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from statistics import fmean
+from typing import Any, Literal
 
-from experiments.framework.study import Scale
+from experiments.framework.verdicts import Course
 from experiments.papers.aqsgd import tasks
 from experiments.papers.aqsgd.methods import FP32, Method
 from experiments.papers.aqsgd.tasks import FineTuning
-from experiments.papers.aqsgd.timing import Computed, OverLinks, PipelineTiming
-from experiments.papers.aqsgd.trainings import FirstTraining, Trained, Trainings
+from experiments.papers.aqsgd.timing import Computed, LinkedScale, OverLinks, PipelineTiming
+from experiments.papers.aqsgd.trainings import Trained, Trainings
 from thinwire_tools.compare.data import standard_library
+from thinwire_tools.compare.statistics import Estimate, estimate, relative_differences
+
+
+def held_out(run: Trained) -> float:
+    """Loss at the end on what is held out."""
+    return run.held_out[-1]
+
+
+def lost(ours: Sequence[float], others: Sequence[float], whole: float | None = None) -> Estimate:
+    """How much higher losses are, seed by seed, as shares of ``whole``, or of the others' loss."""
+    return estimate(differences(ours, others, whole))
+
+
+def differences(ours: Sequence[float], others: Sequence[float], whole: float | None = None) -> list[float]:
+    """Seed by seed, as shares of ``whole``, or of the others' loss."""
+    if whole is None:
+        return relative_differences(ours, others)
+    return [(a - b) / whole for a, b in zip(ours, others, strict=True)]
+
+
+def known(losses: Sequence[float | None]) -> list[float]:
+    """Losses of a row; JSON keeps those of trainings that diverged as null."""
+    return [math.inf if loss is None else loss for loss in losses]
+
+
+def facts(runs: Sequence[Trained]) -> dict[str, Any]:
+    """What a row's JSON keeps of trainings, by seed."""
+    return {
+        "losses": [run.loss for run in runs],
+        "epoch_losses": [run.epoch_losses for run in runs],
+        "held_out": [run.held_out for run in runs],
+        "sent_bytes": runs[0].sent_bytes,
+        "dense_bytes": runs[0].dense_bytes,
+    }
+
+
+def ends(row: Mapping[str, Any]) -> list[float]:
+    """Losses at the end on what is held out, of a row's `facts`."""
+    return known([losses[-1] for losses in row["held_out"]])
+
+
+# --- time to a loss
+
+
+def course(runs: Sequence[Trained], *pace: tuple[int, str]) -> Course:
+    """Of trainings, epoch by epoch; ``pace``: as of `Course`."""
+    each = runs[0].steps_per_epoch
+    losses = [run.epoch_losses for run in runs]
+    return Course([each * (epoch + 1) for epoch in range(len(losses[0]))], losses, pace)
+
+
+# --- pictures
+
+
+def bands(runs: Sequence[Trained]) -> tuple[list[float], list[float], list[float]]:
+    """Mean, least and greatest loss of each epoch over seeds; up to where one diverged."""
+    columns = list(zip(*(run.epoch_losses for run in runs), strict=True))
+    shown = [column for column in columns if all(map(math.isfinite, column))]
+    return [fmean(column) for column in shown], [min(column) for column in shown], [max(column) for column in shown]
+
+
+def draw_runs(axes: Any, method: Method, runs: Sequence[Trained]) -> None:
+    """Loss by step: the seeds' mean, in a band from the least to the greatest."""
+    mean, low, high = bands(runs)
+    steps = [runs[0].steps_per_epoch * (epoch + 1) for epoch in range(len(mean))]
+    axes.plot(steps, mean, color=method.color, marker=".", label=method.title)
+    axes.fill_between(steps, low, high, color=method.color, alpha=0.2, linewidth=0)
+
 
 _COMPUTE_ROUNDS = 5
 NUM_STAGES = 2
@@ -37,9 +104,8 @@ TITLES: dict[TaskName, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class AQSGDScale(Scale):
-    """``rounds`` turns of every method that is timed. Up to ``margin`` of the loss may be lost, and a training still
-    ends at the same."""
+class AQSGDScale(LinkedScale):
+    """Up to ``margin`` of the loss may be lost, and a training still ends at the same."""
 
     small: FineTuning = tasks.SMALL
     scratch: FineTuning = tasks.SCRATCH
@@ -49,19 +115,9 @@ class AQSGDScale(Scale):
     timed: FineTuning = tasks.TIMED
     to_loss: FineTuning = tasks.TO_LOSS
     margin: float = 0.01
-    rounds: int = 6
-    rates: tuple[str, ...] = ("100mbit", "300mbit", "500mbit", "1gbit", "10gbit")
-    """The paper's, the slowest first; links have them scaled (`OverLinks.scaled`)."""
     breakdown_rates: tuple[str, ...] = ("100mbit", "200mbit", "300mbit", "500mbit")
     slow_rates: tuple[str, ...] = ("100mbit", "500mbit")
     """Of figure 4."""
-    kills: int = 2
-    """Of each kind of store."""
-
-    def adapted(self, **options: Any) -> Self:
-        if options.get("rate") is not None:
-            raise ValueError("--rate: links have the paper's rates, scaled")
-        return super().adapted(**options)
 
     def task(self, name: TaskName) -> FineTuning:
         if name in ("bf16", "fp16"):
@@ -92,15 +148,12 @@ SMOKE = AQSGDScale(
     rates=("100mbit", "10gbit"),
     breakdown_rates=("100mbit", "500mbit"),
     slow_rates=("100mbit",),
-    kills=1,
 )
 
 
 @dataclass
 class AQSGDStudy(OverLinks[AQSGDScale]):
     """Trainings and timings, which parts share."""
-
-    prefix: ClassVar[str] = "aqsgd-"
 
     @property
     def timed(self) -> FineTuning:
@@ -116,11 +169,6 @@ class AQSGDStudy(OverLinks[AQSGDScale]):
             share = times.step_s(FP32.name) / (self.timed.num_micro + NUM_STAGES - 1) / alone.seconds
             self._computed = Computed(share * alone.forward_s, share * alone.backward_s)
         return self._computed
-
-    def first(self) -> FirstTraining:
-        """Weights that trainings start from."""
-        folder = self.kept("folder", lambda: tempfile.TemporaryDirectory(prefix="thinwire-aqsgd-"))
-        return self.kept("first", lambda: nullcontext(FirstTraining(Path(folder))))
 
     def trainings(self, num_stages: int = NUM_STAGES) -> Trainings:
         """Ranks that train, over loopback."""

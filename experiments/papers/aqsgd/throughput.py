@@ -7,17 +7,15 @@ from dataclasses import replace
 from statistics import fmean, median
 
 from experiments.framework.claims import Row
-from experiments.framework.time_to_loss import Course, courses, sooner
 from experiments.framework.timing import Times, shown_rate
-from experiments.papers.aqsgd.judging import course, differences
+from experiments.framework.verdicts import Course, courses, sooner
 from experiments.papers.aqsgd.methods import FP32, Method, aqsgd, by_link, direct
-from experiments.papers.aqsgd.study import MORE_STAGES, AQSGDScale, AQSGDStudy
+from experiments.papers.aqsgd.study import MORE_STAGES, AQSGDScale, AQSGDStudy, course, differences
 from experiments.papers.aqsgd.tasks import FineTuning
-from experiments.papers.aqsgd.timing import where
+from experiments.papers.aqsgd.timing import draw_rates, where
 from experiments.papers.aqsgd.trainings import Asked, Trained, Trainings
 from thinwire import parse
 from thinwire_tools import plots
-from thinwire_tools.lab import parse_rate
 
 # --- table 3: what a micro-batch takes to compute and to send, forward and backward
 
@@ -93,10 +91,11 @@ def table_2(study: AQSGDStudy) -> list[Row]:
     rates, task, computed = study.scale.rates, study.scale.timed, study.computed()
     slow, fast = rates[0], rates[-1]
     by_rate, other = _measure(study, METHODS, rates), _measure(study, _OTHER, (slow, fast))
-    _draw_2(study, by_rate)
     per_s = {
         method.name: {rate: task.batch / by_rate[rate].step_s(method.name) for rate in rates} for method in METHODS
     }
+    title = f"2 stages, {task.num_micro} micro-batches, GPipe"
+    draw_rates(study, "2-throughput", title, METHODS, per_s)
     for method in _OTHER:
         per_s[method.name] = {rate: task.batch / times.step_s(method.name) for rate, times in other.items()}
     data = {
@@ -217,22 +216,6 @@ def step_s(run: Trained) -> float:
 
 
 # --- pictures
-
-
-def _draw_2(study: AQSGDStudy, by_rate: AllTimes) -> None:
-    task = study.scale.timed
-    title = f"2 stages, {task.num_micro} micro-batches, GPipe"
-    figure, (axes,) = plots.canvas(1, titles=[title], x="the paper's rate", y="sequences/s")
-    rates = [parse_rate(rate) / 1e9 for rate in by_rate]
-    for method in METHODS:
-        per_s = [task.batch / times.step_s(method.name) for times in by_rate.values()]
-        style = "--" if method.store == "disk" else "-"
-        axes.plot(rates, per_s, style, color=method.color, marker="o", label=method.title)
-    axes.set(xscale="log")
-    axes.set_xticks(rates, [shown_rate(rate) for rate in by_rate], rotation=30)
-    axes.minorticks_off()
-    axes.set_ylim(bottom=0)
-    plots.save(figure, study.picture("2-throughput"))
 
 
 def _draw_4(study: AQSGDStudy, found: Mapping[str, Course], rows: Sequence[Row]) -> None:

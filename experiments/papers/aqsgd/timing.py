@@ -4,7 +4,8 @@
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
@@ -15,13 +16,14 @@ import torch
 import torch.distributed as dist
 
 from experiments.framework.rank import Call, Rank, Timed
-from experiments.framework.study import ScaleT, Study
+from experiments.framework.study import Scale, ScaleT, Study
 from experiments.framework.timing import Timing, rate_text, shown_rate
 from experiments.papers.aqsgd.methods import Method
 from experiments.papers.aqsgd.stages import Part, Pipe, build
 from experiments.papers.aqsgd.tasks import FineTuning
-from experiments.papers.aqsgd.trainings import BURST_BYTES
-from experiments.tasks.models import Model
+from experiments.papers.aqsgd.trainings import BURST_BYTES, FirstTraining
+from experiments.tasks.images import Model
+from thinwire_tools import plots
 from thinwire_tools.lab import parse_rate
 
 _REPEATS, _WIRE_REPEATS = 12, 9
@@ -172,6 +174,20 @@ PAPER_COMPUTE_S = 0.045 + 0.135
 """Of a micro-batch, forward and backward (table 3)."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class LinkedScale(Scale):
+    """``rounds`` turns of every method that is timed, over links of ``rates``: the paper's, the slowest first, which
+    links have scaled (`OverLinks.scaled`)."""
+
+    rounds: int = 6
+    rates: tuple[str, ...] = ("100mbit", "300mbit", "500mbit", "1gbit", "10gbit")
+
+    def adapted(self, **options: Any) -> Self:
+        if options.get("rate") is not None:
+            raise ValueError("--rate: links have the paper's rates, scaled")
+        return super().adapted(**options)
+
+
 @dataclass
 class OverLinks(Study[ScaleT], ABC):
     """A study with links of scaled rates."""
@@ -186,6 +202,11 @@ class OverLinks(Study[ScaleT], ABC):
     @abstractmethod
     def timing(self) -> PipelineTiming:
         """Ranks that are timed."""
+
+    def first(self) -> FirstTraining:
+        """Weights that trainings start from."""
+        folder = self.kept("folder", lambda: tempfile.TemporaryDirectory(prefix="thinwire-aqsgd-"))
+        return self.kept("first", lambda: nullcontext(FirstTraining(Path(folder))))
 
     @property
     def model(self) -> Model:
@@ -212,3 +233,21 @@ class OverLinks(Study[ScaleT], ABC):
 def where(rate: str, link: str | None) -> str:
     """The paper's rate, and that of the link here, for people."""
     return f"{shown_rate(rate)} (here {'loopback' if link is None else shown_rate(link)})"
+
+
+def draw_rates(
+    study: OverLinks[Any], picture: str, title: str, methods: Sequence[Method], per_s: Mapping[str, Mapping[str, float]]
+) -> None:
+    """Draw the sequences a second of each method against the paper's rates."""
+    figure, (axes,) = plots.canvas(1, titles=[title], x="the paper's rate", y="sequences/s")
+    shown = study.scale.rates
+    rates = [parse_rate(rate) / 1e9 for rate in shown]
+    for method in methods:
+        style = "--" if method.store == "disk" else "-"
+        values = [per_s[method.name][rate] for rate in shown]
+        axes.plot(rates, values, style, color=method.color, marker="o", label=method.title)
+    axes.set(xscale="log")
+    axes.set_xticks(rates, [shown_rate(rate) for rate in shown], rotation=30)
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    plots.save(figure, study.picture(picture))

@@ -4,8 +4,6 @@
 
 import gc
 import math
-import os
-import signal
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,11 +17,11 @@ import torch
 from torch import Tensor
 
 from experiments.framework.rank import Rank
-from experiments.framework.ranks import AnyNetwork, OnStep, Ranks, described, telling
-from experiments.framework.run_cache import RunCache
+from experiments.framework.ranks import AnyNetwork, OnStep, Ranks, RunCache, described, telling
 from experiments.papers.aqsgd.methods import Method
 from experiments.papers.aqsgd.stages import Pipe
 from experiments.papers.aqsgd.tasks import FineTuning
+from thinwire.runtime import ParityError
 from thinwire_tools import lab
 
 _PROMPTS, _PROMPT_SHARE = 8, 0.5
@@ -35,14 +33,10 @@ BURST_BYTES = 2 * 1514
 
 @dataclass(frozen=True)
 class Asked:
-    """Of a training, what is wanted beside it: loss on what is held out, at both ends; completions; checkpoints in a
-    folder every so many steps, going on from the last of them, and rank and step at which a process kills itself."""
+    """Of a training, what is wanted beside it: loss on what is held out, at both ends, and completions."""
 
     held_out: bool = True
     completions: bool = False
-    save_every: int = 0
-    resume: bool = False
-    dies: tuple[int, int] | None = None
 
 
 def train(
@@ -58,29 +52,22 @@ def train(
     """Losses of every step and on what is held out (where the last stage is), seconds of every step, what the
     stage counted, hashes of what it keeps at each boundary."""
     pipe = kind(task, method, seed, weights, folder / "store")
-    checkpoint = folder / f"state{rank.rank}"
-    start = _load(pipe, checkpoint) if asked.resume else 0
     record: dict[str, Any] = {"losses": [], "held_out": [], "right": [], "step_s": []}
     if asked.held_out:
         _look(pipe, record)
     rank.channel.hold("train")
     batches = [ids for epoch in range(task.epochs) for ids in pipe.order(seed, epoch)]
-    for step in range(start, len(batches)):
-        if asked.dies == (rank.rank, step):
-            os.kill(os.getpid(), signal.SIGKILL)
+    for step, ids in enumerate(batches):
         started = time.perf_counter()
-        loss = pipe.step(batches[step], task.rate(step))
+        loss = pipe.step(ids, task.rate(step))
         record["step_s"].append(time.perf_counter() - started)
         record["losses"].append(loss)
         rank.channel.send("step", step=step + 1, loss=loss)
-        if asked.save_every and (step + 1) % asked.save_every == 0:
-            _save(pipe, checkpoint, step + 1)
     if asked.held_out:
         _look(pipe, record)
     record["stats"] = pipe.stats()
     record["kept"] = pipe.kept()
     record["links"] = [{name: link._asdict() for name, link in row.items()} for row in pipe.stage.links]
-    record["start"] = start
     if asked.completions:
         tokens, at = _prompts(task)
         record["completions"] = pipe.complete(tokens, at)[:_PROMPTS].tolist()
@@ -97,19 +84,6 @@ def _look(pipe: Pipe, record: dict[str, Any]) -> None:
     if score is not None:
         record["held_out"].append(score[0])
         record["right"].append(score[1])
-
-
-def _save(pipe: Pipe, path: Path, step: int) -> None:
-    """All that a stage needs to go on bit by bit; the file is there whole or not at all."""
-    new = path.with_suffix(".new")
-    torch.save({"step": step, **pipe.state_dict()}, new)
-    new.replace(path)
-
-
-def _load(pipe: Pipe, path: Path) -> int:
-    state = torch.load(path, weights_only=True)
-    pipe.load_state_dict(state)
-    return int(state["step"])
 
 
 def _prompts(task: FineTuning) -> tuple[Tensor, int]:
@@ -137,14 +111,8 @@ class Trained:
     """By all stages."""
     dense_bytes: float
     epochs: tuple[dict[str, float], ...]
-    alike: bool
-    """Whether both sides of every boundary kept the same."""
-    start: int
-    kept_samples: int
     links: tuple[dict[str, dict[str, Any]], ...] = ()
     """By boundary and direction, what was chosen for its link, and why."""
-    kept: tuple[tuple[str, str], ...] = ()
-    """Hashes of what several ranks hold at the end, by what it is."""
     completions: tuple[bytes, ...] = ()
     text: tuple[bytes, ...] = ()
     prompted: int = 0
@@ -210,19 +178,12 @@ class Trainings(Ranks):
         super().__init__(num_ranks, made, cache)
         self._first = first
 
-    def train(
-        self,
-        task: FineTuning,
-        method: Method,
-        seed: int,
-        on_step: OnStep,
-        asked: Asked = Asked(),
-        folder: Path | None = None,
-    ) -> Trained:
-        """Train, unless it has been; ``folder`` is for checkpoints and stores on disk.
+    def train(self, task: FineTuning, method: Method, seed: int, on_step: OnStep, asked: Asked = Asked()) -> Trained:
+        """Train, unless it has been.
 
         Raises:
             RankFailed: a rank did not make it.
+            ParityError: both sides of a boundary, or replicas, do not hold the same.
         """
         arguments: dict[str, Any] = {"kind": self._pipe, "task": task, "method": method, "seed": seed, "asked": asked}
 
@@ -230,24 +191,24 @@ class Trainings(Ranks):
             weights = self._first.weights(task, on_step)
             options: dict[str, Any] = {"hear": telling(on_step), "teller": self.num_ranks - 1}
             with tempfile.TemporaryDirectory(prefix="thinwire-aqsgd-") as own:
-                return self._trained(**options, **arguments, weights=weights, folder=folder or Path(own))
+                return self._trained(**options, **arguments, weights=weights, folder=Path(own))
 
-        if folder is not None:
-            return trained(task, make())
         key = {"task": described(task), "method": described(method), "seed": seed, "asked": asdict(asked)}
-        return trained(task, self.kept(key, make))
+        return _trained(task, method, self.kept(key, make))
 
     def _trained(self, **arguments: Any) -> list[dict[str, Any]]:
         """What ranks answer that train."""
         return self.call(train, **arguments)
 
 
-def trained(task: FineTuning, answers: Sequence[dict[str, Any]]) -> Trained:
+def _trained(task: FineTuning, method: Method, answers: Sequence[dict[str, Any]]) -> Trained:
     last = answers[-1]
     kept: dict[str, set[str]] = {}
     for answer in answers:
         for boundary, content in answer["kept"].items():
             kept.setdefault(boundary, set()).add(content)
+    if math.isfinite(last["losses"][-1]) and any(len(contents) > 1 for contents in kept.values()):
+        raise ParityError(f"{method.title}: ranks hold different messages or parameters after {task.steps} steps")
     return Trained(
         steps_per_epoch=task.steps_per_epoch,
         losses=tuple(map(_finite, last["losses"])),
@@ -257,11 +218,7 @@ def trained(task: FineTuning, answers: Sequence[dict[str, Any]]) -> Trained:
         sent_bytes=sum(answer["stats"]["sent_bytes"] for answer in answers),
         dense_bytes=sum(answer["stats"]["dense_bytes"] for answer in answers),
         epochs=tuple(answers[0]["stats"]["epochs"]),
-        alike=all(len(contents) == 1 for contents in kept.values()),
-        start=last["start"],
-        kept_samples=answers[0]["stats"]["kept_samples"],
         links=tuple(last["links"]),
-        kept=tuple(sorted((name, content) for name, contents in kept.items() for content in contents)),
         completions=tuple(bytes(row) for row in last.get("completions", ())),
         text=tuple(bytes(row) for row in last.get("text", ())),
         prompted=last.get("prompted", 0),

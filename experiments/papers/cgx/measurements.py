@@ -1,32 +1,140 @@
-"""What is measured and drawn for the thesis's chapter 3: turns of training over links, errors, and quality."""
+"""What is measured and drawn for the thesis's chapter 3: ways to send gradients, turns over links, errors, quality."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from statistics import fmean, median
-from typing import Any, ClassVar
+from typing import Any, Literal
 
-from experiments.framework import pictures
 from experiments.framework.claims import Row
-from experiments.framework.instrument import SeparateRuns
-from experiments.framework.methods import CGX, FP32, NORM, NOTHING, Method, compressed
+from experiments.framework.methods import (
+    ALMOST_NOTHING_GAMMA,
+    CGX,
+    FP32,
+    GRACE,
+    NORM,
+    NOTHING,
+    THINWIRE,
+    Method,
+    compressed,
+)
 from experiments.framework.replay import Compute
-from experiments.framework.study import Progress, Scale, Study
-from experiments.framework.timing import NUM_RANKS, RANKS_PER_NODE, Place, Times, Timing, shown_rate
+from experiments.framework.study import PartWatcher, Scale, Study, draw_bars
+from experiments.framework.timing import NUM_RANKS, RANKS_PER_NODE, Place, SeparateRuns, Times, Timing, shown_rate
 from experiments.framework.verdicts import matches
-from experiments.papers.cgx.methods import GAMMAS, Timed, truncated
-from experiments.tasks.images import load
-from experiments.tasks.models import TIMED, TRAINED, Model
-from experiments.tasks.resnet import ImageTask
+from experiments.tasks.images import TIMED, TRAINED, ImageTask, Model, load
 from thinwire_tools import plots
 from thinwire_tools.compare.data import standard_library
 from thinwire_tools.compare.paired import CONTROL, compare_training
 from thinwire_tools.compare.statistics import estimate
 from thinwire_tools.compare.tasks import GPTTask
 from thinwire_tools.compare.variants import CONTROL_RULES
+
+GAMMAS = (1, 2, 4, 10, 20, 40, 100, 400)
+
+SRA = Method("sra", "SRA", "#0a7d4f")
+RING = Method("ring", "ring", "#c0392b", algorithm="ring")
+TREE = Method("tree", "tree", "#d98a00", algorithm="tree")
+# The thesis has no figures of these. The hierarchy takes two ranks for a node, whose link is as slow as the others.
+_OTHERS = (
+    Method("allgather", "all-gather", "#8250c4", algorithm="allgather"),
+    Method("parameter_server", "parameter server", "#1f6fb2", algorithm="parameter_server"),
+    Method("hierarchical", "hierarchical", "#888888", algorithm="hierarchical(inside=same)", ranks_per_node=2),
+)
+
+SHARED = Method("shared", "shared memory", "#0a7d4f", transport="shared")
+GROUP = Method("group", "gloo", "#c0392b", transport="group")
+
+FLAT = Method("thinwire", "thinwire, SRA", "#0a7d4f", transport="auto")
+HIERARCHICAL = Method("hierarchical", "thinwire, hierarchical", "#1f6fb2", algorithm="hierarchical", transport="auto")
+_GLOO_ONLY = Method("thinwire gloo", "thinwire, SRA, gloo only", "#8250c4", transport="group")
+
+IDEAL = Method("ideal", "almost nothing sent", "#888888", spec=f"truncate(gamma={ALMOST_NOTHING_GAMMA:g})")
+GRACE_STYLE = Method("grace", "GRACE-style", "#c0392b", spec=GRACE, algorithm="allgather")
+
+BLOB = Method("blob", "blob", "#c0392b", kind="blob")
+_SPEC_1024 = "minmax(bits=4, bucket=1024)"
+THINWIRE_1024 = Method("thinwire 1024", "thinwire, buckets of 1024", "#0a7d4f", spec=_SPEC_1024)
+BLOB_1024 = Method("blob 1024", "blob, buckets of 1024", "#c0392b", kind="blob", spec=_SPEC_1024)
+"""Of which the errors are compared: the thesis takes such buckets for CNNs, and without layers only those of 128."""
+
+
+def truncated(gamma: float) -> Method:
+    """The first of every ``gamma`` elements are sent."""
+    return Method(f"gamma {gamma:g}", f"1/{gamma:g} sent", "#0a7d4f", spec=f"truncate(gamma={gamma:g})")
+
+
+def torch_powersgd(model: Model) -> Method:
+    return Method("torch powersgd", "PyTorch's PowerSGD", "#1f6fb2", kind="torch powersgd", rank=model.powersgd_rank)
+
+
+def powersgd(model: Model) -> Method:
+    return Method("powersgd", "thinwire's PowerSGD", "#8250c4", spec=f"powersgd(rank={model.powersgd_rank})")
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Methods that take turns to train at ``place``. ``thesis``: items per second by model and method, where it has
+    them; ``errors``: methods of which the error is taken as well, for the models ``errors_of``; ``drawn``: what is."""
+
+    figure: str
+    methods: Callable[[Model, Sequence[float]], Sequence[Method]]
+    """Of a model, and of the scale's gammas."""
+    reference: Method
+    place: Place = "links"
+    thesis: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    errors: tuple[Method, ...] = ()
+    errors_of: tuple[str, ...] = ()
+    drawn: Literal["items", "seconds", "share", "gammas"] = "items"
+
+
+def _every_model(*methods: Method) -> Callable[[Model, Sequence[float]], Sequence[Method]]:
+    return lambda model, gammas: methods
+
+
+FIGURE_3_1 = Timed("3.1", lambda _, gammas: (FP32, *map(truncated, gammas), NOTHING), FP32, drawn="gammas")
+FIGURE_3_3 = Timed("3.3", _every_model(FP32, GROUP, SHARED, NOTHING), GROUP, "host", drawn="seconds")
+TABLE_3_4 = Timed(
+    "3.4",
+    _every_model(SRA, RING, TREE, *_OTHERS, NOTHING),
+    SRA,
+    thesis={
+        "gpt": {"sra": 260_000.0, "ring": 236_000.0, "tree": 202_000.0},
+        "cnn": {"sra": 2900.0, "ring": 2830.0, "tree": 2770.0},
+    },
+    errors=(SRA, RING, TREE),
+    errors_of=("gpt",),
+)
+TABLE_3_6 = Timed(
+    "3.6",
+    lambda model, _: (FP32, THINWIRE, torch_powersgd(model), powersgd(model), GRACE_STYLE, NOTHING),
+    FP32,
+    thesis={
+        "gpt": {"fp32": 170_000.0, "thinwire": 260_000.0, "torch powersgd": 220_000.0, "grace": 30_000.0},
+        "cnn": {"fp32": 1900.0, "thinwire": 2900.0, "torch powersgd": 2600.0, "grace": 1000.0},
+    },
+)
+TABLE_3_7 = Timed("3.7", _every_model(FP32, THINWIRE, IDEAL, NOTHING), NOTHING, drawn="share")
+THESIS_SHARE = {"gpt": {"ideal": 0.95, "thinwire": 0.87}, "cnn": {"ideal": 0.92, "thinwire": 0.90}}
+"""Table 3.7: of linear scaling."""
+TABLE_3_9 = Timed(
+    "3.9",
+    _every_model(FP32, FLAT, HIERARCHICAL, _GLOO_ONLY, NOTHING),
+    FP32,
+    "nodes",
+    thesis={"gpt": {"fp32": 32_000.0, "thinwire": 85_000.0}, "cnn": {"fp32": 564.0, "thinwire": 2300.0}},
+)
+QNCCL = Timed(
+    "blob",
+    _every_model(FP32, THINWIRE, BLOB, NOTHING),
+    FP32,
+    errors=(THINWIRE, BLOB, THINWIRE_1024, BLOB_1024),
+    errors_of=("gpt", "cnn"),
+)
+
 
 FP32_SHARE: dict[Place, dict[str, float]] = {"links": {"gpt": 0.54, "cnn": 0.59}, "nodes": {"gpt": 0.05, "cnn": 0.09}}
 """Share of linear scaling that fp32 reaches in the thesis, of Transformer-XL and ResNet-50: links are as slow as it
@@ -71,7 +179,6 @@ class CGXScale(Scale):
 
 @dataclass
 class CGXStudy(Study[CGXScale]):
-    prefix: ClassVar[str] = "cgx-"
     links: dict[str, Any] = field(default_factory=dict)
     computes: dict[Model, Compute] = field(default_factory=dict)
     _rates: dict[tuple[Place, str], str] = field(default_factory=dict)
@@ -210,9 +317,9 @@ def _draw(timed: Timed, study: CGXStudy, rows: Mapping[str, Row], errors: Sequen
             continue
         values = {"items": {m: row.value for m, row in own.items()}, "seconds": seconds}
         shown = values.get(timed.drawn) or {m: row.data["relative"] for m, row in own.items()}
-        pictures.bars(axes, [(method.title, method.color, value) for method, value in shown.items()])
+        draw_bars(axes, [(method.title, method.color, value) for method, value in shown.items()])
     for axes, row in zip(panels[len(models) :], errors, strict=True):
-        pictures.bars(axes, [(method.title, method.color, row.data["mean"][method.name]) for method in timed.errors])
+        draw_bars(axes, [(method.title, method.color, row.data["mean"][method.name]) for method in timed.errors])
     plots.save(figure, study.picture(timed.figure))
 
 
@@ -238,7 +345,7 @@ def quality_steps(scale: CGXScale) -> int:
 def table_3_5(study: CGXStudy) -> list[Row]:
     """Paired trainings of a GPT and of a CNN with every quantizer, and with one that must fail."""
     (gpt, cnn), seeds = study.scale.trained, study.seeds
-    watcher = Progress(study)
+    watcher = PartWatcher(study)
     compared = compare_training(gpt, SPECS["gpt"], seeds=seeds, margin=MARGIN, num_ranks=QUALITY_RANKS, watcher=watcher)
     assert compared.control is not None
     sides = {side.name: side.losses for side in (*compared.variants, compared.control)}

@@ -11,10 +11,24 @@ from experiments.framework.methods import CGX, FP32, GRACE, NOTHING, THINWIRE, M
 from experiments.framework.paper import Paper, Part, command
 from experiments.framework.timing import NUM_RANKS, RANKS_PER_NODE
 from experiments.framework.verdicts import Judgment, all_hold, faster_in_runs, if_seen, larger, matches
-from experiments.papers.cgx import measurements, methods
-from experiments.papers.cgx.measurements import METRICS, QUALITY_RANKS, SPECS, CGXScale, CGXStudy
-from experiments.papers.cgx.methods import BLOB, FLAT, GRACE_STYLE, GROUP, IDEAL, RING, SHARED, SRA, TREE
-from experiments.tasks.models import TIMED, TIMED_SMOKE, TRAINED_SMOKE, Model
+from experiments.papers.cgx import measurements
+from experiments.papers.cgx.measurements import (
+    BLOB,
+    FLAT,
+    GRACE_STYLE,
+    GROUP,
+    IDEAL,
+    METRICS,
+    QUALITY_RANKS,
+    RING,
+    SHARED,
+    SPECS,
+    SRA,
+    TREE,
+    CGXScale,
+    CGXStudy,
+)
+from experiments.tasks.images import TIMED, TIMED_SMOKE, TRAINED_SMOKE, Model
 from thinwire_tools.compare.statistics import estimate
 
 _NEAR = 0.88
@@ -23,7 +37,7 @@ _MOST_OF_IT = 0.5
 _SCALING, _CLOSE = 0.8, 0.85
 """Of linear scaling ("80-90 %", section 3.7.2), and of the ideal's speed, which is BERT's in table 3.7, the least."""
 _GPT = TIMED[0]
-_WHOLE, _ORDER, _TWO_ORDERS, _LEAST = (methods.truncated(gamma) for gamma in (1, 10, 100, methods.GAMMAS[-1]))
+_WHOLE, _ORDER, _TWO_ORDERS, _LEAST = (measurements.truncated(gamma) for gamma in (1, 10, 100, measurements.GAMMAS[-1]))
 _THESIS_QUALITY = {"gpt": "perplexity 22.9 against 22.8, Transformer-XL", "cnn": "75.9 % against 75.8 %, ResNet-50"}
 
 
@@ -101,7 +115,7 @@ def _bandwidth(model: Model) -> Iterator[Claim]:
 # --- tables 3.4 and 3.6 and QNCCL: methods beside each other
 
 
-def _thesis_ratio(timed: methods.Timed, model: Model, fast: Method, slow: Method) -> float:
+def _thesis_ratio(timed: measurements.Timed, model: Model, fast: Method, slow: Method) -> float:
     thesis = timed.thesis[model.name]
     return thesis[fast.name] / thesis[slow.name]
 
@@ -109,7 +123,7 @@ def _thesis_ratio(timed: methods.Timed, model: Model, fast: Method, slow: Method
 def _schemes(model: Model) -> Iterator[Claim]:
     sra, others = _row(model, SRA), [_row(model, method) for method in (RING, TREE)]
     over_ring, over_tree, ring = (
-        _thesis_ratio(methods.TABLE_3_4, model, *pair) for pair in ((SRA, RING), (SRA, TREE), (RING, TREE))
+        _thesis_ratio(measurements.TABLE_3_4, model, *pair) for pair in ((SRA, RING), (SRA, TREE), (RING, TREE))
     )
 
     yield Claim(
@@ -137,7 +151,7 @@ def _error_ratios(rows: Rows, model: str, more: Method, less: Method) -> list[fl
 
 
 def _systems(model: Model) -> Iterator[Claim]:
-    torch_powersgd, powersgd = methods.torch_powersgd(model), methods.powersgd(model)
+    torch_powersgd, powersgd = measurements.torch_powersgd(model), measurements.powersgd(model)
     rank = f"at rank {model.powersgd_rank}"
     for fast, slow, statement in (
         (THINWIRE, FP32, "4 bits are faster than the baseline ({:.1f}x, {})"),
@@ -146,13 +160,13 @@ def _systems(model: Model) -> Iterator[Claim]:
         (THINWIRE, GRACE_STYLE, "CGX is faster than GRACE ({:.1f}x, {})"),
         (FP32, GRACE_STYLE, "GRACE is slower than the baseline ({:.1f}x, {})"),
     ):
-        ratio = _thesis_ratio(methods.TABLE_3_6, model, fast, slow) if slow is not powersgd else 0.0
+        ratio = _thesis_ratio(measurements.TABLE_3_6, model, fast, slow) if slow is not powersgd else 0.0
         said = f"{model.title}: {statement.format(ratio, model.thesis)}"
         yield _faster("3.6", f"faster/{model.name}/{fast.name}/{slow.name}", model, fast, slow, said)
 
 
 def _shares(model: Model) -> Iterator[Claim]:
-    thesis = methods.THESIS_SHARE[model.name]
+    thesis = measurements.THESIS_SHARE[model.name]
 
     for row, slow, bound, statement in (
         (
@@ -174,7 +188,7 @@ def _shares(model: Model) -> Iterator[Claim]:
 
 
 def _nodes(model: Model) -> Iterator[Claim]:
-    wanted = _thesis_ratio(methods.TABLE_3_9, model, FLAT, FP32)
+    wanted = _thesis_ratio(measurements.TABLE_3_9, model, FLAT, FP32)
     statement = (
         f"{model.title} on several nodes: CGX has {wanted:.1f}x the baseline's throughput ({model.thesis}; up to 10x)"
     )
@@ -191,7 +205,7 @@ def _qnccl(model: Model) -> Iterator[Claim]:
         "blob",
         f"error/{name}",
         f"{model.title}: without layers the error is higher (section 3.5.1)",
-        lambda rows: larger(_error_ratios(rows, name, methods.BLOB_1024, methods.THINWIRE_1024)),
+        lambda rows: larger(_error_ratios(rows, name, measurements.BLOB_1024, measurements.THINWIRE_1024)),
     )
 
 
@@ -240,7 +254,7 @@ CLAIMS = (
 _STEP_S = {"links": 0.35, "nodes": 1.4, "host": 0.25}
 
 
-def _timed(title: str, timed: methods.Timed) -> Part:
+def _timed(title: str, timed: measurements.Timed) -> Part:
     steps = partial(measurements.num_steps, timed)
     return Part(title, partial(measurements.measure, timed), steps, _STEP_S[timed.place], 10.0)
 
@@ -249,14 +263,14 @@ PAPER = Paper(
     "cgx",
     "CGX, chapter 3 of the thesis, as found here",
     {
-        "3.1": _timed("figure 3.1: bandwidth", methods.FIGURE_3_1),
-        "3.3": _timed("figure 3.3: transports", methods.FIGURE_3_3),
-        "3.4": _timed("table 3.4: reduction schemes", methods.TABLE_3_4),
+        "3.1": _timed("figure 3.1: bandwidth", measurements.FIGURE_3_1),
+        "3.3": _timed("figure 3.3: transports", measurements.FIGURE_3_3),
+        "3.4": _timed("table 3.4: reduction schemes", measurements.TABLE_3_4),
         "3.5": Part("table 3.5: quality", measurements.table_3_5, measurements.quality_steps, 0.03),
-        "3.6": _timed("table 3.6: systems", methods.TABLE_3_6),
-        "3.7": _timed("table 3.7: share of ideal", methods.TABLE_3_7),
-        "3.9": _timed("table 3.9: two nodes", methods.TABLE_3_9),
-        "blob": _timed("QNCCL: without layers", methods.QNCCL),
+        "3.6": _timed("table 3.6: systems", measurements.TABLE_3_6),
+        "3.7": _timed("table 3.7: share of ideal", measurements.TABLE_3_7),
+        "3.9": _timed("table 3.9: two nodes", measurements.TABLE_3_9),
+        "blob": _timed("QNCCL: without layers", measurements.QNCCL),
     },
     CLAIMS,
     judged=(

@@ -11,27 +11,30 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from experiments.framework import pictures
 from experiments.framework.claims import Row
-from experiments.framework.instrument import SeparateRuns
 from experiments.framework.methods import NOTHING, Method
-from experiments.framework.study import ImageStudy
+from experiments.framework.study import ImageStudy, plain_log
+from experiments.framework.timing import SeparateRuns
 from experiments.framework.training import Gradients, Trained, added_loss, curves, lost_accuracy
 from experiments.papers.fft import methods
 from experiments.papers.fft.methods import ALL, CAST, CONTROL, FEEDBACK, FFT, FP32, LOSSY, MILD, STRONG, THETA, TOPK
-from experiments.papers.fft.payoff import Throughputs, measure, median_seconds, message_bytes, ratio_with_bitmap
 from experiments.papers.fft.reconstruct import (
     Reconstruction,
+    Throughputs,
     distance,
     histogram,
     join,
     largest_layer,
+    measure,
+    median_seconds,
+    message_bytes,
     quantiles,
+    ratio_with_bitmap,
     reconstruct,
     reconstruct_layer,
     share_with_least_error,
 )
-from experiments.tasks.models import Model
+from experiments.tasks.images import Model
 from thinwire.compressors import FFT as Codec, parse
 from thinwire_tools import plots
 from thinwire_tools.doctor.payoff import minimal_ratio, useful_bandwidth
@@ -269,7 +272,7 @@ def _draw_10(study: FFTStudy, speeds: Throughputs, built: float) -> None:
             axes.axvline(rate / 1e9, color="#aaaaaa", linewidth=1)
             axes.annotate(link, (rate / 1e9, _MOST_RATIO), (12, -3), textcoords="offset points", **_SIDEWAYS)
         axes.set(xscale="log", xlim=(0.1, 100), ylim=(1, _MOST_RATIO), yticks=(1, 10, 20, 30, _MOST_RATIO))
-        pictures.plain_log(axes.xaxis)
+        plain_log(axes.xaxis)
     plots.save(figure, study.picture("10"))
 
 
@@ -420,7 +423,7 @@ def _draw_14(study: FFTStudy, trained: Mapping[str, Sequence[Trained]]) -> None:
             losses = np.mean([run.held_out_loss for run in runs], axis=0)
             axes.plot(seconds, losses, color=method.color, label=label)
         axes.set_yscale("log")
-        pictures.plain_log(axes.yaxis)
+        plain_log(axes.yaxis)
     plots.save(figure, study.picture("14"))
 
 

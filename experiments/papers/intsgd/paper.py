@@ -15,9 +15,10 @@ from experiments.framework.paper import Paper, Part, command
 from experiments.framework.study import Scale, Study
 from experiments.framework.training import Trained
 from experiments.framework.verdicts import Judgment, all_hold, counted, exceeds, faster_in_runs, matches, unsound
-from experiments.papers.intsgd import convex, datasets, figure_6, networks
+from experiments.papers.intsgd import convex, datasets, networks
 from experiments.papers.intsgd.convex import Source
-from experiments.papers.intsgd.methods import (
+from experiments.papers.intsgd.networks import (
+    DEFAULT,
     DETERM,
     HEURISTIC,
     HEURISTIC_32,
@@ -29,9 +30,9 @@ from experiments.papers.intsgd.methods import (
     RANDOM_32,
     SGD,
     SGD_GATHERED,
+    TABLES,
     Network,
 )
-from experiments.papers.intsgd.networks import DEFAULT, TABLES
 from experiments.tasks.words import LanguageTask, Pictures
 from thinwire_tools.compare.data import standard_library
 from thinwire_tools.compare.statistics import Estimate
@@ -116,14 +117,14 @@ _AS_FAST = 1.5
 
 def _all(holds: Callable[[Rows, str], bool]) -> Rule:
     def rule(rows: Rows) -> Judgment:
-        found = [holds(rows, name) for name in figure_6.datasets(rows)]
+        found = [holds(rows, name) for name in convex.gone_over(rows)]
         return counted(all(found), f"on {sum(found)} of {len(found)} data sets")
 
     return rule
 
 
 def _most(value: Callable[[Rows, str], float]) -> Callable[[Rows], float]:
-    return lambda rows: max(value(rows, name) for name in figure_6.datasets(rows))
+    return lambda rows: max(value(rows, name) for name in convex.gone_over(rows))
 
 
 def _by_dataset(row: str, key: str = "by_dataset") -> Callable[[Rows, str], float]:
@@ -132,20 +133,18 @@ def _by_dataset(row: str, key: str = "by_dataset") -> Callable[[Rows, str], floa
 
 
 def _blown_up(rows: Rows, name: str) -> bool:
-    first, last, other = figure_6.growth(rows, name)
+    first, last, other = convex.growth(rows, name)
     return last >= _BLOWN_UP * max(1.0, other) and last > max(1.0, first)
 
 
 def _fewer_gradients(rows: Rows, name: str) -> float:
-    own, other, _ = figure_6.gradients_taken(rows, name)
+    own, other, _ = convex.gradients_taken(rows, name)
     return own / other
 
 
 def _as_fast(method: str) -> Rule:
     steps = _by_dataset(f"steps/{method}")
-    return _all(
-        lambda rows, name: steps(rows, name) <= _AS_FAST and figure_6.straightness(rows, name, method) >= _LINEAR
-    )
+    return _all(lambda rows, name: steps(rows, name) <= _AS_FAST and convex.straightness(rows, name, method) >= _LINEAR)
 
 
 def _claims_of_a() -> Iterator[Claim]:
@@ -161,7 +160,7 @@ def _claims_of_a() -> Iterator[Claim]:
         "largest/intgd",
         "IntGD's integers grow very large as it converges; IntDIANA's do not (C.5, A.2)",
         _all(_blown_up),
-        value=_most(lambda rows, name: figure_6.growth(rows, name)[1]),
+        value=_most(lambda rows, name: convex.growth(rows, name)[1]),
     )
     for method, title, twin in (("intdiana", "IntDIANA", "GD"), ("vr-intdiana", "VR-IntDIANA", "L-SVRG")):
         statement = f"{title} converges linearly, like {twin} in full precision (theorem 4)"
@@ -327,7 +326,7 @@ PAPER = Paper(
     "intsgd",
     "IntSGD's experiments, as found here",
     {
-        "a": Part("a: logistic regression", figure_6.part_a, lambda scale: convex.num_jobs(scale.sources), _JOB_S),
+        "a": Part("a: logistic regression", convex.part_a, lambda scale: convex.num_jobs(scale.sources), _JOB_S),
         "b": Part("b: networks", networks.part_b, networks.steps_of_b, _STEP_S, _START_S),
         "times": Part("b: times of steps", networks.times, networks.steps_of_times, _TIMED_S, _START_S),
         "c": Part("c: beta and eps", networks.part_c, networks.steps_of_c, _STEP_S, _START_S),

@@ -18,6 +18,8 @@ Draw = Callable[[int, tuple[int, ...]], Array]
 """Uniform numbers in [0, 1) of a shape, for a step."""
 
 FLOAT_BITS = 32
+_EPS = 1e-8
+"""It keeps scales finite where nothing moves."""
 
 
 class Problem(Protocol):
@@ -47,8 +49,7 @@ class Problem(Protocol):
 class Method:
     """An algorithm. ``shifts``: gradient differences are sent, as DIANA does; ``integers``: rounded at random;
     ``reference``: the L-SVRG estimator instead of the full gradient. ``blocks`` share a scale: "global", a number of
-    equal parts, or "coordinate". ``constant``: the c of ``α = √d_l / √(c·n·r_l + ...)``, 2 in the
-    propositions.
+    equal parts, or "coordinate".
     """
 
     name: str
@@ -57,7 +58,6 @@ class Method:
     integers: bool = False
     reference: bool = False
     blocks: str | int = "global"
-    constant: float = 2.0
 
     @property
     def random(self) -> bool:
@@ -87,29 +87,11 @@ def bits_of(largest: Array) -> Array:
     return 1.0 + np.log2(np.maximum(1.0, largest))
 
 
-def run(
-    problem: Problem,
-    method: Method,
-    seeds: Sequence[int],
-    steps: int,
-    rate: float,
-    *,
-    p: float | None = None,
-    beta: float = 0.0,
-    eps: float = 1e-8,
-    every: int = 1,
-    draws: Callable[[int], tuple[Draw, Draw, Draw]] | None = None,
-    watch: Callable[[int], None] | None = None,
-) -> Trace:
-    """Run ``method`` from 0 with learning rate ``rate``; a record every ``every`` steps.
-
-    ``p`` is the coin's probability (the mini-batch's share if None). ``draws(seed)``: where the rounding ``[workers,
-    d]``, the mini-batches and the coin ``[1]`` take their uniform numbers from; counter-based generators if None.
-    ``watch(step)`` is called after every step.
-    """
+def run(problem: Problem, method: Method, seeds: Sequence[int], steps: int, rate: float, *, every: int = 1) -> Trace:
+    """Run ``method`` from 0 with learning rate ``rate``; a record every ``every`` steps. The coin's probability is the
+    mini-batch's share."""
     n, d, num_seeds = problem.num_workers, problem.num_coordinates, len(seeds)
-    rounding, batches, coins = _stacked([(draws or counter_draws)(seed) for seed in seeds])
-    p = problem.batch_share if p is None else p
+    rounding, batches, coins = _stacked([counter_draws(seed) for seed in seeds])
     x, shifts, shift = np.zeros((d, num_seeds)), np.zeros((n, d, num_seeds)), np.zeros((d, num_seeds))
     w, at_w = x.copy(), np.zeros_like(shifts)
     edges = _edges(method.blocks, d)
@@ -128,7 +110,7 @@ def run(
         records.evaluated(1.0 if not method.reference or step == 0 else 2 * problem.batch_share)
         sent = gradients - shifts if method.shifts else gradients
         if method.integers and step:
-            alpha = _scales(method.constant * n * squares, edges, d, eps)
+            alpha = _scales(2 * n * squares, edges, d)
             # ⌊t⌋ and, with the probability of the rest, one more.
             integers = np.floor(alpha * sent + rounding(step, (n, d)))
             total = integers.sum(0)
@@ -142,15 +124,12 @@ def run(
             shifts, estimate = shifts + arrived, shift + mean
             shift = estimate
         if method.reference and step:
-            for seed in np.nonzero(coins(step, (1,))[0] < p)[0].tolist():
+            for seed in np.nonzero(coins(step, (1,))[0] < problem.batch_share)[0].tolist():
                 w[:, seed] = x[:, seed]
                 at_w[:, :, seed] = problem.gradients(x[:, [seed]])[0][:, :, 0]
                 records.evaluated(1.0, seed)
-        now = np.add.reduceat(estimate**2, edges[:-1], axis=0)
-        squares = now if step == 0 else beta * squares + (1 - beta) * now
+        squares = np.add.reduceat(estimate**2, edges[:-1], axis=0)
         x = x - rate * estimate
-        if watch:
-            watch(step + 1)
     records.add(steps, problem.gradients(x)[1])
     return records.trace()
 
@@ -162,10 +141,10 @@ def _edges(blocks: str | int, d: int) -> NDArray[np.int64]:
     return np.linspace(0, d, (1 if blocks == "global" else int(blocks)) + 1).astype(np.int64)
 
 
-def _scales(squares: Array, edges: NDArray[np.int64], d: int, eps: float) -> Array:
+def _scales(squares: Array, edges: NDArray[np.int64], d: int) -> Array:
     """``α = √d_l / √(squares_l + (d_l/d)·eps²)``, ``[d, seeds]``; with ``squares`` of 2n·r, propositions 2 and 4."""
     sizes = np.diff(edges)[:, None]
-    alpha = np.sqrt(sizes) / np.sqrt(squares + sizes / d * eps**2)
+    alpha = np.sqrt(sizes) / np.sqrt(squares + sizes / d * _EPS**2)
     return np.repeat(alpha, sizes[:, 0], axis=0)
 
 

@@ -9,8 +9,8 @@ from statistics import fmean
 
 from experiments.framework.claims import Claim, Row, Rows, estimated
 from experiments.framework.verdicts import Judgment, exceeds, if_seen, unsound
-from experiments.papers.lgreco.judging import gains, side_named
 from experiments.papers.lgreco.methods import lgreco, with_policy
+from experiments.papers.lgreco.quality import gains, side_named
 from experiments.papers.lgreco.study import LGrecoScale, LGrecoStudy
 from thinwire_tools import plots
 from thinwire_tools.compare.comparison import Comparison, Side
@@ -124,11 +124,12 @@ def _of_pair(pair: Pair) -> Claim:
 
     def rule(rows: Rows) -> Judgment:
         found = rows[row]
+        lower = exceeds(estimated(found, "by_seed"))
         if fmean(found["fewer_bytes"]) < 1 - _MORE_BYTES:
-            return unsound("L-GreCo sent more than uniform compression")
+            return unsound("L-GreCo sent more than uniform compression", lower)
         if estimated(found, "alone_loses").lower <= 0:
-            return unsound("uniform compression is not shown to be better than sending nothing")
-        return if_seen(estimated(found, "half_loses").lower > 0, exceeds(estimated(found, "by_seed")))
+            return unsound("uniform compression is not shown to be better than sending nothing", lower)
+        return if_seen(estimated(found, "half_loses").lower > 0, lower)
 
     statement = "at equal bytes L-GreCo ends at a lower loss than uniform (chapter 4 implies it)"
     return Claim(FIGURE, row, f"GPT, {pair.title}: {statement}", rule)

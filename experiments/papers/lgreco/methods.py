@@ -1,12 +1,48 @@
-"""What is compressed how: the thesis's families of compressors, and the policies that are held against each other."""
+"""What the thesis's chapter 4 trains and compresses, at the scale of two cores: networks, compressors, policies."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import nn
 
 from experiments.framework.methods import Method
-from experiments.papers.lgreco.tasks import Name
+from experiments.tasks.images import NUM_CLASSES, ImageTask, Model, Residual, ResNet
+from experiments.tasks.words import WordsTask
 from thinwire_tools.compare.variants import Variant
+
+Name = Literal["gpt", "cnn"]
+
+
+@dataclass(frozen=True)
+class PicturesTask(ImageTask):
+    """The FFT study's images, and its residual network with four stages of widths that double, as ResNet-18 has: half
+    of all parameters are in the last convolution."""
+
+    def build(self, seed: int) -> ResNet:
+        torch.manual_seed(seed)
+        model = ResNet(self.images.channels, self.width)
+        stages = [(1, 1, 1), (1, 2, 2), (2, 4, 1), (4, 8, 2)]
+        model.blocks = nn.Sequential(*(Residual(a * self.width, b * self.width, s) for a, b, s in stages))
+        model.head = nn.Linear(8 * self.width, NUM_CLASSES)
+        for module in model.blocks.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        return model
+
+
+PICTURES = PicturesTask(width=16, steps=280, batch=32, learning_rate=0.05, bucket_cap_mb=0.3, probe_every=40)
+
+PICTURES_SMOKE = PicturesTask(width=8, steps=12, batch=8, bucket_cap_mb=0.1, probe_every=4, probe_images=60)
+
+
+def timed(task: WordsTask) -> Model:
+    """The transformer that is timed: with a smaller batch, so that what is sent counts."""
+    task = replace(task, batch=max(1, task.batch // 2))
+    return Model("gpt", "GPT", "Transformer-XL", task, task.batch * task.model.context, "tokens/s", 8)
+
 
 RANK = 16
 """Of PowerSGD on the GPT: the least power of two at which its quality is within 1 % of uncompressed training's."""
@@ -76,17 +112,8 @@ def lgreco(every: int, more: str = "") -> str:
     return _policy("lgreco", every, more)
 
 
-def kmeans(every: int, more: str = "") -> str:
-    return _policy("kmeans", every, more)
-
-
 def accordion(every: int, weak: str, strong: str) -> str:
     return _policy("accordion", every, f"pair={(strong, weak)!r}")
-
-
-def hybrid(every: int, name: Name) -> str:
-    """L-GreCo that may take any family for any layer."""
-    return lgreco(every, f"families={tuple(family.spec(name) for family in FAMILIES)!r}")
 
 
 def with_policy(spec: str, policy: str) -> str:

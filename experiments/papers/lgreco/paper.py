@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 
-from experiments.framework.claims import Claim, Rows, Rule
+from experiments.framework.claims import Claim, Rows, Rule, over
 from experiments.framework.methods import FP32, NOTHING
 from experiments.framework.paper import Paper, Part, command
 from experiments.framework.verdicts import Judgment, all_hold, exceeds, faster_in_runs, if_seen, matches
-from experiments.papers.lgreco import buckets, correlation, equal_bytes, laboratory, policies, quality, speed
-from experiments.papers.lgreco.judging import kept
-from experiments.papers.lgreco.methods import BITS, FAMILIES, POWERSGD, RANK, Family
-from experiments.papers.lgreco.quality import TABLES
+from experiments.papers.lgreco import equal_bytes, laboratory, metric, quality, speed
+from experiments.papers.lgreco.methods import BITS, FAMILIES, POWERSGD, RANK, Family, Name
+from experiments.papers.lgreco.quality import TABLES, kept
 from experiments.papers.lgreco.speed import FIGURES
 from experiments.papers.lgreco.study import NAMES, RATES, SMOKE, TITLES, LGrecoScale, LGrecoStudy
-from experiments.papers.lgreco.tasks import Name
 from thinwire_tools.compare.statistics import Estimate, estimate
 
 # --- tables 4.1 to 4.3, section 4.4
@@ -65,7 +63,7 @@ def _claims_of_quality() -> Iterator[Claim]:
             yield from _of_family(name, family)
 
 
-# --- tables 3.8, 4.4 and 4.5: trainings
+# --- table 4.4: trainings
 
 _THRESHOLD_LOSES = 0.003
 """Of accuracy, against L-GreCo, in the thesis."""
@@ -89,11 +87,6 @@ _THESIS = {
 }
 
 
-def _over(rounds: dict[str, list[float]], fast: str, slow: str) -> list[float]:
-    """How many times faster ``fast`` is than ``slow``, run by run."""
-    return [theirs / mine for mine, theirs in zip(rounds[fast], rounds[slow], strict=True)]
-
-
 def _largest(rows: Rows, rate: str) -> tuple[str, dict[str, list[float]], dict[str, float]]:
     """Number of ranks, seconds by method and round, and bytes by method, among the most ranks."""
     row = rows[f"scaling/{rate}"]
@@ -106,7 +99,7 @@ def _faster(family: Family, rate: str, other: str, statement: str) -> Claim:
     name = "uniform" if other == family.name else other
 
     def rounds(rows: Rows) -> list[float]:
-        return _over(_largest(rows, rate)[1], f"{family.name} lgreco", other)
+        return over(_largest(rows, rate)[1], f"{family.name} lgreco", other)
 
     return Claim(
         FIGURES[rate],
@@ -132,7 +125,7 @@ def _over_kmeans(family: Family, rate: str) -> Claim:
         row,
         f"{family.title}: L-GreCo's steps are faster than those of k-means (PowerSGD: 144k against 124k tokens/s on "
         "one node, 150k against 112k on several)",
-        lambda rows: faster_in_runs(_over(rows[row]["step_s"], f"{family.name} lgreco", other)),
+        lambda rows: faster_in_runs(over(rows[row]["step_s"], f"{family.name} lgreco", other)),
         over_link=True,
     )
 
@@ -184,7 +177,7 @@ def _table_3_3(family: str) -> Claim:
 def _on_frontier(rows: Rows) -> Judgment:
     row = rows["frontier"]
     names = [f"rank {p['rank']}" for p in row["points"]]
-    speed = [faster_in_runs(_over(row["step_s"], f"{name} lgreco", name)) for name in names]
+    speed = [faster_in_runs(over(row["step_s"], f"{name} lgreco", name)) for name in names]
     # One training each: the ranks are what there is of repetitions.
     return all_hold([*speed, exceeds(estimate([-excess for excess in _excess(rows)]))])
 
@@ -214,7 +207,7 @@ def _claims_of_buckets() -> Iterator[Claim]:
         "figure B.1",
         "priority_slower",
         "bucket priority performs worse than L-GreCo itself (section B.1)",
-        lambda rows: faster_in_runs(_over(rows["priority_slower"]["step_s"], f"{POWERSGD.name} lgreco", "priority")),
+        lambda rows: faster_in_runs(over(rows["priority_slower"]["step_s"], f"{POWERSGD.name} lgreco", "priority")),
         over_link=True,
     )
     yield Claim(
@@ -266,15 +259,15 @@ PAPER = Paper(
     "L-GreCo, section 3.6 and chapter 4 of the thesis, as found here",
     {
         "quality": Part("tables 4.1 to 4.3: L-GreCo and uniform", quality.quality, quality.steps, 0.035, 10.0),
-        "policies": Part("tables 3.8, 4.4, 4.5: policies", policies.policies, policies.steps, 0.035, 5.0),
+        "policies": Part("table 4.4: policies over top-k", quality.policies, quality.policy_steps, 0.035, 5.0),
         "speed": Part("figures 4.3, 4.4: throughput", speed.speed, speed.steps, 0.12, 45.0),
         "ranks": Part("figure 4.2: ranks", speed.figure_4_2, speed.rank_steps, 0.045, 20.0),
-        "buckets": Part("figures 4.5b, B.1: buckets", buckets.buckets, buckets.steps, 0.045, 20.0),
+        "buckets": Part("figures 4.5b, B.1: buckets", speed.buckets, speed.bucket_steps, 0.045, 20.0),
         "laboratory": Part(
             "tables 3.8, 4.4, 4.5: policies on recorded gradients", laboratory.laboratory, laboratory.steps, 0.04, 90.0
         ),
         "equal": Part("L-GreCo at uniform's bytes", equal_bytes.equal_bytes, equal_bytes.steps, 0.05, 10.0),
-        "metric": Part("figure B.6a: the loss as a metric", correlation.metric, correlation.steps, 0.03, 2.0),
+        "metric": Part("figure B.6a: the loss as a metric", metric.metric, metric.steps, 0.03, 2.0),
     },
     (
         *_claims_of_quality(),
@@ -304,8 +297,8 @@ PAPER = Paper(
         "ranks are processes on this machine, on emulated links: 100 Mbit/s stands for several nodes, 1 Gbit/s for "
         "the bus of one; where steps are timed, computation is [replayed](docs/results.md#how-steps-are-timed)",
         "the overhead is that of one decision in 500 steps, the default, at the times measured here",
-        "policies of tables 3.8 and 4.5 are trained from one seed, Bayes and Linear no more; what they save at the "
-        "same error is judged on recorded gradients of five uncompressed trainings, without error feedback",
+        "what policies of tables 3.8 and 4.5 save at the same error is judged on recorded gradients of five "
+        "uncompressed trainings, without error feedback; they were trained from one seed, and are no more",
         "global top-k takes the threshold of the step before, so that it need not wait for all layers, as the "
         "thesis's does",
         "Rethink-GS has a threshold tuned by hand for this network",

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
-from experiments.framework.instrument import SeparateRuns
 from experiments.framework.methods import Method
 from experiments.framework.replay import Compute
-from experiments.framework.study import Progress, Scale, Study
-from experiments.framework.timing import Times, shown_rate
-from experiments.papers.lgreco.gradients import Snapshot, along
-from experiments.papers.lgreco.tasks import PICTURES, PICTURES_SMOKE, Name, timed
-from experiments.policies.record import SMOKE as RECORDED_SMOKE, Extent, recorded_once
-from experiments.policies.recording import Recording
-from experiments.tasks.models import Model
-from experiments.tasks.resnet import ImageTask
+from experiments.framework.study import PartWatcher, Scale, Study
+from experiments.framework.timing import SeparateRuns, Times, shown_rate
+from experiments.papers.lgreco.methods import PICTURES, PICTURES_SMOKE, Name, timed
+from experiments.policies.recording import SMOKE as RECORDED_SMOKE, Extent, Recording, num_steps, recorded_once
+from experiments.tasks.images import ImageTask, Model
 from experiments.tasks.words import WORDS, WORDS_SMOKE, WordsTask
 from thinwire_tools.compare.comparison import Comparison, Run
 from thinwire_tools.compare.data import standard_library
@@ -52,9 +48,6 @@ class LGrecoScale(Scale):
     """Dense steps after which a plan is made for what is timed."""
     recorded: Extent = field(default_factory=Extent)
     """Of the trainings whose gradients all policies are replayed on."""
-    snapshots: int = 5
-    window: int = 4
-    """Steps whose gradients a snapshot sums."""
     trials: int = 16
     """Plans that the time-aware policy tries before it knows what each bucket costs; at least twice the buckets."""
     trial_steps: int = 12
@@ -69,6 +62,11 @@ class LGrecoScale(Scale):
 
     def task(self, name: Name) -> WordsTask | ImageTask:
         return self.gpt if name == "gpt" else self.cnn
+
+    @property
+    def recorded_steps(self) -> int:
+        """Of the trainings whose gradients are recorded."""
+        return num_steps({name: self.task(name) for name in NAMES}, self.recorded)
 
     def every(self, name: Name) -> int:
         """Steps between two decisions."""
@@ -91,8 +89,6 @@ SMOKE = LGrecoScale(
     ranks=(4, 16),
     warm_up=4,
     recorded=RECORDED_SMOKE,
-    snapshots=2,
-    window=2,
     trials=6,
     trial_steps=5,
     metric_steps=2,
@@ -105,7 +101,6 @@ SMOKE = LGrecoScale(
 class LGrecoStudy(Study[LGrecoScale]):
     """Trainings, timings and gradients, which parts share."""
 
-    prefix: ClassVar[str] = "lgreco-"
     computes: dict[Model, Compute] = field(default_factory=dict)
 
     @property
@@ -147,16 +142,6 @@ class LGrecoStudy(Study[LGrecoScale]):
         emulated = self.emulated and num_ranks > 1
         return SeparateRuns("links", emulated, num_ranks, self.scale.runs, self.computes)
 
-    def snapshots(self, name: Name) -> list[Snapshot]:
-        """Gradients along an uncompressed training in this process."""
-        key = "snapshots", name
-        if key not in self._resources:
-            task, scale = self.scale.task(name), self.scale
-            title = f"{TITLES[name]}: gradients along a training"
-            count, window = scale.snapshots, scale.window
-            self._resources[key] = along(task, count=count, window=window, on_step=lambda: self.advance(1, title))
-        return self._resources[key]
-
     def recording(self) -> Recording:
         """The gradients of uncompressed trainings of both networks, in the folder of the pictures; recorded there
         unless they are."""
@@ -169,7 +154,7 @@ class LGrecoStudy(Study[LGrecoScale]):
         return self._resources["recording"]
 
     def _trainings(self, name: Name) -> Runs:
-        return self.kept(name, lambda: Runs(self.scale.task(name), NUM_RANKS, None, Progress(self)))
+        return self.kept(name, lambda: Runs(self.scale.task(name), NUM_RANKS, None, PartWatcher(self)))
 
 
 def where(rate: str) -> str:

@@ -1,7 +1,7 @@
 """Chapter 5 (QSDP) of "Communication-Efficient Distributed Training of Deep Neural Networks" (Markov, PhD thesis, ISTA
 2024) at the scale of two cores.
 
-`paper` holds its claims and parts; `measurements` what is measured and drawn of perplexity and of steps, `errors` of
-learned levels along a training, `regression` of linear regression. `sizes` and `methods` describe what is trained and
-how it is sent, `sharding` and `rank` how a rank process does so.
+`paper` holds its claims and parts; `measurements` what is measured and drawn of perplexity and of steps, `appendix` of
+learned levels along a training and of linear regression. `methods` describes what is trained and how it is sent,
+`sharding` and `trainings` how a rank process does so.
 """

@@ -6,13 +6,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
-from typing import Any, ClassVar
+from typing import Any
 
-from experiments.framework import pictures
 from experiments.framework.claims import Row
-from experiments.framework.study import Scale, Study
-from experiments.framework.time_to_loss import Course, Rounds, courses, sooner
+from experiments.framework.study import Scale, Study, draw_bars
 from experiments.framework.timing import RANKS_PER_NODE, Place, Times, shown_rate
+from experiments.framework.verdicts import Course, Rounds, courses, sooner
 from experiments.papers.qsdp.methods import (
     BITS,
     BLOCKWISE,
@@ -31,22 +30,27 @@ from experiments.papers.qsdp.methods import (
     PAIRS,
     RATIOS,
     RAW,
+    SIZES,
     THESIS_BASELINE,
     THESIS_GRID,
     THESIS_RATIOS,
+    TIMED,
     W2G2,
     W4G4,
     W8G8,
+    WORDS,
     Method,
     Pair,
+    Size,
+    SizeName,
     learned,
     rounded,
     shortened,
+    timed,
     uniform,
 )
-from experiments.papers.qsdp.sizes import SIZES, TIMED, WORDS, Size, SizeName, timed
 from experiments.papers.qsdp.trainings import ShardedTiming, Trained, Trainings
-from experiments.tasks.models import Model
+from experiments.tasks.images import Model
 from thinwire_tools import plots
 from thinwire_tools.compare.data import standard_library
 from thinwire_tools.compare.statistics import estimate, relative_differences
@@ -126,8 +130,6 @@ class QSDPScale(Scale):
 
 @dataclass
 class QSDPStudy(Study[QSDPScale]):
-    prefix: ClassVar[str] = "qsdp-"
-
     @property
     def rates(self) -> tuple[str | None, ...]:
         """Of the links that times are taken over, the slowest first; None for loopback."""
@@ -474,7 +476,7 @@ def _draw_5_3(
         if name in nearest:
             bars.append((f"{name} uniform, nearest", "#0a7d4f", mean_perplexity(nearest[name])))
         bars.append((f"{name} learned", "#1f6fb2", mean_perplexity(by_levels[name])))
-    pictures.bars(axes, bars)
+    draw_bars(axes, bars)
     plots.save(figure, study.picture("5.3"))
 
 

@@ -9,21 +9,23 @@ from itertools import product
 from statistics import fmean, median
 from typing import Any
 
-from experiments.framework.claims import Claim, Rows, ratios, times_faster
+from experiments.framework.claims import Claim, Rows, over, ratios, times_faster
 from experiments.framework.paper import Paper, Part, command
-from experiments.framework.time_to_loss import Course, Sooner, sooner
 from experiments.framework.verdicts import (
     ONE_MEASUREMENT,
+    Course,
     Judgment,
+    Sooner,
     all_hold,
     exceeds,
     faster,
     if_seen,
     larger,
     matches,
+    sooner,
     unsound,
 )
-from experiments.papers.qsdp import errors, measurements, regression
+from experiments.papers.qsdp import appendix, measurements
 from experiments.papers.qsdp.measurements import (
     BUCKETS_OF,
     LEAST_BITS_KEPT,
@@ -46,13 +48,18 @@ from experiments.papers.qsdp.methods import (
     PAIRS,
     RATIOS,
     RAW,
+    SIZES,
+    SIZES_SMOKE,
     THESIS_BASELINE,
     THESIS_GRID,
     THESIS_RATIOS,
+    TIMED_SMOKE,
     W8G8,
+    WORDS,
+    WORDS_SMOKE,
     Method,
+    Size,
 )
-from experiments.papers.qsdp.sizes import SIZES, SIZES_SMOKE, TIMED_SMOKE, WORDS, WORDS_SMOKE, Size
 from thinwire_tools.compare.statistics import Estimate, estimate, relative_differences
 
 _THESIS_COST = 9 / (5 * 60)
@@ -101,7 +108,6 @@ def _recovered(size: Size, num_ranks: int) -> Claim:
     claim = _lost("table 5.1", f"lost/{size.name}/{num_ranks} ranks", statement, within=MARGIN)
 
     def rule(rows: Rows) -> Judgment:
-        assert claim.rule is not None
         return if_seen(_sensitive(rows), claim.rule(rows))
 
     return replace(claim, rule=rule)
@@ -201,7 +207,6 @@ def _lgreco() -> Iterator[Claim]:
         return estimate(relative_differences(row["reference_bytes"], row["step_bytes"]))
 
     def rule(rows: Rows) -> Judgment:
-        assert quality.rule is not None
         return if_seen(_sensitive(rows), all_hold((exceeds(fewer(rows)), quality.rule(rows))))
 
     yield replace(quality, rule=rule)
@@ -239,7 +244,7 @@ def _levels() -> Iterator[Claim]:
         lambda _: ONE_MEASUREMENT,
         text=_cost,
     )
-    for layer in errors.LAYERS:
+    for layer in appendix.LAYERS:
         yield from _errors(layer)
 
 
@@ -264,7 +269,7 @@ def _cost(rows: Rows) -> str:
 
 def _errors(layer: str) -> Iterator[Claim]:
     """Figures C.2 and C.3."""
-    number, title = errors.LAYERS[layer]
+    number, title = appendix.LAYERS[layer]
     figure, row = f"figure {number}", f"gain/{layer}"
 
     def after(rows: Rows, learning: int, key: str) -> dict[str, list[list[float]]]:
@@ -272,7 +277,7 @@ def _errors(layer: str) -> Iterator[Claim]:
         since, by_seed = rows[row]["learn_at"][learning], rows[row]["curves"]
         # The file of an earlier run has those of one training.
         by_seed = by_seed if isinstance(by_seed, list) else [by_seed]
-        curves = {what: [curves[what] for curves in by_seed] for what in errors.BITS}
+        curves = {what: [curves[what] for curves in by_seed] for what in appendix.BITS}
         return {
             what: [[x for x, at in zip(curve[key], curve["steps"], strict=True) if at >= since] for curve in own]
             for what, own in curves.items()
@@ -332,8 +337,8 @@ def _mean(by_seed: Sequence[Sequence[float]]) -> float:
 
 def _shift(problem: str, batches: bool) -> Iterator[Claim]:
     name = f"{problem}/{'batches' if batches else 'whole'}"
-    row, kind = f"shift_over_qsgd/{name}", f"batches of {regression.BATCH}" if batches else "whole gradients"
-    title = f"{regression.TITLES[problem]}, {kind}"
+    row, kind = f"shift_over_qsgd/{name}", f"batches of {appendix.BATCH}" if batches else "whole gradients"
+    title = f"{appendix.TITLES[problem]}, {kind}"
 
     def gained(rows: Rows, other: str) -> Estimate:
         ends = rows[row]["ends"]
@@ -359,8 +364,7 @@ def _rounds(rows: Rows, rate: str, method: Method) -> list[float]:
 
 def _gained(rows: Rows, rate: str, method: Method) -> list[float]:
     """How many times faster W8G8 is, by round."""
-    pairs = zip(_rounds(rows, rate, W8G8), _rounds(rows, rate, method), strict=True)
-    return [theirs / ours for ours, theirs in pairs]
+    return over(rows["step_s"]["by_round"][rate], W8G8.name, method.name)
 
 
 def _faster(method: Method, asked: float) -> Claim:
@@ -404,7 +408,7 @@ def _speeds() -> Iterator[Claim]:
         "section 5.6.1",
         "hierarchical_over_flat",
         "between nodes, hierarchical gathers and reductions are faster than flat ones, for they send less",
-        lambda rows: faster(_node_ratios(rows, "flat")),
+        lambda rows: faster(over(rows["hierarchical_over_flat"]["by_round"], "hierarchical", "flat")),
         over_link=True,
     )
     yield Claim(
@@ -439,11 +443,6 @@ def _speeds() -> Iterator[Claim]:
     )
 
 
-def _node_ratios(rows: Rows, other: str) -> list[float]:
-    by_round = {name: {"step_s": rounds} for name, rounds in rows["hierarchical_over_flat"]["by_round"].items()}
-    return ratios(by_round, "hierarchical", other)
-
-
 def _in_time(rows: Rows) -> Sooner:
     row = rows["sooner"]
     return sooner(Course.of(row, "qsdp"), Course.of(row, "baseline"), row["rounds"])
@@ -461,7 +460,7 @@ CLAIMS = (
     *_quality(),
     *_levels(),
     *_lgreco(),
-    *(claim for problem, batches in product(regression.TITLES, (True, False)) for claim in _shift(problem, batches)),
+    *(claim for problem, batches in product(appendix.TITLES, (True, False)) for claim in _shift(problem, batches)),
     *_speeds(),
 )
 
@@ -507,9 +506,9 @@ PAPER = Paper(
         ),
         "lgreco": Part("L-GreCo over W4G4", measurements.lgreco_over_qsdp, measurements.lgreco_steps, 0.035, 5.0),
         "5.3": Part("tables 5.3, C.3: learned levels", measurements.table_5_3, measurements.levels_steps, 0.035, 5.0),
-        "C.2": Part("figures C.2, C.3: their error", errors.figures_c_2_and_c_3, errors.num_steps, 0.08, 2.0),
+        "C.2": Part("figures C.2, C.3: their error", appendix.figures_c_2_and_c_3, appendix.error_steps, 0.08, 2.0),
         "C.4": Part("figure C.4: buckets", measurements.figure_c_4, measurements.bucket_steps, 0.05, 5.0),
-        "C.5": Part("figure C.5: random shift", regression.figure_c_5, regression.num_steps, 1.6e-4, 1.0),
+        "C.5": Part("figure C.5: random shift", appendix.figure_c_5, appendix.descent_steps, 1.6e-4, 1.0),
         "bandwidth": Part("figure 5.3: bandwidth", measurements.figure_5_3, measurements.bandwidth_steps, 0.6, 20.0),
         "5.2fig": Part("figure 5.2: perplexity and time", measurements.figure_5_2, measurements.time_steps, 0.19, 5.0),
         "C.1": Part("figure C.1, table C.2: ratios", measurements.table_c_2, measurements.ratio_steps, 0.5, 15.0),

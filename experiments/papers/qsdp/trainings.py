@@ -16,12 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from experiments.framework.rank import Call, Rank, Timed
-from experiments.framework.ranks import OnStep, Ranks, described, telling
-from experiments.framework.run_cache import RunCache
+from experiments.framework.ranks import OnStep, Ranks, RunCache, described, telling
 from experiments.framework.timing import Place, Timing
 from experiments.papers.qsdp.methods import Method
 from experiments.papers.qsdp.sharding import Batch, backward, shard
-from experiments.tasks.models import Model
+from experiments.tasks.images import Model
 from thinwire_tools import lab
 from thinwire_tools.compare.gpt import GPT
 from thinwire_tools.compare.tasks import GPTTask, probe_steps

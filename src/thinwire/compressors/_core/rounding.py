@@ -28,7 +28,7 @@ def rounded_for(what: Literal["weights", "deltas", "feedback"], compressor: Code
     all four codes (``midrise``): with a level at zero there are three, which lose 0.77 of Gaussian deltas, more than
     the theorem's 0.71, and the four lose 0.42. At 3 bits a level at zero costs less (0.28 against 0.21) than it saves
     where half of the deltas are zero, as behind a ReLU (0.25 against 0.38), and with it no delta can lose more than
-    there is to it (``benchmarks/changes.json``). With error feedback, a step's error is sent later, so
+    there is to it (``benchmarks/pipelines/changes.json``). With error feedback, a step's error is sent later, so
     again only its size counts: that of rounding to nearest is 0.53 to 0.70 of stochastic rounding's.
     """
     if isinstance(compressor, Chain):

@@ -1,1 +1,0 @@
-"""Faults on purpose: which error every surviving rank of a training gets, and when."""

@@ -1,1 +1,0 @@
-"""PyTorch's own tests of its process groups, on the backend ``thinwire``."""

@@ -1,1 +1,0 @@
-"""Damaged messages, very many of them."""
