@@ -43,8 +43,9 @@ class _Meeting:
         if self._device is None or self._device.type != "cuda":
             self._barrier.wait(self.timeout_s)
             return
-        stream = torch.cuda.current_stream(self._device)
-        events[rank] = stream.record_event()
+        mine, stream = torch.cuda.Event(), torch.cuda.current_stream(self._device)
+        mine.record(stream)
+        events[rank] = mine
         self._barrier.wait(self.timeout_s)
         for event in events:
             assert event is not None
