@@ -122,7 +122,7 @@ def _outer_step(rank: int) -> Calls:
 
 CODED = {"threads.py", "compressors/_core/bucketed.py", "kernels/ops.py"}
 CHANNEL = {"runtime/channel.py", "runtime/executor.py"} | CODED
-REDUCTION = {"collectives/reduction.py", "collectives/stages.py"} | CHANNEL
+REDUCTION = {"collectives/reduction.py", "collectives/message.py"} | CHANNEL
 OUTER = {"local/diloco.py", "runtime/bucket_engine.py", "collectives/allgather.py"}  # two workers gather
 STAGE = {f"pipeline/{name}.py" for name in ("arrivals", "boundary", "message", "pipeline")}
 PATHS = {

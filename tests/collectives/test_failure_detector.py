@@ -22,7 +22,6 @@ from harness import run_ranks
 from nets import make
 from thinwire import CommunicationError, PeerFailedError, TransportError
 from thinwire.collectives import FailureDetector, announce_error, failures
-from thinwire.collectives.meeting import Record
 from thinwire.integrations.transports import bare_transport
 
 ERROR = TransportError("the all-reduce failed")
@@ -202,12 +201,12 @@ BAD += [b'{"host": "x", "error": [1, "y"]}']
 
 def test_a_record_that_is_damaged_is_none_and_others_come_back_within_bounds() -> None:
     for data in BAD:
-        for read in (lambda data: Record.read(data, 4), failures.Cause.read):
+        for read in (lambda data: failures.Record.read(data, 4), failures.Cause.read):
             with pytest.raises(ValueError):
                 read(data)
-    told = Record("node\n1", beat=3, call=("state_dict()", 2), failed=(3, "y" * 3000))
-    record = Record.read(str(told).encode(), 4)
-    assert record == Record("node 1", beat=3, call=("state_dict()", 2), failed=(3, "y" * 1000))
+    told = failures.Record("node\n1", beat=3, call=("state_dict()", 2), failed=(3, "y" * 3000))
+    record = failures.Record.read(str(told).encode(), 4)
+    assert record == failures.Record("node 1", beat=3, call=("state_dict()", 2), failed=(3, "y" * 1000))
 
 
 def test_what_a_stranger_writes_into_the_store_ends_no_detector() -> None:

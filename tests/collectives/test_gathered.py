@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from harness import run_threads
-from thinwire import MessageError, TransportError, parse
+from thinwire import MessageError, PeerFailedError, TransportError, parse
 from thinwire.collectives import CollectiveCall, Layer, Layout, complete, gather_buffers, gather_mean
-from thinwire.collectives.message import HEADER_BYTES, PeerFailedError
-from thinwire.collectives.messages import Messages
+from thinwire.collectives.message import HEADER_BYTES, Messages
 from thinwire.compressors import Coded
 
 FIXED = "topk(density=0.1)"

@@ -21,10 +21,8 @@ from thinwire.collectives import (
     SharedMemoryTransport,
     Transport,
 )
-from thinwire.collectives.message import HEADER_BYTES
-from thinwire.collectives.messages import Messages
-from thinwire.collectives.traffic import Outgoing, Traffic
-from thinwire.collectives.transport import Pending
+from thinwire.collectives.message import HEADER_BYTES, Messages
+from thinwire.collectives.transport import Outgoing, Pending, Traffic
 from thinwire_tools import lab
 from thinwire_tools.bench.ranks import run_ranks as run_bench_ranks
 

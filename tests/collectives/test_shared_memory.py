@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from harness import run_ranks
 from thinwire import TransportError
-from thinwire.collectives.nodes import VARIABLE, node_identity
+from thinwire.collectives import node_identity
 from thinwire.collectives.shared_memory import (
+    NODE_VARIABLE,
     TICKET_BYTES,
     Process,
     Segment,
@@ -212,10 +213,10 @@ def test_a_process_that_ended_is_dead_before_it_is_buried() -> None:
 
 IDENTITY = f"""
 import os
-from thinwire.collectives.nodes import node_identity
+from thinwire.collectives import node_identity
 from thinwire.collectives.shared_memory import unavailable
 print(node_identity().tolist())
-os.environ["{VARIABLE}"] = "one"
+os.environ["{NODE_VARIABLE}"] = "one"
 print(node_identity().tolist())
 print(unavailable())
 """
@@ -232,9 +233,9 @@ def test_another_namespace_is_another_node(monkeypatch: pytest.MonkeyPatch) -> N
     if subprocess.run(["unshare", "--net", "--pid", "--fork", "--mount-proc", "true"]).returncode:
         pytest.skip("this machine gives no namespaces")
     plain = str(node_identity().tolist())
-    monkeypatch.setenv(VARIABLE, "one")
+    monkeypatch.setenv(NODE_VARIABLE, "one")
     named = str(node_identity().tolist())
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv(NODE_VARIABLE)
     assert plain != named
     for options in (["--net"], ["--pid", "--fork", "--mount-proc"]):
         other, other_named, why = python(IDENTITY, "unshare", *options).stdout.splitlines()

@@ -29,7 +29,7 @@ from thinwire.collectives import (
 )
 from thinwire.collectives.shared_memory import Segment, unavailable
 from thinwire.collectives.shared_transport import places_of
-from thinwire.collectives.traffic import Outgoing
+from thinwire.collectives.transport import Outgoing
 from thinwire.kernels import LINE_BYTES
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
@@ -93,6 +93,15 @@ def test_bytes_are_those_of_messages_inside_the_node(spec: str, node_of) -> None
         outside = [m for p, of in enumerate(traffic) for m in of if rank in m.receivers and node_of(p) != node_of(rank)]
         most = sum(m.num_bytes for m in (*traffic[rank], *outside)) + LINE_BYTES * (len(traffic[rank]) + len(inside))
         assert held == most if node_of is ONE_NODE else held <= most
+
+
+def test_tags_are_different_from_those_of_the_transport_between_nodes() -> None:
+    """A message between nodes would otherwise be taken for one of a small all-reduce."""
+
+    def run(transport) -> list[int]:
+        return [transport.new_tag(2), transport.inner.new_tag(1), transport.new_tag(1)]
+
+    assert run_threads(run, 4, node_of=PAIRS) == [[0, 2, 3]] * 4
 
 
 def test_a_message_is_not_overwritten_before_it_was_read() -> None:

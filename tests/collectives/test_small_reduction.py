@@ -12,7 +12,7 @@ from torch import Tensor
 
 from harness import run_ranks
 from thinwire.collectives import ProcessGroupTransport, ring_bytes
-from thinwire.collectives.small_reduction import SMALL_BYTES, SmallReduction
+from thinwire.collectives.transport import SMALL_BYTES, small_reduction
 
 TIMEOUT = timedelta(seconds=20)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int32)
@@ -93,7 +93,7 @@ def test_messages_are_few_and_have_the_bytes_of_a_ring(num_ranks: int, numel: in
             return mock.Mock()
 
         how = {"rank": rank, "num_ranks": num_ranks, "send": send, "receive": receive}
-        SmallReduction(torch.zeros(numel), "sum", **how).wait()
+        small_reduction(torch.zeros(numel), "sum", **how).wait()
     assert {phase for phase, *_ in sent} == ({0} if num_ranks == 2 else {0, 1})
     assert sum(size for *_, size in sent) == num_ranks * ring_bytes(4 * numel, num_ranks)
     assert min(size for *_, size in sent) > 0, "nothing is sent for empty parts"

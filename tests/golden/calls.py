@@ -295,8 +295,8 @@ def reduced(algorithm: str, num_ranks: int, dtype: torch.dtype) -> dict[str, Any
 
     def run(transport: LoopbackTransport) -> tuple[str, str, str]:
         recorder = _Recorder(transport)
-        owned = transport.open(of.reduction_traffic()) if of.has_owned else None
-        gathered = gather_buffers(of, transport) if of.has_gathered else None
+        owned = transport.open(of.reduction_traffic()) if of.chunks else None
+        gathered = gather_buffers(of, transport) if of.gathered else None
         sums, results = sum_buffers(of), []
         state = State.fresh(of.slots, of.numel, layers={layer.name: layer.shape for layer in of.layers})
         for step in range(2):

@@ -22,7 +22,6 @@ from thinwire.collectives import (
     LoopbackTransport,
     ProcessGroupTransport,
     Shard,
-    ShardBuffers,
     Transport,
     World,
     all_gather,
@@ -79,13 +78,13 @@ def through_the_host(transport: Transport, layout: Layout, steps: int, poison: i
     """What a rank has after each of some steps, by way of messages on the CPU."""
     state, outputs = first_state(layout, torch.device("cpu")), []
     owned = transport.open(layout.reduction_traffic())
-    gathered = gather_buffers(layout, transport) if layout.has_gathered else None
+    gathered = gather_buffers(layout, transport) if layout.gathered else None
     sums = sum_buffers(layout)
     for step in range(steps):
         x = _input(layout, transport.rank, step, poison)
         call = CollectiveCall(seed=5, step=step, state=state)
         complete(summed_all_reduce(x, layout, transport, sums, call))
-        if layout.has_owned:
+        if layout.chunks:
             complete(all_reduce(x, layout, transport, owned, call))
         if gathered is not None:
             complete(gather_mean(x, layout, transport, gathered, call))
@@ -150,7 +149,9 @@ def shards_through_the_device(transport: DeviceTransport, layout: Layout, x: Ten
     """The same by way of the device."""
     device = transport.device
     reduced, gathered, state = _of_shards(transport, layout, x, device)
-    up, down = (ShardBuffers.open(layout, transport.rank, device, up=is_up) for is_up in (True, False))
+    up, down = (
+        DeviceBuffers.allocate(layout, transport.rank, device, up=is_up, down=not is_up) for is_up in (True, False)
+    )
     call = CollectiveCall(seed=1, step=9, scale=0.5, state=state, draw=2)
     device_reduce_scatter(x.clone().to(device), reduced, transport, up, call)
     device_all_gather(gathered, transport, down, call)

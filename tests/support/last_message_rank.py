@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from thinwire.collectives import Pending, ProcessGroupTransport
-from thinwire.collectives.traffic import Outgoing
+from thinwire.collectives.transport import Outgoing
 from thinwire_tools.compare.forked import command_streams
 
 TIMEOUT = timedelta(seconds=10)

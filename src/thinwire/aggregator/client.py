@@ -295,8 +295,6 @@ class _Link(asyncio.BufferedProtocol):
         self._have = 0
         try:
             self._arrived()
-        except TransportError as error:
-            self._break(error)
         except ProtocolError as error:
             self._break(TransportError(f"{self._broken}: {error}"))
 
@@ -312,6 +310,10 @@ class _Link(asyncio.BufferedProtocol):
     def _is_gone(self, text: str, reason: str) -> TransportError:
         """Return the error of the aggregator itself, which no rank has caused."""
         return TransportError(text, host=parse_address(self._where.address)[0], reason=reason)
+
+    def _reported(self, said: str, kind: Kind) -> TransportError:
+        failed = f"the aggregator at {self._target} reports: {said}"
+        return TransportError(failed) if kind == Kind.ERROR else self._is_gone(failed, said)
 
     @property
     def _broken(self) -> str:
@@ -338,7 +340,7 @@ class _Link(asyncio.BufferedProtocol):
         header = Header.unpack(self._header, self._slot_elements)
         if header.kind in (Kind.ERROR, Kind.ENDED):
             text = bytearray(max(1, header.elements))
-            self._expect(text, lambda: self._raise(text, by_worker=header.kind == Kind.ERROR))
+            self._expect(text, lambda: self._break(self._reported(text.decode(errors="replace"), header.kind)))
         elif not self.welcome.done():
             if header.kind != Kind.WELCOME or not header.elements or not header.chunk:
                 raise ProtocolError(f"it answered with a frame of kind {header.kind.name}")
@@ -347,11 +349,6 @@ class _Link(asyncio.BufferedProtocol):
             self.welcome.set_result(header)
         else:
             self._begin_sum(header)
-
-    def _raise(self, text: bytearray, *, by_worker: bool) -> None:
-        said = text.decode(errors="replace")
-        failed = f"the aggregator at {self._target} reports: {said}"
-        raise TransportError(failed) if by_worker else self._is_gone(failed, said)
 
     def _begin_sum(self, header: Header) -> None:
         if header.kind != Kind.RESULT or header.lane >= len(self._lanes) or not self._lanes[header.lane].out:

@@ -2,20 +2,14 @@
 
 from thinwire.collectives.algorithms import (
     Algorithm as Algorithm,
-    AllGather as AllGather,
-    Binomial as Binomial,
     Hierarchical as Hierarchical,
-    ParameterServer as ParameterServer,
-    Ring as Ring,
     ScatterReduceAllGather as ScatterReduceAllGather,
     World as World,
     parse_algorithm as parse_algorithm,
 )
 from thinwire.collectives.allgather import gather_buffers as gather_buffers, gather_mean as gather_mean
-from thinwire.collectives.contiguous import contiguous_values as contiguous_values, overwrite as overwrite
 from thinwire.collectives.device import (
     DeviceBuffers as DeviceBuffers,
-    ShardBuffers as ShardBuffers,
     check_star as check_star,
     device_all_gather as device_all_gather,
     device_all_reduce as device_all_reduce,
@@ -23,7 +17,6 @@ from thinwire.collectives.device import (
 )
 from thinwire.collectives.device_transport import (
     DeviceGroupTransport as DeviceGroupTransport,
-    DeviceLoopbackTransport as DeviceLoopbackTransport,
     DeviceTransport as DeviceTransport,
 )
 from thinwire.collectives.errors import (
@@ -31,7 +24,7 @@ from thinwire.collectives.errors import (
     PeerFailedError as PeerFailedError,
     TransportError as TransportError,
 )
-from thinwire.collectives.failures import FailureDetector as FailureDetector
+from thinwire.collectives.failures import FailureDetector as FailureDetector, announce_error as announce_error
 from thinwire.collectives.layout import (
     Chunk as Chunk,
     Layer as Layer,
@@ -41,37 +34,47 @@ from thinwire.collectives.layout import (
     part_layout as part_layout,
     sharded_layout as sharded_layout,
 )
-from thinwire.collectives.meeting import announce_error as announce_error
-from thinwire.collectives.message import MessageError as MessageError
-from thinwire.collectives.messages import Messages as Messages
-from thinwire.collectives.nodes import node_identity as node_identity, number_nodes as number_nodes
-from thinwire.collectives.packed import PackedSum as PackedSum, packed_sums as packed_sums
+from thinwire.collectives.loopback import (
+    DeviceLoopbackTransport as DeviceLoopbackTransport,
+    LoopbackTransport as LoopbackTransport,
+)
+from thinwire.collectives.message import (
+    Clock as Clock,
+    CollectiveCall as CollectiveCall,
+    MessageError as MessageError,
+    complete as complete,
+)
 from thinwire.collectives.reduction import (
     all_gather as all_gather,
     all_reduce as all_reduce,
     encoded as encoded,
     reduce_scatter as reduce_scatter,
 )
-from thinwire.collectives.shared_memory import SharedMemoryError as SharedMemoryError
+from thinwire.collectives.shared_memory import (
+    SharedMemoryError as SharedMemoryError,
+    node_identity as node_identity,
+    number_nodes as number_nodes,
+)
 from thinwire.collectives.shared_transport import (
     SharedMemoryTransport as SharedMemoryTransport,
     TransportChoice as TransportChoice,
     with_shared_memory as with_shared_memory,
 )
-from thinwire.collectives.stages import Clock as Clock, CollectiveCall as CollectiveCall, complete as complete
 from thinwire.collectives.summed import (
     SumRounds as SumRounds,
+    packed_sums as packed_sums,
     sum_buffers as sum_buffers,
     summed_all_reduce as summed_all_reduce,
 )
-from thinwire.collectives.traffic import Outgoing as Outgoing, Traffic as Traffic, sent_bytes as sent_bytes
 from thinwire.collectives.transport import (
     Buffers as Buffers,
-    ForeignGroupTransport as ForeignGroupTransport,
-    LoopbackTransport as LoopbackTransport,
+    Outgoing as Outgoing,
     Pending as Pending,
     PendingWork as PendingWork,
     ProcessGroupTransport as ProcessGroupTransport,
     Transport as Transport,
+    contiguous_values as contiguous_values,
+    overwrite as overwrite,
     ring_bytes as ring_bytes,
+    sent_bytes as sent_bytes,
 )

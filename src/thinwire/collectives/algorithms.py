@@ -9,7 +9,6 @@ One implementation (`thinwire.collectives.all_reduce`) runs them all.
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,7 +53,6 @@ class Tree:
     """
 
     def __init__(self, owner: int, parents: Sequence[int | None]) -> None:
-        self.owner = owner
         self.parents = tuple(parents)
         children: list[list[int]] = [[] for _ in parents]
         for rank, parent in enumerate(parents):
@@ -62,62 +60,37 @@ class Tree:
                 raise ValueError(f"in the tree of owner {owner}, the parent of rank {rank} is {parent}")
             if parent is not None:
                 children[parent].append(rank)
-        self.children = tuple(tuple(ranks) for ranks in children)
-        self.depth = self._depths()
-        self.height = self._heights()
-
-    def _depths(self) -> tuple[int, ...]:
-        """Return the number of hops between the owner and each rank."""
-        depth = [-1] * len(self.parents)
-        depth[self.owner], reached = 0, [self.owner]
-        for rank in reached:
-            for child in self.children[rank]:
-                depth[child] = depth[rank] + 1
-                reached.append(child)
-        if len(reached) != len(self.parents):
-            raise ValueError(f"not every rank reaches owner {self.owner}: {self.parents}")
-        return tuple(depth)
-
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
+        self.children = tuple(map(tuple, children))
+        self.depth = [0] * len(parents)
+        """Number of hops between the owner and each rank."""
+        self.height = [0] * len(parents)
+        """The most hops of a contribution that each rank waits for; 0 for a rank without children."""
+        self.sizes = [1] * len(parents)
         """Number of ranks whose contributions each rank sends toward the owner, its own included."""
-        sizes = [1] * len(self.parents)
-        for rank in sorted(range(len(self.parents)), key=lambda r: -self.depth[r]):
-            parent = self.parents[rank]
-            if parent is not None:
-                sizes[parent] += sizes[rank]
-        return tuple(sizes)
-
-    def _heights(self) -> tuple[int, ...]:
-        """Return the most hops of a contribution that each rank waits for; 0 for a rank without children."""
-        height = [0] * len(self.parents)
-        for rank in sorted(range(len(self.parents)), key=lambda r: -self.depth[r]):
-            parent = self.parents[rank]
-            if parent is not None:
-                height[parent] = max(height[parent], height[rank] + 1)
-        return tuple(height)
+        links, reached = list[tuple[int, int]](), [owner]
+        for parent in reached:
+            links += [(parent, child) for child in children[parent]]
+            reached += children[parent]
+        if len(reached) != len(parents):
+            raise ValueError(f"not every rank reaches owner {owner}: {self.parents}")
+        for parent, child in links:
+            self.depth[child] = self.depth[parent] + 1
+        for parent, child in reversed(links):
+            self.height[parent] = max(self.height[parent], self.height[child] + 1)
+            self.sizes[parent] += self.sizes[child]
 
 
 @dataclass(frozen=True)
-class Algorithm(ABC):
+class Algorithm:
     """A collective algorithm. ``str(algorithm)`` is its spec, which `parse_algorithm` reads."""
 
     spec_name: ClassVar[str]
-
-    @property
-    def gathers(self) -> bool:
-        """Whether every rank sends its message to every other one, so that chunks have no owners."""
-        return False
-
-    @property
-    def needs_nodes(self) -> bool:
-        """Whether it depends on which ranks share a node."""
-        return False
-
-    @property
-    def is_star(self) -> bool:
-        """Whether every rank sends its message to the owner directly, as a majority vote needs."""
-        return False
+    gathers: ClassVar[bool] = False
+    """Whether every rank sends its message to every other one, so that chunks have no owners."""
+    needs_nodes: ClassVar[bool] = False
+    """Whether it depends on which ranks share a node."""
+    is_star: ClassVar[bool] = False
+    """Whether every rank sends its message to the owner directly, as a majority vote needs."""
 
     def shares(self, world: World) -> tuple[int, ...]:
         """Return the share of every layer that each rank owns, in proportion.
@@ -131,9 +104,9 @@ class Algorithm(ABC):
         """Return the bytes that the busiest rank sends, as a multiple of the bytes of the encoded bucket (about)."""
         return 2 * (world.size - 1) / world.size
 
-    @abstractmethod
     def parent(self, rank: int, owner: int, world: World) -> int:
         """Return the rank to which ``rank``, not the owner, sends its contribution, and which sends it the mean."""
+        return owner
 
     def tree(self, owner: int, world: World) -> Tree:
         """Return the reduction tree of the chunks of ``owner``."""
@@ -151,19 +124,7 @@ class Algorithm(ABC):
 
 
 @dataclass(frozen=True)
-class _Star(Algorithm):
-    """An algorithm in which every rank sends to each owner directly."""
-
-    @property
-    def is_star(self) -> bool:
-        return True
-
-    def parent(self, rank: int, owner: int, world: World) -> int:
-        return owner
-
-
-@dataclass(frozen=True)
-class ScatterReduceAllGather(_Star):
+class ScatterReduceAllGather(Algorithm):
     """Every rank sends each owner its chunk; owners send the means to all ranks (thesis, section 3.5.1). The default.
 
     It takes two hops, and every value is quantized twice, whatever the number of ranks. Each rank sends ``2(n−1)/n``
@@ -176,6 +137,7 @@ class ScatterReduceAllGather(_Star):
     """
 
     spec_name: ClassVar[str] = "sra"
+    is_star: ClassVar[bool] = True
 
     rates: tuple[float, ...] | Literal["measured", ""] = ""
 
@@ -199,13 +161,14 @@ class ScatterReduceAllGather(_Star):
 
 
 @dataclass(frozen=True)
-class ParameterServer(_Star):
+class ParameterServer(Algorithm):
     """One rank, ``server``, owns everything: it reduces all messages and sends all means.
 
     It is for worlds in which only that rank has a fast link.
     """
 
     spec_name: ClassVar[str] = "parameter_server"
+    is_star: ClassVar[bool] = True
 
     server: int = 0
 
@@ -267,16 +230,10 @@ class AllGather(Algorithm):
     """Every rank sends everything to all others: one hop and one quantization, but ``n−1`` times the bytes."""
 
     spec_name: ClassVar[str] = "allgather"
-
-    @property
-    def gathers(self) -> bool:
-        return True
+    gathers: ClassVar[bool] = True
 
     def crossings(self, world: World) -> float:
         return world.size - 1
-
-    def parent(self, rank: int, owner: int, world: World) -> int:
-        return owner
 
 
 @dataclass(frozen=True)
@@ -296,6 +253,7 @@ class Hierarchical(Algorithm):
     """
 
     spec_name: ClassVar[str] = "hierarchical"
+    needs_nodes: ClassVar[bool] = True
 
     inside: str = "dense"
     across: Literal["slices", "leaders"] = "slices"
@@ -307,10 +265,6 @@ class Hierarchical(Algorithm):
             inner = parse(self.inside)
             if not isinstance(inner, Coded) or inner.gathered or needs_state(inner) or not inner.traits.plain_sum:
                 raise ValueError(f"inside={self.inside}: give dense, same, or a quantizer without a state of its own")
-
-    @property
-    def needs_nodes(self) -> bool:
-        return True
 
     def shares(self, world: World) -> tuple[int, ...]:
         if self.across == "slices":
@@ -328,7 +282,13 @@ class Hierarchical(Algorithm):
 
     def inner(self, compressor: Coded) -> Coded:
         """Return the compressor inside a node, where ``compressor`` is that between nodes."""
-        return compressor if self.inside == "same" else _inside(self.inside, compressor)
+        if self.inside == "same":
+            return compressor
+        inner = parse("raw" if self.inside == "dense" or isinstance(compressor, Raw) else self.inside)
+        # It has error feedback if that has: an inner rank's residual must be sent by it, too.
+        chosen = ef(inner) if RESIDUAL in compressor.slots else inner
+        assert isinstance(chosen, Coded)
+        return chosen
 
     def __str__(self) -> str:
         return f"hierarchical(inside={self.inside}, across={self.across})"
@@ -339,15 +299,6 @@ def _all_of(owner: int, world: World, called: str) -> tuple[int, ...]:
     if not 0 <= owner < world.size:
         raise ValueError(f"{called} is rank {owner}, and there are {world.size} ranks")
     return tuple(int(rank == owner) for rank in range(world.size))
-
-
-def _inside(spec: str, compressor: Coded) -> Coded:
-    """Return the compressor inside a node for ``compressor`` between nodes. It has error feedback if that has: an inner
-    rank's residual must be sent by it, too."""
-    inner = parse("raw" if spec == "dense" or isinstance(compressor, Raw) else spec)
-    chosen = ef(inner) if RESIDUAL in compressor.slots else inner
-    assert isinstance(chosen, Coded)
-    return chosen
 
 
 def balanced_shares(rates: Sequence[float]) -> tuple[float, ...]:
@@ -373,9 +324,8 @@ def balanced_shares(rates: Sequence[float]) -> tuple[float, ...]:
     return tuple(shares)
 
 
-_ALGORITHMS: dict[str, type[Algorithm]] = {
-    t.spec_name: t for t in (ScatterReduceAllGather, Ring, Binomial, AllGather, Hierarchical, ParameterServer)
-}
+_ALL = (ScatterReduceAllGather, Ring, Binomial, AllGather, Hierarchical, ParameterServer)
+_ALGORITHMS: dict[str, type[Algorithm]] = {kind.spec_name: kind for kind in _ALL}
 _calls = Calls[Algorithm](
     kind="collective algorithm",
     what="collective algorithm",

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives.layout import Chunk, Layout
-from thinwire.collectives.message import HEADER_BYTES, MessageError
-from thinwire.collectives.messages import Messages
-from thinwire.collectives.stages import WORKER, CollectiveCall
+from thinwire.collectives.message import HEADER_BYTES, WORKER, CollectiveCall, MessageError, Messages
 from thinwire.collectives.transport import Buffers, Transport
 from thinwire.compressors import CodecCall, used_bytes
 
@@ -79,16 +77,15 @@ class _Packing:
     """Sender of messages of bounded size without their unused bytes: sizes in phase 0, packed messages in phase 1."""
 
     def __init__(self, chunk: Chunk, buffers: Buffers, messages: Messages) -> None:
-        self._chunk, self._buffers, self._messages = chunk, buffers, messages
+        self._room, self._buffers, self._messages = chunk.message_bytes, buffers, messages
+        self._pieces = [(compressor, piece) for compressor, segments in chunk.groups for piece in segments.pieces]
 
     def announce(self, mine: Tensor) -> None:
-        packed = self._messages.outgoing(1)
-        size = HEADER_BYTES
-        for compressor, segments in self._chunk.groups:
-            for piece in segments.pieces:
-                used = used_bytes(compressor, mine, piece)
-                packed[size : size + used] = mine[piece.payload : piece.payload + used]
-                size += used
+        packed, size = self._messages.outgoing(1), HEADER_BYTES
+        for compressor, piece in self._pieces:
+            used = used_bytes(compressor, mine, piece)
+            packed[size : size + used] = mine[piece.payload : piece.payload + used]
+            size += used
         field = torch.frombuffer(bytearray(_SIZE.pack(size)), dtype=torch.uint8)
         self._messages.outgoing(0)[HEADER_BYTES : HEADER_BYTES + _SIZE.size] = field
         self._messages.send(0)
@@ -104,23 +101,22 @@ class _Packing:
 
     def _read_size(self, message: Tensor, peer: int) -> int:
         (size,) = _SIZE.unpack(message[HEADER_BYTES : HEADER_BYTES + _SIZE.size].numpy().tobytes())
-        if not HEADER_BYTES <= size <= self._chunk.message_bytes or size % 64:
-            raise MessageError(f"rank {peer} announced a message of {size} bytes; room is {self._chunk.message_bytes}")
+        if not HEADER_BYTES <= size <= self._room or size % 64:
+            raise MessageError(f"rank {peer} announced a message of {size} bytes; room is {self._room}")
         return size
 
     def _unpack(self, packed: Tensor, into: Tensor, peer: int) -> None:
         at = HEADER_BYTES
-        for compressor, segments in self._chunk.groups:
-            for piece in segments.pieces:
-                # The length in the payload's header is checked: it may not reach past the message.
-                room = into[piece.payload : piece.payload + compressor.payload_bytes(piece.numel, torch.float32)]
-                head = min(64, packed.numel() - at, room.numel())
-                room[:head] = packed[at : at + head]
-                try:
-                    used = used_bytes(compressor, into, piece)
-                except ValueError as error:
-                    raise MessageError(f"a message from rank {peer} is invalid: {error}") from None
-                if at + used > packed.numel():
-                    raise MessageError(f"a message from rank {peer} ends inside {piece.name}")
-                room[:used] = packed[at : at + used]
-                at += used
+        for compressor, piece in self._pieces:
+            # The length in the payload's header is checked: it may not reach past the message.
+            room = into[piece.payload : piece.payload + compressor.payload_bytes(piece.numel, torch.float32)]
+            head = min(64, packed.numel() - at, room.numel())
+            room[:head] = packed[at : at + head]
+            try:
+                used = used_bytes(compressor, into, piece)
+            except ValueError as error:
+                raise MessageError(f"a message from rank {peer} is invalid: {error}") from None
+            if at + used > packed.numel():
+                raise MessageError(f"a message from rank {peer} ends inside {piece.name}")
+            room[:used] = packed[at : at + used]
+            at += used

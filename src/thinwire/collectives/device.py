@@ -9,17 +9,18 @@ would have to wait to read them.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from thinwire.collectives.algorithms import Algorithm
 from thinwire.collectives.device_transport import DeviceTransport
-from thinwire.collectives.layout import Chunk, Group, Layout, Sum
-from thinwire.collectives.packed import PackedSum
-from thinwire.collectives.stages import OWNER, WORKER, CollectiveCall, complete
-from thinwire.collectives.summed import sum_buffers, summed_all_reduce
+from thinwire.collectives.layout import Chunk, Group, Layout
+from thinwire.collectives.message import OWNER, WORKER, CollectiveCall, complete
+from thinwire.collectives.summed import PackedSum, sum_buffers, summed_all_reduce
 from thinwire.collectives.transport import Transport, ring_bytes
 from thinwire.compressors import CodecCall, Coded, Piece, Segments
 
@@ -47,9 +48,9 @@ class DeviceBuffers:
     """Means of all owners, this rank included."""
     spread: Tensor
     """Copies of this rank's mean, one for each rank; empty if means are padded."""
-    sizes: tuple[int, ...]
+    sizes: list[int]
     """Bytes of each owner's chunks."""
-    part_sizes: tuple[int, ...]
+    part_sizes: list[int]
     """Bytes of a contribution to each owner's chunks."""
     padded: bool
     """Whether means are padded to the size of the largest and sent by an all-gather."""
@@ -60,8 +61,12 @@ class DeviceBuffers:
     sums: tuple[Tensor, ...]
     sent_bytes: int
     """Number of bytes that this rank hands to the transport."""
-    packed: Mapping[int, DevicePackedSum] = field(default_factory=dict)
+    packed: Mapping[int, PackedSum]
     """Sums, by number, that are sent in messages of few bits."""
+    local: tuple[Group, ...]
+    """Pieces that this rank owns in a `sharded_layout`, with offsets from the start of its part, and their places in
+    each of ``parts``."""
+    part_numel: int
 
     @staticmethod
     def allocate(
@@ -80,31 +85,31 @@ class DeviceBuffers:
             ValueError: The collective algorithm does not send directly to owners.
         """
         check_star(layout.algorithm)
-        owned = [[chunk for chunk in layout.chunks if chunk.owner == peer] for peer in range(layout.world_size)]
+        num_ranks = layout.world_size
+        numbers = [[k for k, chunk in enumerate(layout.chunks) if chunk.owner == peer] for peer in range(num_ranks)]
+        owned = [[layout.chunks[k] for k in of] for of in numbers]
         # Contributions are those of other ranks, which are all alike.
-        given = [
-            [_contribution(layout, k) for k, c in enumerate(layout.chunks) if c.owner == peer]
-            for peer in range(layout.world_size)
-        ]
-        sizes = [sum(chunk.message_bytes for chunk in chunks) for chunks in owned]
-        part_sizes = [sum(chunk.message_bytes for chunk in chunks) for chunks in given]
-        own, total, num_ranks = sizes[rank], sum(sizes), len(sizes)
-        own_part, all_parts = part_sizes[rank], sum(part_sizes)
-        widest = max(sizes)
-        padded = num_ranks * widest <= _WASTE * total
-        starts = [peer * widest for peer in range(num_ranks)] if padded else _starts(sizes)
-        ends_at = num_ranks * widest if padded else total
+        given = owned
+        if num_ranks > 1:
+            given = [
+                [layout.sent_chunk(k, (peer + 1) % num_ranks, peer) for k in of] for peer, of in enumerate(numbers)
+            ]
+        sizes, part_sizes = ([sum(chunk.message_bytes for chunk in of) for of in each] for each in (owned, given))
+        padded = num_ranks * max(sizes) <= _WASTE * sum(sizes)
+        rooms = [max(sizes)] * num_ranks if padded else sizes
         without_mine = [0 if peer == rank else size for peer, size in enumerate(part_sizes)]
         others = [(given[peer], at) for peer, at in enumerate(_starts(without_mine)) if peer != rank]
-        theirs = [(owned[peer], at) for peer, at in enumerate(starts) if peer != rank]
+        theirs = [(owned[peer], at) for peer, at in enumerate(_starts(rooms)) if peer != rank]
         width = sum(chunk.message_bytes for chunk in layout.gathered)
-        packed = {
-            i: DevicePackedSum(s, layout, rank, device) for i, s in enumerate(layout.sums) if s.packed is not None
-        }
-        native = [s for s in layout.sums if s.packed is None]
-        summed = sum(ring_bytes(s.numel * s.dtype.itemsize, num_ranks) for s in native)
-        summed += sum(s.buffers.sent_bytes for s in packed.values())
-        means_bytes = (num_ranks - 1) * (widest if padded else own)
+        packed, sent_bytes = dict[int, PackedSum](), up * sum(without_mine) + (num_ranks - 1) * width
+        for number, s in enumerate(layout.sums):
+            if s.packed is None:
+                sent_bytes += ring_bytes(s.numel * s.dtype.itemsize, num_ranks)
+            else:
+                of = layout.packed_layout(s)
+                buffers = DeviceBuffers.allocate(of, rank, device)
+                packed[number] = PackedSum(s, buffers.num_bytes, partial(_reduce_packed, of, buffers), device)
+                sent_bytes += buffers.sent_bytes
 
         def room(num_bytes: int) -> Tensor:
             return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -114,27 +119,28 @@ class DeviceBuffers:
             mine=_merged([(owned[rank], 0)]),
             widened=_merged([(given[rank], 0)]) if given != owned else (),
             theirs=_merged(theirs),
-            sent=room(up * (all_parts - own_part)),
-            received=room(up * (num_ranks - 1) * own_part),
-            means=room(down * ends_at),
-            spread=room(0 if padded else down * num_ranks * own),
-            sizes=tuple(sizes),
-            part_sizes=tuple(part_sizes),
+            sent=room(up * sum(without_mine)),
+            received=room(up * (num_ranks - 1) * part_sizes[rank]),
+            means=room(down * sum(rooms)),
+            spread=room(0 if padded else down * num_ranks * sizes[rank]),
+            sizes=sizes,
+            part_sizes=part_sizes,
             padded=padded,
             rank=rank,
             gathered=_merged([(layout.gathered, 0)]),
             work=room(num_ranks * width).view(num_ranks, width),
             sums=sum_buffers(layout, device),
+            sent_bytes=sent_bytes + down * (num_ranks - 1) * rooms[rank],
             packed=packed,
-            sent_bytes=up * (all_parts - own_part) + down * means_bytes + (num_ranks - 1) * width + summed,
+            local=_merged([([chunk for chunk in layout.local if chunk.owner == rank], 0)]),
+            part_numel=layout.part_numel,
         )
 
     @property
     def num_bytes(self) -> int:
         """Memory in use, in bytes."""
         tensors = (self.sent, self.received, self.means, self.spread, self.work, *self.sums)
-        held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        return held + sum(s.num_bytes for s in self.packed.values())
+        return sum(tensor.nbytes for tensor in tensors) + sum(s.num_bytes for s in self.packed.values())
 
     @property
     def parts(self) -> list[Tensor]:
@@ -145,56 +151,14 @@ class DeviceBuffers:
     @property
     def mean(self) -> Tensor:
         """This rank's part of ``means``."""
-        own = self.sizes[self.rank]
-        widest = self.means.numel() // len(self.sizes)
-        at = self.rank * widest if self.padded else _starts(self.sizes)[self.rank]
-        return self.means[at : at + own]
+        at = self.rank * max(self.sizes) if self.padded else sum(self.sizes[: self.rank])
+        return self.means[at : at + self.sizes[self.rank]]
 
     def encoded(self) -> Iterator[tuple[Group, Tensor]]:
         """Yield the groups that this rank has encoded, each with its message."""
         for groups, message in ((self.others, self.sent), (self.mine, self.mean)):
             yield from ((group, message) for group in groups)
         yield from ((group, self.work[self.rank]) for group in self.gathered)
-
-
-class DevicePackedSum(PackedSum):
-    """A packed sum by the collectives of `device_all_reduce`."""
-
-    def __init__(self, s: Sum, layout: Layout, rank: int, device: torch.device) -> None:
-        super().__init__(s, device)
-        self._layout = layout.packed_layout(s)
-        self.buffers = DeviceBuffers.allocate(self._layout, rank, device)
-
-    @property
-    def num_bytes(self) -> int:
-        return super().num_bytes + self.buffers.num_bytes
-
-    def exchange(self, x: Tensor, transport: Transport, call: CollectiveCall) -> Generator[None]:
-        assert isinstance(transport, DeviceTransport)
-        yield
-        device_all_reduce(x, self._layout, transport, self.buffers, call)
-
-
-@dataclass(frozen=True)
-class ShardBuffers:
-    """Messages of one direction of a `sharded_layout` on one rank's device, allocated once."""
-
-    messages: DeviceBuffers
-    local: tuple[Group, ...]
-    """Pieces that this rank owns, with offsets from the start of its part, and their places in each of
-    ``messages.parts``."""
-    part_numel: int
-
-    @staticmethod
-    def open(layout: Layout, rank: int, device: torch.device, *, up: bool) -> ShardBuffers:
-        """Allocate buffers for a reduce-scatter (``up``) or an all-gather.
-
-        Raises:
-            ValueError: The collective algorithm does not send directly to owners.
-        """
-        mine = [chunk for chunk in layout.local if chunk.owner == rank]
-        buffers = DeviceBuffers.allocate(layout, rank, device, up=up, down=not up)
-        return ShardBuffers(buffers, _merged([(mine, 0)]), layout.part_numel)
 
 
 def check_star(algorithm: Algorithm) -> None:
@@ -217,36 +181,34 @@ def device_all_reduce(
     """
     summed = summed_all_reduce(x, layout, transport, buffers.sums, call, buffers.packed)
     next(summed)  # their first round runs while the other layers are encoded
-    if layout.has_owned:
+    if layout.chunks:
         _reduce_owned(x, transport, buffers, call)
-    if layout.has_gathered:
+    if layout.gathered:
         _gather_rest(x, transport, buffers, call)
     complete(summed)
 
 
 def device_reduce_scatter(
-    x: Tensor, out: Tensor, transport: DeviceTransport, buffers: ShardBuffers, call: CollectiveCall
+    x: Tensor, out: Tensor, transport: DeviceTransport, buffers: DeviceBuffers, call: CollectiveCall
 ) -> None:
     """Set ``out`` to this rank's part of the sum of all ranks' ``x`` times ``call.scale``, as `reduce_scatter` does."""
-    messages = buffers.messages
-    _send_to_owners(x, transport, messages, call)
+    _send_to_owners(x, transport, buffers, call)
     with call.clock.stage("reduce"):
         mine = x[transport.rank * buffers.part_numel :]
         scale = call.factor(transport.world_size)
         for compressor, segments in buffers.local:
-            compressor.add_up(messages.parts, mine, out, CodecCall(segments, scale=scale))
+            compressor.add_up(buffers.parts, mine, out, CodecCall(segments, scale=scale))
 
 
-def device_all_gather(x: Tensor, transport: DeviceTransport, buffers: ShardBuffers, call: CollectiveCall) -> None:
+def device_all_gather(x: Tensor, transport: DeviceTransport, buffers: DeviceBuffers, call: CollectiveCall) -> None:
     """Fill ``x``, in which this rank's part is set, with all ranks' parts decoded, as `all_gather` does."""
-    messages = buffers.messages
-    mean = messages.mean
+    mean = buffers.mean
     with call.clock.stage("encode"):
         key = call.key(OWNER, transport.rank)
-        for compressor, segments in messages.mine:
+        for compressor, segments in buffers.mine:
             compressor.encode(x, mean, CodecCall(segments, key, state=call.state))
             compressor.decode(mean, x, CodecCall(segments))
-    _send_means(x, transport, messages, call)
+    _send_means(x, transport, buffers, call)
 
 
 def _reduce_owned(x: Tensor, transport: DeviceTransport, buffers: DeviceBuffers, call: CollectiveCall) -> None:
@@ -277,7 +239,7 @@ def _send_to_owners(x: Tensor, transport: DeviceTransport, buffers: DeviceBuffer
 
 def _send_means(x: Tensor, transport: DeviceTransport, buffers: DeviceBuffers, call: CollectiveCall) -> None:
     """Send ``buffers.mean`` to all ranks, and decode into ``x`` what other owners sent."""
-    rank, num_ranks, sizes = transport.rank, transport.world_size, list(buffers.sizes)
+    rank, num_ranks, sizes = transport.rank, transport.world_size, buffers.sizes
     with call.clock.stage("wire"):
         if buffers.padded:
             transport.all_gather_into(buffers.means, buffers.means.view(num_ranks, -1)[rank])
@@ -287,6 +249,14 @@ def _send_means(x: Tensor, transport: DeviceTransport, buffers: DeviceBuffers, c
     with call.clock.stage("decode"):
         for compressor, segments in buffers.theirs:
             compressor.decode(buffers.means, x, CodecCall(segments))
+
+
+def _reduce_packed(
+    layout: Layout, buffers: DeviceBuffers, x: Tensor, transport: Transport, call: CollectiveCall
+) -> Generator[None]:
+    assert isinstance(transport, DeviceTransport)
+    yield
+    device_all_reduce(x, layout, transport, buffers, call)
 
 
 def _gather_rest(x: Tensor, transport: DeviceTransport, buffers: DeviceBuffers, call: CollectiveCall) -> None:
@@ -302,18 +272,8 @@ def _gather_rest(x: Tensor, transport: DeviceTransport, buffers: DeviceBuffers, 
             compressor.mean(list(work), x, CodecCall(segments, scale=call.factor(transport.world_size)))
 
 
-def _contribution(layout: Layout, k: int) -> Chunk:
-    """Return chunk ``k`` as ranks send it to its owner."""
-    owner, num_ranks = layout.chunks[k].owner, layout.world_size
-    return layout.sent_chunk(k, (owner + 1) % num_ranks, owner) if num_ranks > 1 else layout.chunks[k]
-
-
 def _starts(sizes: Iterable[int]) -> list[int]:
-    starts, at = [], 0
-    for size in sizes:
-        starts.append(at)
-        at += size
-    return starts
+    return [0, *accumulate(sizes)][:-1]
 
 
 def _merged(placed: Iterable[tuple[Sequence[Chunk], int]]) -> tuple[Group, ...]:

@@ -1,9 +1,10 @@
 """Detection of the rank that caused a failure, by heartbeats and reports of all ranks in the process groups' store.
 
 A collective that fails says little about the cause. gloo reports a closed connection or a timeout, and names at most
-the peer that it waited for, which may itself have waited for the rank that died. So every rank has a thread that keeps
-a record of it in PyTorch's store, and reads those of the others. The first rank that finds the cause of a failure
-writes it there, and all others take it.
+the peer that it waited for, which may itself have waited for the rank that died. So ranks meet in PyTorch's store
+before they communicate, where each may announce that it fails, and every rank has a thread that keeps a record of it
+there, and reads those of the others. The first rank that finds the cause of a failure writes it there, and all others
+take it.
 
 The store lives in one process, rank 0 or the launcher. It ends with that process at once, and does not answer where
 that is stopped: both are evidence, too. Where rank 0 ends by itself, it waits until the others have read why.
@@ -16,19 +17,20 @@ import itertools
 import json
 import os
 import re
+import socket
 import sys
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, TimeoutError as FutureTimeoutError, wait
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 from thinwire import threads
-from thinwire.collectives.errors import PeerFailedError, TransportError
-from thinwire.collectives.meeting import Record, announcing, checked, in_thread, line, loaded, meet
+from thinwire.collectives.errors import CommunicationError, PeerFailedError, TransportError
 from thinwire.compat import rank_of_store
 
 _T = TypeVar("_T")
@@ -43,11 +45,84 @@ GRACE_S = 2.5
 _REPORT_S = 1.0
 """Seconds that a failure which another rank has announced waits for evidence."""
 _LINGER_S = 3.0
-"""Seconds that rank 0, which has the store, stays for ranks that have yet to read its last record."""
+"""Seconds that rank 0, which has the store, stays for ranks that have yet to read its last record, or which failed."""
 _UNDER_WAY = 2
 """Number of collectives that may be under way at a time."""
 _SILENCE = re.compile("imed out|timeout caused|within|no heartbeat")
 """Pattern of errors in which a connection is still open."""
+
+
+@dataclass
+class Record:
+    """A rank's report on itself in the store. Ranks are places in the group."""
+
+    host: str
+    absent: str = ""
+    """Reason why the rank does not join the meeting."""
+    beat: int = 0
+    """A count that increases as long as the rank's process runs."""
+    progress: int = 0
+    """Number of collectives that the rank has begun."""
+    call: tuple[str, int] | None = None
+    """Call of all ranks that the rank is in, and its progress then."""
+    error: tuple[str, int] | None = None
+    """Last error that the rank has met within a collective, and its progress then."""
+    failed: tuple[int, str] | None = None
+    """Rank that made an operation fail, itself if that is not known, and why."""
+    ended: str = ""
+    """Reason why the rank communicates no more."""
+
+    def __str__(self) -> str:
+        return json.dumps({name: value for name, value in vars(self).items() if value})
+
+    @staticmethod
+    def read(data: bytes, num_ranks: int) -> Record:
+        """Return the record that a rank has written, its texts within bounds.
+
+        Raises:
+            ValueError: It is damaged, or not a rank's.
+        """
+        told = loaded(data)
+        if not isinstance(told, dict) or "host" not in told or not told.keys() <= _KINDS.keys():
+            raise ValueError("not a rank's record")
+        record = Record(**{name: checked(value, _KINDS[name]) for name, value in told.items()})
+        if record.failed is not None and not 0 <= record.failed[0] < num_ranks:
+            raise ValueError(f"there is no rank {record.failed[0]}")
+        return record
+
+
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("host", "absent", "ended"), str),
+    **dict.fromkeys(("beat", "progress"), int),
+    **dict.fromkeys(("call", "error"), (str, int)),
+    "failed": (int, str),
+}
+
+
+def loaded(data: bytes) -> Any:
+    """Return a JSON value from the store. Raises `ValueError` where it is invalid, or too long for a record."""
+    if len(data) > 1 << 15:  # a record's texts have at most 1000 characters each
+        raise ValueError(f"{len(data)} bytes are not a record")
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+
+
+def checked(value: Any, kind: Any) -> Any:
+    """Return a value from the store, its texts cut, if it is of a kind or a list of kinds. Raises `ValueError`."""
+    if isinstance(kind, tuple):
+        if not isinstance(value, list) or len(value) != len(kind):
+            raise ValueError(f"not {len(kind)} values")
+        return tuple(map(checked, value, kind))
+    if type(value) is not kind:
+        raise ValueError(f"not {kind.__name__}")
+    return line(value) if kind is str else value
+
+
+def line(text: object) -> str:
+    """Return the beginning of a text without control characters."""
+    return "".join(c if c.isprintable() else " " for c in str(text))[:1000]
 
 
 class Cause(NamedTuple):
@@ -86,7 +161,7 @@ class FailureDetector:
             TransportError: Some rank did not call this in time.
             PeerFailedError: Some rank called `announce_error` instead, or has failed in this.
         """
-        with announcing(store, key, rank):
+        try:
             # Threads start first: the others must not wait for a rank that has announced itself and cannot start them.
             detector = FailureDetector(store, key, ranks, rank)
             try:
@@ -94,6 +169,10 @@ class FailureDetector:
             except BaseException:
                 detector.close()
                 raise
+        except Exception as error:
+            if getattr(error, "rank", None) is None:  # for a reason that no other rank knows
+                announce_error(store, key, rank, error)
+            raise
         return detector
 
     def __init__(self, store: Any, key: str, ranks: Sequence[int], rank: int) -> None:
@@ -430,3 +509,107 @@ class Board:
         errors = [(r.error[1], place, r.error[0]) for place, r in enumerate(self.records) if r.error is not None]
         errors = [e for e in errors if e[1] != self.rank and e[0] >= self.mine.progress - _UNDER_WAY]
         return min(errors)[1:] if errors else None
+
+
+def announce_error(store: Any, key: str, rank: int, error: Exception) -> None:
+    """Make the ranks that call, or will call, `FailureDetector.connect` raise at once: this one will not join."""
+    with contextlib.suppress(RuntimeError):
+        store.set(f"{key}/{rank}", str(Record(socket.gethostname(), line(f"{type(error).__name__}: {error}"))))
+
+
+def meet(store: Any, key: str, ranks: Sequence[int], rank: int, timeout: timedelta) -> tuple[Any, list[Record]]:
+    """Put this rank's first record into the store, and wait for those of all ``ranks``.
+
+    Returns a client of the store that nothing else uses, so that it answers while others wait, and the records. The
+    arguments and errors are those of `FailureDetector.connect`.
+    """
+    try:
+        return _within(timeout, lambda: _meet(store, key, ranks, rank, timeout))
+    except CommunicationError as error:
+        failed = error.rank
+        if failed != 0:  # or the store may not answer
+            with contextlib.suppress(TransportError):
+                _within(timedelta(seconds=_LINGER_S), lambda: _leave(store, key, ranks, rank, failed))
+        raise
+
+
+def in_thread(call: Callable[[], _T]) -> Future[_T]:
+    """Run ``call`` in a thread of its own, which nobody has to wait for, and return the future of its result."""
+    done: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised in the caller
+            done.set_exception(error)
+
+    threads.start(run, name="thinwire meeting", end=lambda: None, within_s=0.0)
+    return done
+
+
+def _within(timeout: timedelta, call: Callable[[], _T]) -> _T:
+    """Return the result of ``call``. PyTorch's store has calls that wait without end for a process that is stopped.
+
+    Raises:
+        TransportError: It takes longer than ``timeout`` and a second.
+    """
+    done = in_thread(call)
+    try:
+        return done.result(timeout.total_seconds() + 1.0)
+    except FutureTimeoutError:
+        reason = "PyTorch's store, which lives there, does not answer"
+        raise TransportError(f"rank 0: {reason}: that process is stopped or cut off", rank=0, reason=reason) from None
+
+
+def _meet(store: Any, key: str, ranks: Sequence[int], rank: int, timeout: timedelta) -> tuple[Any, list[Record]]:
+    deadline = time.monotonic() + timeout.total_seconds()
+    records: list[Record] = []
+    try:
+        # Fails at once where the store is gone; a new client would try to connect for long.
+        store.check([f"{key}/{rank}"])
+        client = store.clone()
+        if rank == 0:
+            client.set(f"{key}/cause", "")
+        client.set(f"{key}/{rank}", str(Record(socket.gethostname())))
+        for other, number in enumerate(ranks):
+            left = max(0.01, deadline - time.monotonic())
+            try:
+                client.wait([f"{key}/{other}"], timedelta(seconds=left))
+            except RuntimeError:  # its time is over, or the store is gone, which the next line meets, too
+                missing = [n for o, n in enumerate(ranks) if o >= other and not client.check([f"{key}/{o}"])]
+                if not missing:
+                    continue
+                raise TransportError(
+                    f"rank {', '.join(map(str, missing))} did not come within {timeout.total_seconds():g} s: every "
+                    "rank must make this call, in the same order; that rank's own log may say why it did not",
+                    rank=missing[0],
+                    reason="it has not made the call in which all ranks meet",
+                ) from None
+            try:
+                its = Record.read(client.get(f"{key}/{other}"), len(ranks))
+            except ValueError as error:
+                reason = f"its record in PyTorch's store is damaged: {error}"
+                raise TransportError(f"rank {number}: {reason}", rank=number, reason=reason) from None
+            if its.absent:
+                raise PeerFailedError(
+                    f"rank {number} on {its.host} failed: {its.absent}", rank=number, host=its.host, reason=its.absent
+                )
+            records.append(its)
+    except CommunicationError:
+        raise
+    except RuntimeError as error:
+        raise TransportError(
+            f"PyTorch's store, which lives on rank 0, does not answer: {error}",
+            rank=0,
+            reason="PyTorch's store, which lives there, does not answer",
+        ) from error
+    return client, records
+
+
+def _leave(store: Any, key: str, ranks: Sequence[int], rank: int, failed: int | None) -> None:
+    """Wait until the others have read which rank failed, or else the store ends with rank 0, and they blame rank 0."""
+    with contextlib.suppress(RuntimeError):
+        store.set(f"{key}/{rank}/left", b"")
+        if ranks[rank] == 0:
+            others = [f"{key}/{other}/left" for other, number in enumerate(ranks) if number != failed]
+            store.wait(others, timedelta(seconds=_LINGER_S))

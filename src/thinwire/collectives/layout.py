@@ -17,8 +17,7 @@ import torch
 
 from thinwire.collectives.algorithms import Algorithm, ScatterReduceAllGather, Tree, World
 from thinwire.collectives.message import HEADER_BYTES, SIZE_BYTES
-from thinwire.collectives.traffic import Outgoing, Traffic, sent_bytes
-from thinwire.collectives.transport import Transport, ring_bytes
+from thinwire.collectives.transport import Outgoing, Traffic, Transport, ring_bytes, sent_bytes
 from thinwire.compressors import Coded, Packed, Parts, Piece, Reduction, Segments, Slot, Summed, SumShape
 from thinwire.kernels import site_id
 
@@ -41,6 +40,10 @@ class Layer(NamedTuple):
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+
+_Cut = tuple[Coded, Piece]
+"""Consecutive elements of a layer and their compressor, without a place in a message yet."""
 
 
 class Group(NamedTuple):
@@ -66,13 +69,6 @@ class Chunk:
         return any(group.compressor.traits.bounded for group in self.groups)
 
 
-class Members(NamedTuple):
-    """Layers that share a compressor, and their places in a sum."""
-
-    compressor: Summed
-    parts: Parts
-
-
 @dataclass(frozen=True)
 class Sum:
     """The operand of one all-reduce: the contributions of all layers of one round, operation and dtype."""
@@ -80,7 +76,8 @@ class Sum:
     round: int
     op: Reduction
     dtype: torch.dtype
-    members: tuple[Members, ...]
+    members: tuple[tuple[Summed, Parts], ...]
+    """Layers that share a compressor, with their places in the operand."""
     numel: int
     packed: Packed | None = None
     """Messages of few bits in which the sum is sent; None for a native all-reduce."""
@@ -127,7 +124,9 @@ class Layout:
 
     layers: tuple[Layer, ...]
     chunks: tuple[Chunk, ...]
+    """Layers that are divided among owners."""
     gathered: tuple[Chunk, ...]
+    """Layers that all ranks gather."""
     sums: tuple[Sum, ...]
     dtype: torch.dtype
     algorithm: Algorithm
@@ -148,27 +147,29 @@ class Layout:
         """
         world = World(world) if isinstance(world, int) else world
         algorithm = algorithm or ScatterReduceAllGather()
-        whole, shared = [], []
-        for layer in layers:
-            if not layer.numel or not isinstance(layer.compressor, Coded):
-                continue
-            if layer.compressor.gathered or algorithm.gathers:
-                whole.append(Cut(layer, layer.compressor, 0, layer.numel))
-            else:
-                _check_sum(layer, algorithm)
-                shared.append((layer, layer.compressor))
-        chunks = []
         shares = algorithm.shares(world)
-        owned: list[list[Cut]] = [[] for _ in range(world.size)]
-        for layer, compressor in shared:
+        whole: list[_Cut] = []
+        owned: list[list[_Cut]] = [[] for _ in range(world.size)]
+        for layer in layers:
+            compressor = layer.compressor
+            if not layer.numel or not isinstance(compressor, Coded):
+                continue
+            if compressor.gathered or algorithm.gathers:
+                whole.append((compressor, Piece(layer.name, layer.start, layer.numel, 0, 0, layer.shape)))
+                continue
+            if not algorithm.is_star and not compressor.traits.plain_sum:
+                raise ValueError(
+                    f"{layer.name} has {compressor}, whose votes an owner must count itself: "
+                    f"use the collective algorithm sra or parameter_server with it, not {algorithm}"
+                )
             for owner, begin, end in owned_parts(layer.name, compressor, layer.numel, shares):
-                owned[owner].append(Cut(layer, compressor, begin, end - begin))
-        for owner, cuts in enumerate(owned):
-            chunks += [_chunk(part, dtype, owner) for part in _slices(cuts)]
+                piece = Piece(layer.name, layer.start + begin, end - begin, begin, 0, layer.shape)
+                owned[owner].append((compressor, piece))
+        chunks = [chunk for owner, cuts in enumerate(owned) for chunk in _chunks(cuts, dtype, owner)]
         # Messages of bounded size are packed into one, so that a single size is sent beforehand.
-        bounded = any(cut.compressor.traits.bounded for cut in whole)
-        gathered = tuple(_chunk(part, dtype) for part in ([whole] if bounded else _slices(whole)))
-        return Layout(tuple(layers), tuple(chunks), gathered, _sums(layers, dtype), dtype, algorithm, world)
+        bounded = any(compressor.traits.bounded for compressor, _ in whole)
+        gathered = [_chunk(whole, dtype)] if bounded else _chunks(whole, dtype)
+        return Layout(tuple(layers), tuple(chunks), tuple(gathered), _sums(layers, dtype), dtype, algorithm, world)
 
     @property
     def world_size(self) -> int:
@@ -177,16 +178,6 @@ class Layout:
     @property
     def numel(self) -> int:
         return sum(layer.numel for layer in self.layers)
-
-    @property
-    def has_owned(self) -> bool:
-        """Whether any layer is divided among owners."""
-        return bool(self.chunks)
-
-    @property
-    def has_gathered(self) -> bool:
-        """Whether all ranks gather any layer."""
-        return bool(self.gathered)
 
     @cached_property
     def num_coded(self) -> int:
@@ -303,24 +294,6 @@ class Layout:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-class Cut(NamedTuple):
-    """Consecutive elements of a coded layer, the first of them at ``index0``."""
-
-    layer: Layer
-    compressor: Coded
-    index0: int
-    numel: int
-
-
-def _check_sum(layer: Layer, algorithm: Algorithm) -> None:
-    assert isinstance(layer.compressor, Coded)
-    if not algorithm.is_star and not layer.compressor.traits.plain_sum:
-        raise ValueError(
-            f"{layer.name} has {layer.compressor}, whose votes an owner must count itself: "
-            f"use the collective algorithm sra or parameter_server with it, not {algorithm}"
-        )
-
-
 def owned_parts(name: str, compressor: Coded, numel: int, shares: Sequence[int]) -> list[tuple[int, int, int]]:
     """Return the pieces of a coded layer as (owner, begin, end), none of them empty.
 
@@ -346,55 +319,44 @@ def _unit(grain: int) -> int:
     return -(-_LEAST_PIECE // grain) * grain
 
 
-def _slices(cuts: Sequence[Cut]) -> list[list[Cut]]:
+def _chunks(cuts: Sequence[_Cut], dtype: torch.dtype, owner: int = -1) -> list[Chunk]:
     """Distribute cuts over messages of about the same size, dividing those that can be divided."""
-    numel = sum(cut.numel for cut in cuts)
-    if not numel:
-        return []
+    numel = sum(piece.numel for _, piece in cuts)
     size = -(-numel // max(1, round(numel / SLICE)))
-    slices: list[list[Cut]] = [[]]
+    slices: list[list[_Cut]] = [[]]
     room = size
-    for layer, compressor, index0, left in cuts:
-        while left:
-            grain = None if compressor.gathered else compressor.grain
+    for compressor, piece in cuts:
+        grain = None if compressor.gathered else compressor.grain
+        at = 0
+        while at < piece.numel:
+            left = piece.numel - at
             take = left if grain is None else min(left, -(-room // _unit(grain)) * _unit(grain))
-            slices[-1].append(Cut(layer, compressor, index0, take))
-            index0, left, room = index0 + take, left - take, room - take
+            part = piece._replace(start=piece.start + at, numel=take, index0=piece.index0 + at)
+            slices[-1].append((compressor, part))
+            at, room = at + take, room - take
             if room <= 0:
                 slices.append([])
                 room = size
-    return [part for part in slices if part]
+    return [_chunk(part, dtype, owner) for part in slices if part]
 
 
-def owned_chunks(cuts: Sequence[Cut], dtype: torch.dtype, owner: int) -> list[Chunk]:
-    """Return the chunks of these cuts, all of one owner."""
-    return [_chunk(part, dtype, owner) for part in _slices([cut for cut in cuts if cut.numel])]
-
-
-def _chunk(cuts: Sequence[Cut], dtype: torch.dtype, owner: int = -1) -> Chunk:
-    by_compressor: dict[Coded, list[Cut]] = {}
-    for cut in cuts:
-        by_compressor.setdefault(cut.compressor, []).append(cut)
-    groups = []
-    for compressor, members in by_compressor.items():
-        pieces = [Piece(c.layer.name, c.layer.start + c.index0, c.numel, c.index0, 0, c.layer.shape) for c in members]
-        groups.append((compressor, pieces))
-    return _placed(groups, dtype, owner)
+def _chunk(cuts: Sequence[_Cut], dtype: torch.dtype, owner: int = -1) -> Chunk:
+    groups: dict[Coded, list[Piece]] = {}
+    for compressor, piece in cuts:
+        groups.setdefault(compressor, []).append(piece)
+    return _placed(list(groups.items()), dtype, owner)
 
 
 def _with_compressors(chunk: Chunk, compressors: Sequence[Coded], dtype: torch.dtype) -> Chunk:
-    """Return the same elements with other compressors, one for each group."""
-    groups = [(c, _pieces_for(c, group)) for c, group in zip(compressors, chunk.groups, strict=True)]
+    """Return the same elements with other compressors, one for each group, at whose grain they may not be cut."""
+    groups = []
+    for compressor, group in zip(compressors, chunk.groups, strict=True):
+        pieces, grain, cut_at = group.segments.pieces, compressor.grain, group.compressor.grain
+        if grain is not None and cut_at is not None and cut_at % grain:
+            # Draws begin at a multiple of the grain, and no two pieces of a layer share any.
+            pieces = [piece._replace(index0=piece.index0 * grain) for piece in pieces]
+        groups.append((compressor, pieces))
     return _placed(groups, dtype, chunk.owner)
-
-
-def _pieces_for(compressor: Coded, group: Group) -> Sequence[Piece]:
-    """Return the pieces of a group for a compressor at whose grain they may not have been cut."""
-    pieces, grain, cut_at = group.segments.pieces, compressor.grain, group.compressor.grain
-    if grain is None or cut_at is None or cut_at % grain == 0:
-        return pieces
-    # Draws begin at a multiple of the grain, and no two pieces of a layer share any.
-    return [piece._replace(index0=piece.index0 * grain) for piece in pieces]
 
 
 def _placed(groups: Sequence[tuple[Coded, Sequence[Piece]]], dtype: torch.dtype, owner: int) -> Chunk:
@@ -426,11 +388,11 @@ def _sums(layers: Sequence[Layer], dtype: torch.dtype) -> tuple[Sum, ...]:
 
 def _sum(round: int, members: Mapping[Summed, Sequence[tuple[Piece, SumShape]]]) -> Sum:
     """Return the sum of parts of one operation and dtype. Those of a compressor lie end to end."""
-    end, placed = 0, []
+    end, placed = 0, list[tuple[Summed, Parts]]()
     for compressor, parts in members.items():
         own = Parts.build([(piece, part.numel) for piece, part in parts], end)
         end = own.where.stop
-        placed.append(Members(compressor, own))
+        placed.append((compressor, own))
     kind = next(iter(members.values()))[0][1]
     return Sum(round, kind.op, kind.dtype, tuple(placed), end, kind.packed)
 
@@ -446,6 +408,10 @@ class Shard(NamedTuple):
     index0: int
     """Index of the first random draw, a multiple of the compressor's grain: no two shards of a layer share draws."""
     compressor: Coded
+
+    def piece(self, at: int) -> Piece:
+        """Return the shard as a piece of a buffer in which its part starts at element ``at``."""
+        return Piece(self.name, at + self.start, self.numel, self.index0, 0, (self.numel,))
 
 
 def part_layout(layers: Sequence[Layer], world_size: int, dtype: torch.dtype) -> Layout:
@@ -480,13 +446,7 @@ def sharded_layout(
     for owner, shards in enumerate(parts):
         at = owner * part_numel
         placed += [Layer(f"{s.name} from {s.index0}", at + s.start, (s.numel,), s.compressor) for s in shards]
-        chunks += owned_chunks([_cut(shard, at) for shard in shards], dtype, owner)
-        local += owned_chunks([_cut(shard, 0) for shard in shards], dtype, owner)
+        for where, start in ((chunks, at), (local, 0)):
+            where += _chunks([(s.compressor, s.piece(start)) for s in shards], dtype, owner)
     algorithm = algorithm or ScatterReduceAllGather()
     return Layout(tuple(placed), tuple(chunks), (), (), dtype, algorithm, world, part_numel, tuple(local))
-
-
-def _cut(shard: Shard, at: int) -> Cut:
-    # The shard is a piece of a layer that starts index0 elements before it.
-    layer = Layer(shard.name, at + shard.start - shard.index0, (shard.numel,), shard.compressor)
-    return Cut(layer, shard.compressor, shard.index0, shard.numel)

@@ -23,9 +23,7 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives.layout import Chunk, Layout
-from thinwire.collectives.message import HEADER_BYTES
-from thinwire.collectives.messages import Messages
-from thinwire.collectives.stages import OWNER, WORKER, CollectiveCall
+from thinwire.collectives.message import HEADER_BYTES, OWNER, WORKER, CollectiveCall, Messages
 from thinwire.collectives.transport import Buffers, Transport
 from thinwire.compressors import CodecCall, Segments
 from thinwire.kernels import before_sum, rows_add

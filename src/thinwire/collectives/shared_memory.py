@@ -1,4 +1,6 @@
-"""Memory that the ranks of one host share. It has no name, so nothing of it remains however a rank ends.
+"""Memory that the ranks of one node share. It has no name, so nothing of it remains however a rank ends.
+
+Ranks determine their nodes themselves, by `node_identity`.
 
 A rank makes a `Segment` and sends its `ticket` to the other ranks of its node, which map it through
 ``/proc/<pid>/fd/<fd>``. The contents of a ticket are checked. All this needs Linux; `unavailable` returns what is
@@ -8,6 +10,7 @@ missing.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import mmap
 import os
 import secrets
@@ -16,18 +19,22 @@ import stat
 import struct
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from thinwire.collectives import nodes
 from thinwire.collectives.errors import TransportError
 from thinwire.collectives.transport import Transport
 from thinwire.kernels import HAVE_NATIVE, LINE_BYTES, Word
 
+NODE_VARIABLE = "THINWIRE_NODE"
+"""Environment variable that names this rank's node, if the identity from the kernel is not the intended one."""
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 TICKET_BYTES = 32
 _TICKET = struct.Struct("<qq16s")
 _TOKEN_BYTES = 16
@@ -37,6 +44,35 @@ _CHECK_S = 0.2
 
 class SharedMemoryError(RuntimeError):
     """Memory of another rank cannot be mapped, or is not the segment of its ticket."""
+
+
+def node_identity() -> Tensor:
+    """Return 16 bytes that are equal on ranks that can share memory: those of one kernel in the same PID and network
+    namespaces.
+
+    The network namespace is included because ranks in different ones reach each other over a link, as on emulated
+    hosts.
+    """
+    try:
+        machine = _BOOT_ID.read_text().strip()
+    except OSError:
+        machine = os.uname().nodename
+    parts = [machine, _namespace("pid"), os.environ.get(NODE_VARIABLE) or _namespace("net")]
+    digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=16).digest()
+    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+
+
+def number_nodes(identities: Sequence[bytes]) -> tuple[int, ...]:
+    """Return the number of each rank's node, counted from 0 in the order of first ranks."""
+    numbers: dict[bytes, int] = {}
+    return tuple(numbers.setdefault(identity, len(numbers)) for identity in identities)
+
+
+def _namespace(kind: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except OSError:
+        return ""
 
 
 @cache
@@ -58,7 +94,28 @@ def unavailable() -> str | None:
     return None
 
 
-class Segment:
+class _Descriptor:
+    """Something with a file descriptor, which is closed at the latest when nothing refers to it any more."""
+
+    _fd = -1
+
+    def close(self) -> None:
+        """Close the file descriptor."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Segment(_Descriptor):
     """Memory that processes of a node share, initially zero.
 
     ``memory``, (bytes,) uint8, starts at a multiple of 64. It stays mapped while any tensor uses it; the system frees
@@ -66,10 +123,8 @@ class Segment:
     mapped as well, which is harmless, but the memory is freed only when the child ends.
 
     Until `close`, the process that made it has a file descriptor, through which others map it. Its ticket is invalid
-    afterwards.
+    afterwards, and the memory stays while tensors use it.
     """
-
-    _fd = -1
 
     def __init__(self, num_bytes: int) -> None:
         """Allocate ``num_bytes``. Raises `SharedMemoryError` if the system does not."""
@@ -113,26 +168,11 @@ class Segment:
         except OSError as error:
             raise SharedMemoryError(
                 f"cannot map the memory of process {pid}: {error}. Ranks of one host must run as one user and see "
-                f"each other in /proc; where they do not, give them different names in {nodes.VARIABLE}"
+                f"each other in /proc; where they do not, give them different names in {NODE_VARIABLE}"
             ) from error
         finally:
             segment.close()
         return segment
-
-    def close(self) -> None:
-        """Close the file descriptor. The memory stays while tensors use it."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __enter__(self) -> Segment:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
 
 
 def read_ticket(ticket: Tensor) -> tuple[int, int, bytes]:
@@ -162,7 +202,7 @@ def _map(fd: int, num_bytes: int) -> Tensor:
     return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=num_bytes, dtype=torch.uint8)
 
 
-class Process:
+class Process(_Descriptor):
     """Another process of this machine, watched through a pidfd, so that a reused pid is not taken for it.
 
     Make this first, then map a `Segment` of the process, then check `is_alive`: it is the process of the segment.
@@ -170,8 +210,6 @@ class Process:
     Raises:
         SharedMemoryError: There is no such process, or the system has no pidfds.
     """
-
-    _fd = -1
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -185,21 +223,6 @@ class Process:
     def is_alive(self) -> bool:
         """Whether the process runs. False as soon as it has ended, even before its parent has waited for it."""
         return not self._poll.poll(0)
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            self._poll.unregister(fd)
-            os.close(fd)
-
-    def __enter__(self) -> Process:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class Shared(NamedTuple):

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -17,10 +18,27 @@ from torch import Tensor
 
 from thinwire.arguments import check_choice
 from thinwire.collectives.errors import TransportError
-from thinwire.collectives.nodes import node_identity, number_nodes
-from thinwire.collectives.shared_memory import Process, SharedMemoryError, await_word, share, unavailable
-from thinwire.collectives.traffic import Outgoing, Traffic, arriving, num_phases
-from thinwire.collectives.transport import Buffers, Pending, Transport, receivable_ahead, room
+from thinwire.collectives.shared_memory import (
+    Process,
+    SharedMemoryError,
+    await_word,
+    node_identity,
+    number_nodes,
+    share,
+    unavailable,
+)
+from thinwire.collectives.transport import (
+    Awaited,
+    Buffers,
+    Outgoing,
+    Pending,
+    Traffic,
+    Transport,
+    arriving,
+    num_phases,
+    receivable_ahead,
+    room,
+)
 from thinwire.compressors import Reduction
 from thinwire.kernels import LINE_BYTES, Word, align
 
@@ -156,14 +174,12 @@ class SharedMemoryTransport(Transport):
             SharedMemoryError: On every rank: no two ranks share a node, or a rank cannot share memory.
             TransportError: A rank has failed or does not answer.
         """
-        super().__init__()
-        self._inner, self.detector = inner, inner.detector
+        super().__init__(inner)
         self._timeout_s = timeout.total_seconds()
-        self.rank, self.world_size = inner.rank, inner.world_size
         self._node = self._find_node(node_identity() if identity is None else identity, strict)
         # With a single core the rank that is waited for could not run while this one spins.
         self._spin_s = _SPIN_S if self._node and len(os.sched_getaffinity(0)) > 1 else 0.0
-        others = self._others(self.rank)
+        others = self._node - {self.rank}
         mine, mapped = share(inner, LINE_BYTES if others else 0, dict.fromkeys(others, LINE_BYTES))
         self._given_up = Word(mine, 0) if others else None
         self._neighbors = {rank: _Neighbor(rank, its.process, its.memory) for rank, its in mapped.items()}
@@ -171,7 +187,7 @@ class SharedMemoryTransport(Transport):
     def _find_node(self, identity: Tensor, strict: bool) -> frozenset[int]:
         """Return the ranks with which this one shares memory, itself included; empty if it cannot."""
         why = unavailable()
-        rows = self._inner.all_gather(
+        rows = self.inner.all_gather(
             torch.cat([identity, torch.tensor([why is not None], dtype=torch.uint8, device="cpu")])
         )
         without = [rank for rank, row in enumerate(rows) if row[-1]]
@@ -184,10 +200,6 @@ class SharedMemoryTransport(Transport):
             raise _NobodyError("no two ranks are on one node, so none can share memory")
         return frozenset(rank for rank in range(self.world_size) if numbers[rank] == numbers[self.rank] and not why)
 
-    def _others(self, rank: int) -> frozenset[int]:
-        """Return the other ranks of this rank's node, as ``rank`` sees them."""
-        return self._node - {rank}
-
     def give_up(self) -> None:
         super().give_up()
         if self._given_up is not None:
@@ -197,7 +209,7 @@ class SharedMemoryTransport(Transport):
     def open(self, traffic: Traffic) -> SharedBuffers:
         """See `Transport.open`. Raises `SharedMemoryError`, on every rank alike, if memory runs out."""
         rank = self.rank
-        places = {peer: places_of(traffic[peer], self._others(peer)) for peer in self._node | {rank}}
+        places = {peer: places_of(traffic[peer], self._node - {peer}) for peer in self._node | {rank}}
         mine, own_bytes = places[rank]
         senders = {
             p: size for p, (own, size) in places.items() if any(rank in place.consumed for place in own.values())
@@ -212,24 +224,24 @@ class SharedMemoryTransport(Transport):
             outbox[phase] = _payload(memory, place, outgoing[phase])
             buffers.published[phase] = Word(memory, place.published)
             buffers.taken += [(peer, Word(memory, at)) for peer, at in place.consumed.items()]
-        private, alone = [], {}
-        for (phase, peer), message in buffers.arriving.items():
+        alone = {}
+        for (phase, peer), message in incoming.items():
             forwarded = phase in outgoing and outgoing[phase].source is not None
             if peer in others:
-                place = places[peer][0][phase]
-                inbox[phase, peer] = _payload(others[peer].memory, place, message)
-                buffers.awaited[phase, peer] = Word(others[peer].memory, place.published)
-                buffers.done.append(Word(others[peer].memory, place.consumed[rank]))
+                place, theirs = places[peer][0][phase], others[peer].memory
+                inbox[phase, peer] = _payload(theirs, place, message)
+                buffers.awaited[phase, peer] = Word(theirs, place.published)
+                buffers.done.append(Word(theirs, place.consumed[rank]))
             elif forwarded and phase in mine:
                 # A message from another node, for others of this one, is received into the memory that they read, maybe
                 # after this rank has ended the exchange.
                 inbox[phase, peer] = outbox[phase]
             else:
-                inbox[phase, peer] = room(message)
-                private.append(inbox[phase, peer])
                 alone[phase, peer] = message
+                inbox[phase, peer] = room(message)
                 if forwarded:
                     outbox[phase] = inbox[phase, peer]
+        private = [inbox[address] for address in alone]
         for phase, message in outgoing.items():
             buffers.remote[phase] = tuple(peer for peer in message.receivers if peer not in self._node)
             if phase not in outbox:
@@ -268,7 +280,7 @@ class SharedMemoryTransport(Transport):
         if word is None:
             return super().receive_into(buffers, phase, peer, num_bytes)
         self._count(0, buffers.inbox[phase, peer][:num_bytes].numel())
-        return _Publication(self, word, buffers.uses, peer)
+        return Awaited(partial(self._await, word, buffers.uses, peer, "receiving from"))
 
     def _await(self, word: Word, value: int, peer: int, doing: str) -> None:
         check, waiting = self._neighbors[peer].check, f"{doing} rank {peer} failed"
@@ -280,38 +292,11 @@ class SharedMemoryTransport(Transport):
             # A neighbor that has only given up has no rank in its error.
             raise self.detector.explain(error, peer if error.rank is not None else None) from error
 
-    def _send(self, message: Tensor, peer: int, tag: int) -> Pending:
-        return self._inner._send(message, peer, tag)
-
-    def _receive(self, message: Tensor, peer: int, tag: int) -> Pending:
-        return self._inner._receive(message, peer, tag)
-
     def _receive_ahead(self, message: Tensor, peer: int, tag: int) -> Pending | None:
-        return self._inner._receive_ahead(message, peer, tag)
-
-    def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
-        return self._inner._start_all_reduce(x, lane, op)
+        return self.inner._receive_ahead(message, peer, tag)
 
     def _start_native(self, x: Tensor, lane: int, op: Reduction) -> Pending:
-        return self._inner._start_native(x, lane, op)
-
-    def close(self) -> None:
-        super().close()
-        self._inner.close()
-
-    def broadcast(self, x: Tensor) -> None:
-        self._inner.broadcast(x)
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return self._inner.all_gather(x)
-
-
-class _Publication:
-    def __init__(self, transport: SharedMemoryTransport, word: Word, generation: int, peer: int) -> None:
-        self._transport, self._word, self._generation, self._peer = transport, word, generation, peer
-
-    def wait(self) -> None:
-        self._transport._await(self._word, self._generation, self._peer, "receiving from")
+        return self.inner._start_native(x, lane, op)
 
 
 def _payload(memory: Tensor, place: _MessagePlace, message: Outgoing) -> Tensor:

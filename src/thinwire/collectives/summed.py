@@ -1,18 +1,58 @@
-"""All-reduces of summed compressors: one for all layers of a round, operation and dtype."""
+"""All-reduces of summed compressors: one for all layers of a round, operation and dtype.
+
+Integers may be sent in messages of few bits, which widen as they sum more ranks' integers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from thinwire.collectives.layout import Layout, Sum
-from thinwire.collectives.packed import PackedSum
-from thinwire.collectives.stages import CollectiveCall, complete
+from thinwire.collectives.message import CollectiveCall, complete
+from thinwire.collectives.reduction import all_reduce
 from thinwire.collectives.transport import Pending, Transport
 from thinwire.compressors import Parts, SumCall, Summed
+
+_Exchange = Callable[[Tensor, Transport, CollectiveCall], Generator[None]]
+"""A function that replaces a flat tensor by its sum over all ranks; a generator as `all_reduce`."""
+
+
+class PackedSum:
+    """One sum of a layout whose integers are sent packed, and the memory for it."""
+
+    def __init__(self, s: Sum, message_bytes: int, exchange: _Exchange, device: torch.device | None = None) -> None:
+        assert s.packed is not None
+        self._packed, self._exchange = s.packed, exchange
+        self._values = torch.zeros(s.packed.spread_numel(s.numel), dtype=torch.float32, device=device)
+        """Integers as the kernels take them: fp32, in buckets."""
+        self.num_bytes = self._values.nbytes + message_bytes
+        """Memory in use, in bytes."""
+
+    def run(self, buffer: Tensor, transport: Transport, call: CollectiveCall) -> Generator[None]:
+        """Replace the integers in ``buffer`` by their sums over all ranks. Yields as `all_reduce` does."""
+        with call.clock.stage("encode"):
+            self._packed.spread(buffer, self._values)
+        yield from self._exchange(self._values, transport, replace(call, scale=1.0, state=None))
+        with call.clock.stage("decode"):
+            self._packed.collect(self._values, buffer)
+
+
+def packed_sums(layout: Layout, transport: Transport) -> dict[int, PackedSum]:
+    """Return the packed sums of a layout by their number; none where an aggregator adds integers."""
+    sums = layout.sums if transport.aggregator is None else ()
+    return {number: _packed_sum(s, layout, transport) for number, s in enumerate(sums) if s.packed is not None}
+
+
+def _packed_sum(s: Sum, layout: Layout, transport: Transport) -> PackedSum:
+    of = layout.packed_layout(s)
+    buffers = transport.open(of.reduction_traffic())
+    return PackedSum(s, buffers.num_bytes, lambda x, transport, call: all_reduce(x, of, transport, buffers, call))
+
 
 _NONE: Mapping[int, PackedSum] = {}
 

@@ -1,4 +1,4 @@
-"""Transports: point-to-point messages over a process group, or between threads of one process.
+"""Transports: point-to-point messages and native collectives over process groups.
 
 Over gloo every receive is posted before the first send. Gloo announces a posted receive to the sender on the TCP stream
 that carries payloads, too: a late announcement waits behind payloads, and a slow link becomes half-duplex. Gloo's own
@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import queue
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,12 +26,14 @@ from torch import Tensor
 
 from thinwire.collectives.errors import CommunicationError, TransportError
 from thinwire.collectives.failures import FailureDetector
-from thinwire.collectives.small_reduction import SMALL_BYTES, SmallReduction
-from thinwire.collectives.traffic import Outgoing, Traffic, arriving, num_phases
 from thinwire.compat import missing_member
 from thinwire.compressors import Reduction
 
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+SMALL_BYTES = 1 << 20
+"""Largest size for which messages are faster than a ring, with 4 and 8 ranks and over 10 ms two to four times; beyond,
+a ring gains by adding one part of a tensor while the next one is on its way."""
 
 _SMALL_REDUCTIONS = 256
 """Number of small all-reduces of a lane that may be under way."""
@@ -47,12 +47,53 @@ def ring_bytes(num_bytes: int, world_size: int) -> int:
     return 2 * (world_size - 1) * num_bytes // world_size
 
 
+class Outgoing(NamedTuple):
+    """A message that a rank sends to one or several ranks."""
+
+    phase: int
+    """Number of the message among those of its sender. Receivers identify it by phase and sender."""
+    num_bytes: int
+    """Size of the message, or an upper bound if ``late``."""
+    receivers: tuple[int, ...]
+    late: bool = False
+    """Whether the size is sent first, so that the receive is posted later (`Messages.expect`)."""
+    source: int | None = None
+    """Rank that made the message, if its sender forwards it unchanged; None if the sender made it."""
+
+
+Traffic = Sequence[Sequence[Outgoing]]
+"""Messages that each rank sends: a pure function of the layout."""
+
+
+def arriving(traffic: Traffic, rank: int) -> dict[tuple[int, int], Outgoing]:
+    """Return the messages that ``rank`` receives, by phase and sender."""
+    everything = [(peer, message) for peer, messages in enumerate(traffic) for message in messages]
+    return {(message.phase, peer): message for peer, message in everything if rank in message.receivers}
+
+
+def sent_bytes(traffic: Traffic, rank: int) -> int:
+    """Return the bytes that ``rank`` hands to its transport. An upper bound if sizes depend on the data."""
+    return sum(message.num_bytes * len(message.receivers) for message in traffic[rank])
+
+
+def num_phases(traffic: Traffic) -> int:
+    """Return the number of tags that the traffic needs between any two ranks."""
+    return 1 + max((message.phase for messages in traffic for message in messages), default=-1)
+
+
 class Pending(Protocol):
     """A send or receive under way."""
 
     def wait(self) -> None:
         """Block until the operation is done. Raises TransportError if the peer is gone or does not answer in time."""
         ...
+
+
+class Awaited:
+    """An operation under way that a function awaits."""
+
+    def __init__(self, wait: Callable[[], None] = lambda: None) -> None:
+        self.wait = wait
 
 
 class IntegerReducer(Protocol):
@@ -101,8 +142,9 @@ class Buffers:
         return sum(tensors.values())
 
 
-class Transport(ABC):
-    """Sends uint8 tensors between ranks, and counts bytes.
+class Transport:
+    """Sends uint8 tensors between ranks, and counts bytes. One over another transport, ``inner``, hands to that what it
+    does not carry itself.
 
     Sends and receives may be called from several threads. All-reduces have two lanes: those of a lane are called in the
     same order on every rank, independently of the other lane, and a thread awaits its own in the same order on every
@@ -112,16 +154,17 @@ class Transport(ABC):
     rank: int
     world_size: int
 
-    def __init__(self) -> None:
-        self.sent_bytes = 0
-        self.received_bytes = 0
-        self.shared_bytes = 0
+    def __init__(self, inner: Transport | None = None) -> None:
+        self._inner = inner
+        if inner is not None:
+            self.rank, self.world_size = inner.rank, inner.world_size
+        self.sent_bytes = self.received_bytes = self.shared_bytes = 0
         """Part of ``sent_bytes`` that receivers read from memory that they share with this rank."""
         self.broken = False
         """Whether the transport was given up: nothing is awaited on it any more."""
         self.aggregator: IntegerReducer | None = None
         """Reducer of integers in place of the process group, if given."""
-        self.detector: FailureDetector | None = None
+        self.detector: FailureDetector | None = None if inner is None else inner.detector
         """Detector of the rank that has caused a failure, if given."""
         self._next_tag = 0
         self._under_way = 0
@@ -136,6 +179,8 @@ class Transport(ABC):
 
     def new_tag(self, num: int) -> int:
         """Return the first of ``num`` tags that nothing else uses. All ranks must call this in the same order."""
+        if self._inner is not None:
+            return self._inner.new_tag(num)
         with self._lock:
             tag = self._next_tag
             self._next_tag = (tag + num) % (1 << 30)
@@ -173,8 +218,7 @@ class Transport(ABC):
 
     def begin(self, buffers: Buffers) -> None:
         """Prepare for the first message of an exchange. All ranks must begin their exchanges in the same order."""
-        if self.detector is not None:
-            self.detector.advance()
+        self._advance()
         with self._lock:
             self._under_way += 1
             self._resting.discard(buffers)
@@ -227,11 +271,17 @@ class Transport(ABC):
         self._count(0, message.numel())
         return self._receive(message, peer, tag)
 
-    @abstractmethod
-    def _send(self, message: Tensor, peer: int, tag: int) -> Pending: ...
+    @property
+    def inner(self) -> Transport:
+        """Transport under this one."""
+        assert self._inner is not None, "a transport over no other one carries everything itself"
+        return self._inner
 
-    @abstractmethod
-    def _receive(self, message: Tensor, peer: int, tag: int) -> Pending: ...
+    def _send(self, message: Tensor, peer: int, tag: int) -> Pending:
+        return self.inner._send(message, peer, tag)
+
+    def _receive(self, message: Tensor, peer: int, tag: int) -> Pending:
+        return self.inner._receive(message, peer, tag)
 
     def _receive_ahead(self, message: Tensor, peer: int, tag: int) -> Pending | None:
         """Post a receive before its exchange has begun; None where that gains nothing, or fails."""
@@ -249,14 +299,35 @@ class Transport(ABC):
             return self._start_aggregated(self.aggregator, x, lane, op, limit)
         with self._lock:
             self._under_way += 1
-        return _Ending(self._start_all_reduce(x, lane, op), self._end_one)
+        pending = self._start_all_reduce(x, lane, op)
+
+        def wait() -> None:
+            pending.wait()
+            self._end_one()
+
+        return Awaited(wait)
 
     def _start_aggregated(self, aggregator: IntegerReducer, x: Tensor, lane: int, op: Reduction, limit: int) -> Pending:
-        if self.detector is None:
-            return aggregator.start_all_reduce(x, lane=lane, op=op, limit=limit)
-        self.detector.advance()
-        with _CauseFinder(self.detector):
-            return _PendingSum(aggregator.start_all_reduce(x, lane=lane, op=op, limit=limit), self.detector)
+        self._advance()
+        with self._explaining():
+            pending = aggregator.start_all_reduce(x, lane=lane, op=op, limit=limit)
+
+        def wait() -> None:
+            with self._explaining():
+                pending.wait()
+
+        return Awaited(wait)
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Give a `TransportError` of an aggregator the rank that has caused it. One with a reason has its cause
+        already: the aggregator itself."""
+        try:
+            yield
+        except TransportError as error:
+            if self.detector is None or error.reason is not None:
+                raise
+            raise self.detector.explain(error) from error
 
     def all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum") -> None:
         """Run `start_all_reduce`, and wait for its end."""
@@ -275,6 +346,10 @@ class Transport(ABC):
             return self.aggregator.wire_bytes(numel, dtype.itemsize, limit)
         return ring_bytes(numel * dtype.itemsize, self.world_size)
 
+    def _advance(self) -> None:
+        if self.detector is not None:
+            self.detector.advance()
+
     def close(self) -> None:
         """Release everything but process groups."""
         with self._lock:
@@ -286,31 +361,22 @@ class Transport(ABC):
             self.aggregator.close()
         if self.detector is not None:
             self.detector.close()
+        if self._inner is not None:
+            self._inner.close()
 
-    @abstractmethod
-    def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending: ...
+    def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
+        return self.inner._start_all_reduce(x, lane, op)
 
     def _start_native(self, x: Tensor, lane: int, op: Reduction) -> Pending:
         return self._start_all_reduce(x, lane, op)
 
-    @abstractmethod
     def broadcast(self, x: Tensor) -> None:
         """Replace ``x`` by that of rank 0."""
+        self.inner.broadcast(x)
 
-    @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return the tensors of all ranks, stacked by rank. Shapes and dtypes must agree."""
-
-
-class _Ending:
-    """A pending operation with a callback at its end."""
-
-    def __init__(self, pending: Pending, ended: Callable[[], None]) -> None:
-        self._pending, self._ended = pending, ended
-
-    def wait(self) -> None:
-        self._pending.wait()
-        self._ended()
+        """Return the tensors of all ranks, which are on the host, stacked by rank. Shapes and dtypes must agree."""
+        return self.inner.all_gather(x)
 
 
 def receivable_ahead(
@@ -330,11 +396,33 @@ def room(message: Outgoing) -> Tensor:
     return torch.zeros(message.num_bytes, dtype=torch.uint8, device="cpu")
 
 
-class PendingWork:
-    """A collective of ``torch.distributed``, whose failure is a `TransportError`.
+class Failing:
+    """A context in which a ``RuntimeError`` of ``torch.distributed`` becomes a `TransportError`, with the rank that has
+    caused it where a detector can tell. ``peer`` is the rank, within its group, that sends or receives the message."""
 
-    ``peer`` is the rank, within its group, that sends or receives the message.
-    """
+    def __init__(
+        self, doing: str, timeout: timedelta, peer: int | None = None, detector: FailureDetector | None = None
+    ) -> None:
+        self._doing, self._timeout, self._peer, self._detector = doing, timeout, peer, detector
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, CommunicationError):
+            return
+        suspect = missing_member(error) if self._peer is None else self._peer
+        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        failed = TransportError(
+            f"{self._doing} failed: {first_line} (the timeout is {self._timeout.total_seconds():g} s); restart "
+            "from the last checkpoint",
+            rank=self._peer,
+        )
+        raise failed if self._detector is None else self._detector.explain(failed, suspect) from error
+
+
+class PendingWork:
+    """A collective of ``torch.distributed``, whose failure is a `TransportError`."""
 
     def __init__(
         self,
@@ -351,75 +439,18 @@ class PendingWork:
             self._work.wait()
 
 
-class _PendingParts:
-    """Pending parts of one message."""
+def _joined(parts: Sequence[Pending]) -> Pending:
+    """Return one message of several parts."""
 
-    def __init__(self, parts: Sequence[Pending]) -> None:
-        self._parts = parts
-
-    def wait(self) -> None:
-        for part in self._parts:
+    def wait() -> None:
+        for part in parts:
             part.wait()
 
-
-def _joined(parts: Sequence[Pending]) -> Pending:
-    return parts[0] if len(parts) == 1 else _PendingParts(parts)
+    return parts[0] if len(parts) == 1 else Awaited(wait)
 
 
-class Failing:
-    """A context in which a ``RuntimeError`` of ``torch.distributed`` becomes a `TransportError`, with the rank that has
-    caused it where a detector can tell."""
-
-    def __init__(
-        self, doing: str, timeout: timedelta, peer: int | None = None, detector: FailureDetector | None = None
-    ) -> None:
-        self._doing, self._timeout, self._peer, self._detector = doing, timeout, peer, detector
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if not isinstance(error, RuntimeError) or isinstance(error, CommunicationError):
-            return
-        suspect = missing_member(error) if self._peer is None else self._peer
-        failed = TransportError(
-            f"{self._doing} failed: {_first_line(error)} (the timeout is {self._timeout.total_seconds():g} s); restart "
-            "from the last checkpoint",
-            rank=self._peer,
-        )
-        raise failed if self._detector is None else self._detector.explain(failed, suspect) from error
-
-
-class _CauseFinder:
-    """A context in which a `TransportError` of an aggregator gets the rank that has caused it.
-
-    An error with a reason has its cause already: the aggregator itself.
-    """
-
-    def __init__(self, detector: FailureDetector) -> None:
-        self._detector = detector
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, TransportError) and error.reason is None:
-            raise self._detector.explain(error) from error
-
-
-class _PendingSum:
-    """A pending sum by an aggregator."""
-
-    def __init__(self, pending: Pending, detector: FailureDetector) -> None:
-        self._pending, self._explained = pending, _CauseFinder(detector)
-
-    def wait(self) -> None:
-        with self._explained:
-            self._pending.wait()
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+_Post = Callable[[Tensor, int, int], Pending]
+"""A function that starts to send or receive bytes: to or from which rank, and in which phase, 0 or 1."""
 
 
 class ProcessGroupTransport(Transport):
@@ -466,13 +497,11 @@ class ProcessGroupTransport(Transport):
         self._streams = (*self._streams, *groups)
 
     def _send(self, message: Tensor, peer: int, tag: int) -> Pending:
-        doing = f"sending to rank {peer}"
-        parts = self._parts(message)
+        doing, parts = f"sending to rank {peer}", self._parts(message)
         return _joined([self._start(doing, partial(group.send, [part], peer, tag), peer) for group, part in parts])
 
     def _receive(self, message: Tensor, peer: int, tag: int) -> Pending:
-        doing = f"receiving from rank {peer}"
-        parts = self._parts(message)
+        doing, parts = f"receiving from rank {peer}", self._parts(message)
         return _joined([self._start(doing, partial(group.recv, [part], peer, tag), peer) for group, part in parts])
 
     def _receive_ahead(self, message: Tensor, peer: int, tag: int) -> Pending | None:
@@ -495,7 +524,7 @@ class ProcessGroupTransport(Transport):
         self._advance()
         # Ranks begin those of a lane in one order, so all of them take the same tags.
         tag = next(self._tags[lane])
-        return SmallReduction(
+        return small_reduction(
             x,
             op,
             rank=self.rank,
@@ -506,7 +535,7 @@ class ProcessGroupTransport(Transport):
 
     def _start_native(self, x: Tensor, lane: int, op: Reduction) -> Pending:
         self._advance()
-        return self._start("the all-reduce", lambda: self._lanes[lane].allreduce([x], _OPS[op]))
+        return self._start("the all-reduce", lambda: self._lanes[lane].allreduce([x], OPS[op]))
 
     def broadcast(self, x: Tensor) -> None:
         self._advance()
@@ -532,120 +561,68 @@ class ProcessGroupTransport(Transport):
             with contextlib.suppress(ValueError, RuntimeError, AssertionError):
                 dist.destroy_process_group(group)
 
-    def _advance(self) -> None:
-        if self.detector is not None:
-            self.detector.advance()
-
     def _start(self, doing: str, operation: Callable[[], dist.Work], peer: int | None = None) -> Pending:
         with Failing(doing, self.timeout, peer, self.detector):
             return PendingWork(operation(), doing, self.timeout, peer, self.detector)
 
 
-class ForeignGroupTransport(ProcessGroupTransport):
-    """Collectives of CPU tensors over a process group (gloo) that others use, too.
+def small_reduction(x: Tensor, op: Reduction, *, rank: int, num_ranks: int, send: _Post, receive: _Post) -> Pending:
+    """Start a sum or maximum over all ranks in two messages one after another, where a ring has 2(n−1).
 
-    It has native collectives alone. gloo knows single messages by their tags, and those of others may have the same.
+    Each rank reduces one part of the tensor and sends the result to all others. Two ranks send each other the whole
+    tensor, as many bytes in one message. All ranks end with the same bits. All receives are posted and this rank's
+    values sent before this returns; waiting for the result replaces ``x``, which is contiguous.
     """
+    flat = x.view(-1)
+    parts = [flat, flat] if num_ranks == 2 else list(flat.tensor_split(num_ranks))
+    mine = parts[rank]
+    gathered = mine.new_empty(num_ranks, mine.numel())
+    peers = [peer for peer in range(num_ranks) if peer != rank]
+    owners = [peer for peer in peers if parts[peer].numel()]
+    readers = peers if num_ranks > 2 and mine.numel() else []
+    started = [receive(_bytes(gathered[peer]), peer, 0) for peer in peers if mine.numel()]
+    # The memory of sent values is free: an owner has received them when its result is received.
+    results = [receive(_bytes(parts[peer]), peer, 1) for peer in owners if num_ranks > 2]
+    started += [send(_bytes(parts[peer]), peer, 0) for peer in owners]
 
-    def __init__(
-        self, group: dist.ProcessGroup, timeout: timedelta, *, detector: FailureDetector | None = None
-    ) -> None:
-        super().__init__(group, timeout, detector=detector)
+    def wait() -> None:
+        for pending in started:
+            pending.wait()
+        if num_ranks == 2:
+            # A third of the time of the general way, in bf16 a sixth.
+            (torch.maximum if op == "max" else torch.add)(mine, gathered[1 - rank], out=mine)
+        else:
+            gathered[rank] = mine
+            if op == "max":
+                torch.amax(gathered, 0, out=mine)
+            else:
+                torch.sum(gathered, 0, dtype=mine.dtype, out=mine)
+        for pending in [send(_bytes(mine), peer, 1) for peer in readers] + results:
+            pending.wait()
 
-    def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
-        return self._start_native(x, lane, op)
-
-    def _send(self, message: Tensor, peer: int, tag: int) -> Pending:
-        raise TypeError("a process group that others use carries collectives, and no single messages")
-
-    def _receive(self, message: Tensor, peer: int, tag: int) -> Pending:
-        return self._send(message, peer, tag)
-
-
-class LoopbackTransport(Transport):
-    """Sends tensors between threads of one process that act as ranks: for tests, and for several ranks on one device.
-
-    ``LoopbackTransport.world(n)`` makes the transports of all ranks.
-    """
-
-    def __init__(self, rank: int, world: _LoopbackWorld) -> None:
-        super().__init__()
-        self.rank = rank
-        self.world_size = world.size
-        self._world = world
-
-    @staticmethod
-    def world(size: int, timeout_s: float = 30.0) -> list[LoopbackTransport]:
-        world = _LoopbackWorld(size, timeout_s)
-        return [LoopbackTransport(rank, world) for rank in range(size)]
-
-    def _send(self, message: Tensor, peer: int, tag: int) -> Pending:
-        self._world.mailbox(self.rank, peer, tag).put(message.clone())
-        return _Done()
-
-    def _receive(self, message: Tensor, peer: int, tag: int) -> Pending:
-        return _Arrival(message, self._world.mailbox(peer, self.rank, tag), self._world.timeout_s, peer)
-
-    def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
-        if op == "max":
-            return _Sum(x, lambda: self._gather(x, lane).amax(0))
-        return _Sum(x, lambda: self._gather(x, lane).sum(0))
-
-    def broadcast(self, x: Tensor) -> None:
-        x.copy_(self.all_gather(x)[0])
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return self._gather(x, 0)
-
-    def _gather(self, x: Tensor, lane: int) -> Tensor:
-        barrier, shared = self._world.lanes[lane]
-        shared[self.rank] = x.clone()
-        barrier.wait(self._world.timeout_s)
-        gathered = torch.stack(shared)
-        barrier.wait(self._world.timeout_s)
-        return gathered
+    return Awaited(wait)
 
 
-class _LoopbackWorld:
-    def __init__(self, size: int, timeout_s: float) -> None:
-        self.size, self.timeout_s = size, timeout_s
-        self.lanes = [
-            (threading.Barrier(size), [torch.empty(0, dtype=torch.float32, device="cpu")] * size) for _ in range(2)
-        ]
-        self._lock = threading.Lock()
-        self._mailboxes: dict[tuple[int, int, int], queue.SimpleQueue[Tensor]] = {}
-
-    def mailbox(self, source: int, target: int, tag: int) -> queue.SimpleQueue[Tensor]:
-        with self._lock:
-            return self._mailboxes.setdefault((source, target, tag), queue.SimpleQueue())
+def _bytes(part: Tensor) -> Tensor:
+    return part.view(torch.uint8)
 
 
-class _Done:
-    def wait(self) -> None:
-        return
+@contextlib.contextmanager
+def contiguous_values(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the real values of a tensor in one piece, in the order of its indices. Changes by the body are copied to
+    the tensor when it ends. Gloo reads and writes memory from a tensor's first element on, whatever its strides."""
+    values = tensor.detach()
+    values = torch.view_as_real(values) if values.is_complex() else values  # gloo supports no complex numbers
+    whole = values.contiguous()
+    yield whole
+    if whole is not values:
+        overwrite(values, whole)
 
 
-class _Sum:
-    """A sum that is computed by ``wait``: all ranks wait for the sums of a lane in the same order."""
-
-    def __init__(self, into: Tensor, total: Callable[[], Tensor]) -> None:
-        self._into, self._total = into, total
-
-    def wait(self) -> None:
-        self._into.copy_(self._total())
-
-
-class _Arrival:
-    def __init__(self, into: Tensor, mailbox: queue.SimpleQueue[Tensor], timeout_s: float, peer: int) -> None:
-        self._into, self._mailbox, self._timeout_s, self._peer = into, mailbox, timeout_s, peer
-
-    def wait(self) -> None:
-        try:
-            message = self._mailbox.get(timeout=self._timeout_s)
-        except queue.Empty:
-            text = f"nothing came from rank {self._peer} within {self._timeout_s:g} s"
-            raise TransportError(text, rank=self._peer) from None
-        if message.shape != self._into.shape:
-            text = f"rank {self._peer} sent {message.numel()} bytes, expected {self._into.numel()}"
-            raise TransportError(text, rank=self._peer)
-        self._into.copy_(message)
+def overwrite(tensor: Tensor, values: Tensor) -> None:
+    """Copy values of its shape into a tensor. Elements that an expanded tensor repeats take the first one's value."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            # PyTorch refuses to write elements that share their memory.
+            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    tensor.copy_(values)

@@ -13,7 +13,6 @@ from thinwire.collectives import (
     DeviceBuffers,
     DeviceTransport,
     Layout,
-    ShardBuffers,
     Transport,
     all_gather,
     all_reduce,
@@ -88,8 +87,8 @@ class HostRoute(Route):
         traffic = layout.reduction_traffic(up=kind != "all_gather", down=kind != "reduce_scatter")
         self._kind: Kind = kind
         # Layers that are cut among owners, layers that every rank gathers, and layers that are summed.
-        self._reduction: Buffers | None = transport.open(traffic) if layout.has_owned else None
-        self._gathering: Buffers | None = gather_buffers(layout, transport) if layout.has_gathered else None
+        self._reduction: Buffers | None = transport.open(traffic) if layout.chunks else None
+        self._gathering: Buffers | None = gather_buffers(layout, transport) if layout.gathered else None
         self._sums = sum_buffers(layout)
         self._packed = packed_sums(layout, transport)
 
@@ -135,17 +134,15 @@ class DeviceRoute(Route):
     """Messages in a device's memory: a collective is only enqueued there, and has ended as far as the host knows."""
 
     def __init__(self, kind: Kind, layout: Layout, transport: DeviceTransport) -> None:
-        rank, device = transport.rank, transport.device
-        if kind == "all_reduce":
-            self._buffers: DeviceBuffers | ShardBuffers = DeviceBuffers.allocate(layout, rank, device)
-            super().__init__(layout, self._buffers.sent_bytes)
-        else:
-            self._buffers = ShardBuffers.open(layout, rank, device, up=kind == "reduce_scatter")
-            super().__init__(layout, sent_bytes_of(kind, layout, transport))
+        up, down = kind != "all_gather", kind != "reduce_scatter"
+        self._buffers = DeviceBuffers.allocate(layout, transport.rank, transport.device, up=up, down=down)
+        self._kind: Kind = kind
+        sent = self._buffers.sent_bytes if kind == "all_reduce" else sent_bytes_of(kind, layout, transport)
+        super().__init__(layout, sent)
 
     @property
     def num_bytes(self) -> int:
-        return (self._buffers if isinstance(self._buffers, DeviceBuffers) else self._buffers.messages).num_bytes
+        return self._buffers.num_bytes
 
     def collectives(
         self, x: Tensor, transport: Transport, call: CollectiveCall, exchange: Exchange
@@ -154,7 +151,7 @@ class DeviceRoute(Route):
 
     def _enqueue(self, x: Tensor, transport: Transport, call: CollectiveCall, out: Tensor | None) -> Generator[None]:
         assert isinstance(transport, DeviceTransport)
-        if isinstance(self._buffers, DeviceBuffers):
+        if self._kind == "all_reduce":
             device_all_reduce(x, self.layout, transport, self._buffers, call)
         elif out is not None:
             device_reduce_scatter(x, out, transport, self._buffers, call)
@@ -163,7 +160,7 @@ class DeviceRoute(Route):
         yield
 
     def encoded(self, rank: int) -> Iterator[tuple[Coded, Segments, Tensor]]:
-        if isinstance(self._buffers, DeviceBuffers):
+        if self._kind == "all_reduce":
             for (compressor, segments), message in self._buffers.encoded():
                 yield compressor, segments, message
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives import CollectiveCall, Layout, SumRounds, sum_buffers
-from thinwire.collectives.stages import WORKER
+from thinwire.collectives.message import WORKER
 from thinwire.compressors import CodecCall, State
 
 

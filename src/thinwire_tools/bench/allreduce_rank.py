@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from thinwire.collectives.small_reduction import SMALL_BYTES
 from torch import Tensor
 
 from thinwire.collectives import (
@@ -29,7 +30,6 @@ from thinwire.collectives import (
     with_shared_memory,
 )
 from thinwire.collectives.algorithms import parse_algorithm
-from thinwire.collectives.small_reduction import SMALL_BYTES
 from thinwire.collectives.transport import Pending
 from thinwire.compressors import Coded, parse
 from thinwire.runtime.probe import settle
@@ -51,7 +51,7 @@ class Method:
         self.transport = transport
         layer = Layer("gradient", 0, (numel,), compressor)
         self.layout = Layout.build([layer], world, torch.float32, chosen)
-        self.gathers = self.layout.has_gathered
+        self.gathers = bool(self.layout.gathered)
         self.buffers = (
             gather_buffers(self.layout, transport) if self.gathers else transport.open(self.layout.reduction_traffic())
         )
