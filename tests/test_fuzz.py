@@ -24,7 +24,7 @@ from thinwire.collectives import MessageError, PeerFailedError
 from thinwire.collectives.message import HEADER_BYTES, seal, verify
 from thinwire.compressors import GRADIENT_DTYPES, CodecCall, Coded, Piece, Segments, registered
 from thinwire.kernels import native
-from thinwire.pipeline.schedule_step import Batch
+from thinwire.pipeline.message import Batch
 from thinwire.testing.laws import encode_one
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -185,19 +185,18 @@ def test_a_damaged_activation_is_an_error_and_a_hostile_one_stays_inside(
         pair.begin(Batch((3, 4), 5), 1)
         tensors = pair.tensors(0, 1, visit)
         message = pair.earlier.message("forward", 0)
-        pair.earlier.pack("forward", 0, tensors, message)
-        into = [torch.full_like(tensor, 7) for tensor in tensors]
+        pair.earlier.pack(0, tensors, message, lambda: None)
         arrived = guarded_copy(damage(message))
         if not (arrived.numel() == message.numel() and torch.equal(arrived[:36], message[:36])):
             with pytest.raises((MessageError, PeerFailedError)):
-                pair.later.unpack("forward", 0, arrived, into, 0)
+                pair.later.unpack(0, arrived, 0)
         # A peer that wants to can make the checksum right, but no message longer or shorter than is expected.
         hostile = guarded_copy(message)
         payload = damage(message[HEADER_BYTES:])[: message.numel() - HEADER_BYTES]
         hostile[HEADER_BYTES : HEADER_BYTES + payload.numel()] = payload
         total = kernels.checksum(hostile[HEADER_BYTES:])
         hostile[28:36] = torch.tensor(list(total.to_bytes(8, "little")), dtype=torch.uint8)
-        pair.later.unpack("forward", 0, hostile, into, 0)
+        pair.later.unpack(0, hostile, 0)
 
 
 LITERALS = st.recursive(

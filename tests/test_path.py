@@ -124,7 +124,7 @@ CODED = {"threads.py", "compressors/_core/bucketed.py", "kernels/ops.py"}
 CHANNEL = {"runtime/channel.py", "runtime/executor.py"} | CODED
 REDUCTION = {"collectives/reduction.py", "collectives/message.py"} | CHANNEL
 OUTER = {"local/diloco.py", "runtime/bucket_engine.py", "collectives/allgather.py"}  # two workers gather
-STAGE = {f"pipeline/{name}.py" for name in ("arrivals", "boundary", "message", "pipeline")}
+STAGE = {f"pipeline/{name}.py" for name in ("boundary", "message", "pipeline")}
 PATHS = {
     "bucket": (_bucket, {"integrations/ddp.py", "runtime/bucket_engine.py"} | REDUCTION, CODES, 36),
     "gather": (_gather, {"integrations/fsdp.py", "runtime/sharded_engine.py"} | REDUCTION, ("encode", "decode"), 38),

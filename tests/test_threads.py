@@ -53,10 +53,10 @@ worker = ThreadExecutor("test")
 worker.submit(Sleep(0.1)).then(lambda future, slow=Slow(): future.value()).wait()
 """
 _STORE = """
-from thinwire.store.background import Background
+from thinwire.threads import Worker
 
-background = Background()
-background.submit(lambda: (time.sleep(0.3), print("written", flush=True)))
+worker = Worker("thinwire store", within_s=10.0)
+worker.submit(lambda: (time.sleep(0.3), print("written", flush=True)))
 """
 _STARTS_ANOTHER = """
 from thinwire import threads

@@ -20,13 +20,13 @@ from thinwire.compressors import MinMax, for_world
 from thinwire.data import Share
 from thinwire.local import DiLoCo, Nesterov, preset
 from thinwire.optim import CompressedAdamW, Muon, QuantizedAdam
+from thinwire.pipeline.message import Batch
 from thinwire.pipeline.options import PipelineOptions
-from thinwire.pipeline.schedule_step import Batch
 from thinwire.plan.forecast.links import Curve
 from thinwire.policies import Auto, ByLink, parse_policy
 from thinwire.policies.families import family
 from thinwire.runtime.settings import WireSettings
-from thinwire.store import Centers, CenterTable, Crops, Disk, Memory, RecordFormat
+from thinwire.store import Centers, Crops, Disk, Memory, RecordFormat
 from thinwire_tools import lab
 from thinwire_tools.lab.schedule import Event, check_schedule, read_schedule
 
@@ -388,12 +388,6 @@ CENTERS: list[Wrong] = [
     *(({"num": num}, ValueError, "num must be between 1 and 256") for num in (0, 257)),
     ({"window": 0}, ValueError, "window must be at least 1"),
 ]
-CENTER_TABLE: list[Wrong] = [
-    ([0, 1, 1], ValueError, "num must be between 1 and 256"),
-    ([257, 1, 1], ValueError, "num must be between 1 and 256"),
-    ([1, 0, 1], ValueError, "width must be at least 1"),
-    ([1, 1, 0], ValueError, "window must be at least 1"),
-]
 MEMORY: list[Wrong] = [
     ({"num_samples": 0}, ValueError, "num_samples must be at least 1"),
     ({"budget_bytes": -1}, ValueError, "budget_bytes must be at least 1"),
@@ -476,7 +470,6 @@ WRONG = [
     *calls(thinwire.compress_stage, [([MODEL], TypeError, r"compress_stage\(\) takes a .*PipelineStage, not Linear")]),
     *calls(Batch.from_ids, BATCH),
     *calls(Centers, CENTERS),
-    *calls(CenterTable, CENTER_TABLE),
     *calls(Memory, MEMORY),
     *calls(partial(Disk, "somewhere"), DISK),
     *calls(partial(RecordFormat, ()), [([p], ValueError, "precision must be") for p in (1, 9, 17, 31, 64, 0)]),

@@ -145,7 +145,7 @@ class Recorder:
         for stage in stages:
             if isinstance(stage, thinwire.CompressedStage):
                 # Its calls include waiting.
-                stage._compression.computing = lambda direction: self.computing()
+                stage.computing = lambda direction: self.computing()
             else:
                 self._time(stage, "forward_one_chunk")
                 self._time(stage, "backward_one_chunk")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives import TransportError
-from thinwire.pipeline.arrivals import AHEAD, Arrivals
+from thinwire.pipeline.pipeline import AHEAD, Arrivals
 
 _LONG_S = 20.0
 
@@ -87,7 +87,8 @@ def test_nothing_is_decoded_once_the_step_is_given_up(fails: bool) -> None:
     side = Side(3)
     side.come(0)
     side.arrivals.take(0)
-    (thread,) = side.threads.values()
+    thread = side.arrivals.worker.thread
+    assert thread is not None
     side.arrivals.stop()
     if fails:
         side.messages[1].fail(TransportError("connection closed"))

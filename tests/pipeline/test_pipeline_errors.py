@@ -26,7 +26,7 @@ from thinwire.pipeline.boundary import BoundarySide
 from thinwire.pipeline.message import BoundaryTensors, Spec
 from thinwire.pipeline.options import PipelineOptions, fitted
 from thinwire.runtime.checkpoint import sealed
-from thinwire.store import manifest
+from thinwire.store import files
 
 pytestmark = needs_pipelines
 
@@ -119,19 +119,19 @@ UNOPENED = {
 @on_ranks(2)
 def test_a_store_that_cannot_be_opened_is_an_error_on_every_rank(rank: int, tmp_path: Path) -> None:
     x, y = samples()
-    usage = manifest.shutil.disk_usage
+    usage = files.shutil.disk_usage
     for case, errors in UNOPENED.items():
         mine = tmp_path / case
         size = {"budget_bytes": 100} if case == "budget" else {"num_samples": SAMPLES}
         pipe = Pipe(rank, 2, **FW3_BW6, store=thinwire.store.Disk(mine, **size))
         if case == "full" and rank == 1:
             full = type(usage(tmp_path))(1 << 40, 1 << 40, 1000)
-            manifest.shutil.disk_usage = lambda path, full=full: full  # pyright: ignore[reportAttributeAccessIssue]
+            files.shutil.disk_usage = lambda path, full=full: full  # pyright: ignore[reportAttributeAccessIssue]
         if case == "damaged" and rank == 0:
             (mine / "rank0-boundary0-earlier").mkdir(parents=True)
             (mine / "rank0-boundary0-earlier" / "manifest.json").write_text("{}")
         found = error_of(lambda pipe=pipe: pipe.step(x[:BATCH], y[:BATCH], range(BATCH)))
-        manifest.shutil.disk_usage = usage
+        files.shutil.disk_usage = usage
         assert found.startswith(errors[rank])
 
 
@@ -212,9 +212,9 @@ def tampered(rank: int, what: str) -> Any:
         return error_of(lambda: pipe.step(x[:BATCH], y[:BATCH], range(BATCH)))
     unpack = BoundarySide.unpack
 
-    def spoil(side: BoundarySide, direction: Any, chunk: int, message: Tensor, *rest: Any) -> None:
+    def spoil(side: BoundarySide, chunk: int, message: Tensor, *rest: Any) -> list[Tensor]:
         message[{"payload": 100, "step": 16, "magic": 0}[what]] ^= 1
-        unpack(side, direction, chunk, message, *rest)
+        return unpack(side, chunk, message, *rest)
 
     BoundarySide.unpack = spoil
     before = pipe.digests()
@@ -235,7 +235,7 @@ def test_a_damaged_message_is_an_error_and_changes_nothing(what: str, message: s
 UNFIT = {
     "none": ("none", "none"),
     "empty": ("ValueError: this is not the state of a pipeline stage",) * 2,
-    "seed": ("ValueError: the state has seed 0, this stage 1",) * 2,
+    "seed": ("ValueError: the state has seed 0, not 1",) * 2,
     "other stage": ("StoreError: the state has messages of boundary5",) * 2,
     "precision": ("StoreError: the state's records are (16, 384)",) * 2,
     "one side": ("PeerFailedError", "ValueError: this rank is at run"),
@@ -356,3 +356,20 @@ def loses_a_rank(rank: int) -> bool:
 
 def test_a_rank_that_is_killed_is_named_by_both_neighbors() -> None:
     assert run_ranks(loses_a_rank, 3, may_die=True) == [True, None, True]
+
+
+@on_ranks(2, timeout_s=60)
+def test_stages_that_were_closed_go_on_if_they_are_on_all_ranks_and_others_are_told(rank: int) -> None:
+    pipe = Pipe(rank, 2, **FW3_BW6)
+    x, y = samples()
+    pipe.epoch(0, x, y)
+    pipe.stages[0].close()
+    pipe.epoch(1, x, y)
+    check_sides(of_ranks(pipe.digests()), [0])
+    if rank == 1:
+        pipe.stages[0].close()
+    else:
+        found = error_of(lambda: pipe.step(x[:BATCH], y[:BATCH], range(BATCH)))
+        assert found.startswith("TransportError: rank 1 on ")
+        assert "the pipeline's stages were closed there" in found
+    of_ranks(None)

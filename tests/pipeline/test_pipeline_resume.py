@@ -89,7 +89,7 @@ def run(
     counts = [(s.resets, s.corrupt, s.forward_sent_bytes) for s in stats]
     digests = pipe.digests()
     for stage in pipe.stages:
-        stage.close_stores()
+        stage.close()
     return digests, losses, pipe.parameters(), counts
 
 
@@ -187,7 +187,7 @@ def spoiled(rank: int, folder: Path, victim: int | None, what: str, kind: str) -
     assert pipe.stages[0].stats.resets == resets, "it is in order afterwards"
     assert pipe.stages[0].stats.kept_samples == SAMPLES
     check_sides(of_ranks(pipe.digests()), [0])
-    pipe.stages[0].close_stores()
+    pipe.stages[0].close()
     return losses
 
 

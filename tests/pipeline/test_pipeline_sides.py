@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,11 +13,9 @@ from torch import Tensor
 
 import thinwire
 from thinwire.pipeline.boundary import UNSEEN, BoundarySide
-from thinwire.pipeline.message import BoundaryTensors, Encoding, Spec
+from thinwire.pipeline.message import Batch, BoundaryTensors, ScheduleStep, Spec
 from thinwire.pipeline.options import PipelineOptions
-from thinwire.pipeline.schedule_step import Batch, ScheduleStep
 from thinwire.pipeline.stats import PipelineStats
-from thinwire.store import Background
 from thinwire.threads import Worker
 
 LENGTH, WIDTH = 5, 9
@@ -29,7 +28,7 @@ class Pair:
         self.options = PipelineOptions(**options)
         self.beside = Worker("thinwire pipeline")
         self.earlier, self.later = (
-            BoundarySide(0, earlier, self.options, PipelineStats(), self.beside) for earlier in (True, False)
+            BoundarySide(0, earlier, self.options, PipelineStats(), self.options.seed) for earlier in (True, False)
         )
         specs = (Spec((2, LENGTH, WIDTH), dtype), Spec((2, LENGTH), torch.int64), Spec((2, 3), dtype))
         self.forward, self.backward = BoundaryTensors(specs), BoundaryTensors((specs[0], specs[2]))
@@ -41,9 +40,10 @@ class Pair:
         self.step += 1
         self.beside.wait()
         for side in (self.earlier, self.later):
-            side.set_up(self.plan, chunks, self.forward, self.backward if training else None)
+            crossings = {"forward": self.forward} | ({"backward": self.backward} if training else {})
+            side.set_up(self.plan, chunks, self.beside, crossings, {})
             if side.store is None and side.keeps:
-                side.store = self.options.store.open(side.record_format(), "side", run=1, background=Background())
+                side.store = self.options.store.open(side.record_format(), "side", run=1)
         if training and self.earlier.keeps:
             views = [side.local_view(batch.samples, compare=compare) for side in (self.earlier, self.later)]
             same = [a == b != UNSEEN for a, b in zip(*views, strict=True)]
@@ -53,16 +53,14 @@ class Pair:
     def send(self, direction: Any, chunk: int, tensors: list[Tensor]) -> list[Tensor]:
         source, target = (self.earlier, self.later) if direction == "forward" else (self.later, self.earlier)
         message = source.message(direction, chunk)
-        source.prepare(direction, chunk, tensors)
-        self.beside.submit(lambda: source.pack(direction, chunk, tensors, message)).result()
-        self.beside.submit(source.keep).result()
         arrived = target.message(direction, chunk)
         assert arrived.numel() == message.numel()
-        arrived.copy_(message)
-        into = [torch.full_like(tensor, 7) for tensor in tensors]
-        target.unpack(direction, chunk, arrived, into, 0)
+        source.prepare(chunk, tensors)
+        send = partial(arrived.copy_, message)
+        self.beside.submit(lambda: source.pack(chunk, tensors, message, send)).result()
+        received = target.unpack(chunk, arrived, 0)
         self.beside.wait()
-        return into
+        return received
 
     def tensors(self, chunk: int, chunks: int, seed: int) -> list[Tensor]:
         rows = self.plan.rows(chunk, chunks, 2, LENGTH)
@@ -125,10 +123,10 @@ def test_both_sides_keep_the_same_whatever_happens(steps, precision, warmup, bud
             arrived = pair.send("forward", chunk, tensors)
             layout = pair.earlier.layout("forward", chunk)
             assert torch.equal(arrived[1], tensors[1]), "integers travel as they are"
-            for i, (kind, length) in enumerate(zip(layout.kinds, layout.rows.lengths, strict=True)):
+            for i, (coded, length) in enumerate(zip(layout.coded, layout.rows.lengths, strict=True)):
                 assert not arrived[0][i, length:].any(), "nothing arrives behind a sample's length"
                 sent, got = tensors[0][i, :length].float(), arrived[0][i, :length].float()
-                if kind is Encoding.RAW:
+                if not coded:
                     assert torch.equal(sent, got)
                 elif sent.numel():
                     # A change of up to twice the largest value in 7 steps each way, and a step of what is kept.
@@ -189,15 +187,15 @@ def test_both_sides_have_the_same_centers_whatever_happens(steps, num, dtype, se
                 side.store.clear()
                 resets += len(samples) if other.store.digest() != side.store.digest() else 0
         pair.begin(Batch.from_ids(samples, padded, lengths, ()), chunks)
-        kinds = {kind for chunk in range(chunks) for kind in pair.earlier.layout("forward", chunk).kinds}
-        assert len(kinds) == 1, "all samples have centers, or none has"
+        coded = {own for chunk in range(chunks) for own in pair.earlier.layout("forward", chunk).coded}
+        assert len(coded) == 1, "all samples have centers, or none has"
         for chunk in range(chunks):
             tensors = pair.tensors(chunk, chunks, seed + 100 * number + chunk)
             arrived = pair.send("forward", chunk, tensors)
             for i, length in enumerate(pair.earlier.layout("forward", chunk).rows.lengths):
                 assert not arrived[0][i, length:].any(), "nothing arrives behind a sample's length"
                 off = (tensors[0][i, :length].float() - arrived[0][i, :length].float()).abs()
-                assert not off.numel() or float(off.max()) <= (0 if kinds == {Encoding.RAW} else 30 / 7)
+                assert not off.numel() or float(off.max()) <= (30 / 7 if coded == {True} else 0)
         assert pair.same()
         assert pair.earlier.store is not None
         parts = pair.earlier.store.form.parts

@@ -20,8 +20,6 @@ def test_the_first_vectors_become_centers_and_are_their_own_nearest() -> None:
     names = centers.nearest(first)
     assert names.tolist() == list(range(8))
     assert torch.equal(centers.look_up(names), first)
-    with pytest.raises(ValueError, match="more than the 0 centers"):
-        centers.begin(first[:1])
 
 
 def test_a_center_is_the_mean_of_what_came_to_it() -> None:
@@ -55,8 +53,6 @@ def test_names_shapes_and_states_are_checked() -> None:
     centers.begin(vectors(3, 3))
     with pytest.raises(StoreError, match="center 3 of 3"):
         centers.look_up(torch.tensor([3], dtype=torch.uint8))
-    with pytest.raises(ValueError, match="vectors are fp32"):
-        centers.nearest(torch.zeros(2, 4))
     state = centers.state_dict()
     again.load_state_dict(state)
     assert again.missing == 1
@@ -87,7 +83,8 @@ def test_both_sides_have_the_same_centers_which_move_between_steps_only() -> Non
     for step in range(6):
         rows = Rows((step, 100 + step), (5, 2), 5)
         for store in (sender, receiver):
-            assert store.admit(rows.samples) == frozenset()
+            store.admit(rows.samples)
+            assert not store.refused
         known = sender.visits(step)
         views = [store.view(step, compare=True) for store in (sender, receiver)]
         assert views[0] == views[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from thinwire.store import Background, CroppedStore, Crops, Part, RecordFormat, Rows
+from thinwire.store import CroppedStore, Crops, Part, RecordFormat, Rows
 
 SIZE, PADDING = 8, 2
 FORM = RecordFormat((Part(3, 64, True), Part(3, 16, True)))
@@ -13,7 +13,7 @@ FORM = RecordFormat((Part(3, 64, True), Part(3, 16, True)))
 
 
 def opened(form: RecordFormat = FORM, **options) -> CroppedStore:
-    store = Crops(size=SIZE, padding=PADDING, **options).open(form, "side", run=1, background=Background())
+    store = Crops(size=SIZE, padding=PADDING, **options).open(form, "side", run=1)
     assert isinstance(store, CroppedStore)
     return store
 
@@ -54,7 +54,7 @@ def test_a_visit_finds_what_its_crop_shares_with_those_before_and_zero_elsewhere
     assert torch.equal(store.load(second), seen(3, 1))
     assert torch.equal(store.load(first), seen(0, 4)), "another visit has renewed its own part only"
     assert store.visits(0) == 2
-    assert store.num_bytes == store.inner.form.record_bytes == 4 * (3 * 144 + 3 * 36 + 4)
+    assert store.num_bytes == store.kept.record_bytes == 4 * (3 * 144 + 3 * 36 + 4)
 
 
 def test_what_is_no_square_image_or_corner_is_refused() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from test_store import FORM, save, values_of
 
-from thinwire.store import Background, Disk, DiskStore, Part, RecordFormat, Rows, StoreError
+from thinwire.store import Disk, DiskStore, Part, RecordFormat, Rows, StoreError
 
 ROWS = Rows.uniform(range(8), 5)
 
@@ -42,7 +42,7 @@ def test_a_corrupt_record_is_found_at_its_next_visit_and_its_sample_is_unseen(tm
     assert store.verify(range(8)) == []
     flip(tmp_path / "records.bin", 3 * FORM.record_bytes + 17)
     assert store.verify([0, 3, 7]) == [3]
-    assert store.counts.corrupt == 1
+    assert store.corrupt == 1
     assert 3 not in store
     assert store.verify([3]) == []
     assert torch.equal(store.load(Rows.uniform([2, 4], 5)).view(-1), values_of(ROWS, FORM).view(8, -1)[[2, 4]].view(-1))
@@ -91,7 +91,7 @@ def test_a_record_saved_while_the_one_before_it_was_just_written_is_the_one_that
 def test_what_is_loaded_is_what_was_saved_last_whatever_is_read_ahead_and_written_behind(tmp_path: Path) -> None:
     """Threads change places after every few instructions; samples are few, so that most are on their way somewhere."""
     random = torch.Generator().manual_seed(0)
-    store = make(tmp_path, background=Background(max_bytes=3 * FORM.record_bytes))
+    store = make(tmp_path, waiting_bytes=3 * FORM.record_bytes)
     last: dict[int, torch.Tensor] = {}
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -116,7 +116,7 @@ def test_what_is_loaded_is_what_was_saved_last_whatever_is_read_ahead_and_writte
     finally:
         sys.setswitchinterval(interval)
     store.flush()
-    assert store.counts.corrupt == 0
+    assert store.corrupt == 0
     store.close()
     again = make(tmp_path)
     assert sorted(again.samples) == sorted(last)
@@ -184,7 +184,7 @@ def test_a_killed_process_leaves_a_store_that_can_be_gone_on_with(tmp_path: Path
 
 def test_a_store_of_another_run_shape_or_precision_is_refused(tmp_path: Path) -> None:
     place = Disk(tmp_path, num_samples=8)
-    place.open(FORM, "side", run=1, background=Background()).close()
+    place.open(FORM, "side", run=1).close()
     # One on disk is not opened unasked.
     assert place.run_of("side") is None
     assert Disk(tmp_path, num_samples=8, resume=True).run_of("side") == 1
@@ -214,7 +214,7 @@ def test_no_size_in_a_file_is_believed(tmp_path: Path) -> None:
     (tmp_path / "index.bin").write_bytes(rows.numpy().tobytes())
     store = make(tmp_path)
     assert len(store) == 0
-    assert store.counts.corrupt == 16
+    assert store.corrupt == 16
     store.close()
 
 

@@ -16,7 +16,7 @@ from experiments.papers.aqsgd.stages import Part, build
 from experiments.papers.aqsgd.tasks import FineTuning
 from thinwire.compressors import Coded, Delta, parse
 from thinwire.kernels import derive_key
-from thinwire.pipeline.message import BoundaryTensors, Encoding, MessageLayout, Spec
+from thinwire.pipeline.message import BoundaryTensors, MessageLayout, Spec
 from thinwire.pipeline.options import fitted
 from thinwire.store import CenterTable, MemoryStore, Part as RecordPart, RecordFormat, Rows
 from thinwire_tools.compare.gpt import GPT, Block, next_token_loss
@@ -47,8 +47,8 @@ class Boundary:
         """What the receiver has of ``a``, of the same shape, in fp32; ``windows`` is one for each sample."""
         rows = Rows.uniform(samples, a.shape[1])
         crossing = BoundaryTensors((Spec(tuple(a.shape), torch.float32),))
-        kinds = [Encoding.RAW if self.keeps and self.sender.entry(s) is None else Encoding.CODED for s in samples]
-        layout = MessageLayout.build(crossing, rows, kinds, fitted(self.coder, crossing), site=self._name)
+        coded = [not self.keeps or self.sender.entry(sample) is not None for sample in samples]
+        layout = MessageLayout.build(crossing, rows, coded, fitted(self.coder, crossing), site=self._name)
         message = torch.zeros(layout.num_bytes, dtype=torch.uint8)
         flat = a.detach().float().contiguous().view(-1)
         frames = self._load(self.sender, samples, a)

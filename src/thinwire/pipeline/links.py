@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives import Transport
-from thinwire.pipeline.message import Direction
-from thinwire.policies import LinkChoice, choose_by_link
+from thinwire.pipeline.message import DIRECTIONS, Direction
+from thinwire.policies import ByLink, LinkChoice, choose_by_link
 from thinwire.runtime import measure_one_way
 
 if TYPE_CHECKING:
-    from thinwire.pipeline.stage_compression import StageCompression
+    from thinwire.pipeline.stage import CompressedStage
 
 _log = logging.getLogger("thinwire")
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 @dataclass
@@ -31,11 +30,10 @@ class LinkChoices:
     rows: dict[int, dict[Direction, int]] = field(default_factory=dict)
     """Index into the lists of `thinwire.policies.ByLink`, by boundary and direction."""
 
-    def due(self, step: int, timed: int, *, after: int, every: int | None) -> bool:
+    def due(self, adapt: ByLink, step: int, timed: int) -> bool:
         """Whether to choose before training step ``step``, in a process that has timed ``timed`` steps."""
-        if timed < after:
-            return False
-        return self.step is None or (every is not None and step >= self.step + every)
+        again = adapt.every is not None and self.step is not None and step >= self.step + adapt.every
+        return timed >= adapt.after and (self.step is None or again)
 
     def to_tensor(self, num_boundaries: int) -> Tensor:
         """Return the choices as int64 of shape ``(1 + boundaries, 2)``; -1 where nothing was chosen."""
@@ -68,7 +66,7 @@ class LinkChoices:
         return LinkChoices(None if step < 0 else step, {b: row for b, row in made.items() if row})
 
 
-def choose(stages: Sequence[StageCompression], transport: Transport, step: int) -> None:
+def choose(stages: Sequence[CompressedStage], transport: Transport, step: int) -> None:
     """Measure all links, choose compressors for each boundary before training step ``step``, and set them on the
     stages. All ranks must call it, and all make the same choice.
 
@@ -77,7 +75,7 @@ def choose(stages: Sequence[StageCompression], transport: Transport, step: int) 
     Raises:
         TransportError: A rank is gone or silent.
     """
-    ranks = stages[0].group_ranks
+    ranks = stages[0].stage_index_to_group_rank
     boundaries = [b for b in range(stages[0].num_stages - 1) if ranks[b] != ranks[b + 1]]
     pairs: dict[Direction, list[tuple[int, int]]] = {
         "forward": [(ranks[b], ranks[b + 1]) for b in boundaries],
@@ -96,7 +94,7 @@ def choose(stages: Sequence[StageCompression], transport: Transport, step: int) 
     for stage in stages:
         stage.choices = LinkChoices(step, chosen)
         stage.links = tuple(rows)
-    if stages[0].index == 0:
+    if stages[0].is_first:
         for boundary, row in enumerate(rows):
             for direction, link in row.items():
                 _log.info(
@@ -106,29 +104,20 @@ def choose(stages: Sequence[StageCompression], transport: Transport, step: int) 
 
 
 def _gather(
-    stages: Sequence[StageCompression], transport: Transport, boundaries: Sequence[int]
+    stages: Sequence[CompressedStage], transport: Transport, boundaries: Sequence[int]
 ) -> tuple[dict[Direction, float], dict[Direction, list[list[float]]]]:
     """Return, by direction, the seconds that the slowest rank computes for a micro-batch, and, by boundary and choice,
     the bytes of a message, which the boundary's earlier side knows."""
-    counts = {direction: len(stages[0].options.choices(direction)) for direction in DIRECTIONS}
-    own = {
-        direction: torch.zeros(len(boundaries), counts[direction], dtype=torch.float64, device="cpu")
-        for direction in DIRECTIONS
-    }
-    for stage in stages:
-        for side in (side for side in stage.sides if side.earlier):
-            for direction in DIRECTIONS:
-                num_bytes = side.choice_bytes(direction)
-                own[direction][boundaries.index(side.boundary)] = torch.tensor(
-                    num_bytes, dtype=torch.float64, device="cpu"
-                )
+    counts = [len(stages[0].options.choices(direction)) for direction in DIRECTIONS]
+    own = [torch.zeros(len(boundaries), count, dtype=torch.float64, device="cpu") for count in counts]
+    for side in (side for stage in stages for side in stage.sides if side.earlier):
+        for sizes, direction in zip(own, DIRECTIONS, strict=True):
+            sizes[boundaries.index(side.boundary)] = torch.tensor(
+                side.choice_bytes(direction), dtype=torch.float64, device="cpu"
+            )
     computed = [sum(stage.compute_s(direction) for stage in stages) for direction in DIRECTIONS]
-    table = transport.all_gather(
-        torch.cat(
-            [torch.tensor(computed, dtype=torch.float64, device="cpu"), *(sizes.flatten() for sizes in own.values())]
-        )
-    )
-    slowest = table[:, :2].amax(0).tolist()
-    choice_sizes = table[:, 2:].sum(0).split([sizes.numel() for sizes in own.values()])
-    shaped = (sizes.view(len(boundaries), -1).tolist() for sizes in choice_sizes)
-    return dict(zip(DIRECTIONS, slowest, strict=True)), dict(zip(DIRECTIONS, shaped, strict=True))
+    seconds = torch.tensor(computed, dtype=torch.float64, device="cpu")
+    table = transport.all_gather(torch.cat([seconds, *(sizes.flatten() for sizes in own)]))
+    columns = table[:, 2:].sum(0).split([sizes.numel() for sizes in own])
+    shaped = (column.view(len(boundaries), -1).tolist() for column in columns)
+    return dict(zip(DIRECTIONS, table[:, :2].amax(0).tolist(), strict=True)), dict(zip(DIRECTIONS, shaped, strict=True))

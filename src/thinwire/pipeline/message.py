@@ -1,25 +1,150 @@
-"""Tensors at a stage boundary, and a micro-batch's message: the places of samples in it, and their encodings."""
+"""Messages between the ranks of a pipeline: the announcement of a step with its samples, and the tensors of a
+micro-batch at a stage boundary."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from thinwire.arguments import check_int, check_type
 from thinwire.collectives.message import HEADER_BYTES
 from thinwire.compressors import GRADIENT_DTYPES, CodecCall, Coded, Key, Piece, Raw, Segments
 from thinwire.kernels import align, derive_key
-from thinwire.store import Part, Rows
+from thinwire.store import LARGEST_SAMPLE, Corner, Part, Rows
 
 _RAW = Raw()
-
 Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+Ids = Sequence[int] | Tensor
+"""Integers, one for each sample."""
+Corners = Sequence[Sequence[int]] | Tensor
+"""Integers, two for each sample: shape (samples, 2)."""
+_MOST_TEXT = 1024
+"""Largest number of characters of an error that other ranks are told."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The samples of a step, as the training loop gives them."""
+
+    samples: tuple[int, ...]
+    length: int | None = None
+    lengths: tuple[int, ...] | None = None
+    upcoming: tuple[int, ...] = ()
+    corners: tuple[Corner, ...] | None = None
+
+    @staticmethod
+    def from_ids(
+        samples: Ids, length: int | None, lengths: Ids | None, upcoming: Ids, corners: Corners | None = None
+    ) -> Batch:
+        """Return the batch, after its ids and lengths are checked.
+
+        Raises:
+            TypeError: An id is not an integer.
+            ValueError: There are no samples, an id occurs twice or is negative, or a length is impossible.
+        """
+        ids = _integers("sample ids", samples)
+        if not ids:
+            raise ValueError("a step needs at least one sample id")
+        if len(set(ids)) != len(ids):
+            twice = next(sample for i, sample in enumerate(ids) if sample in ids[:i])
+            raise ValueError(
+                f"sample {twice} is in the batch twice, and one message is kept of each: give every sample of a batch "
+                "an id of its own, as thinwire.data.Indexed does, and draw samples without replacement"
+            )
+        listed_lengths = None if lengths is None else _integers("lengths", lengths)
+        if listed_lengths is not None and len(listed_lengths) != len(ids):
+            raise ValueError(f"{len(listed_lengths)} lengths are given for {len(ids)} samples")
+        if listed_lengths is not None and length is not None and max(listed_lengths) > length:
+            raise ValueError(f"a sample has {max(listed_lengths)} positions, in a batch padded to {length}")
+        if length is not None:
+            check_int("length", length, 1)
+        return Batch(ids, length, listed_lengths, _integers("upcoming ids", upcoming), _corners(corners, len(ids)))
+
+
+def _corners(corners: Corners | None, count: int) -> tuple[Corner, ...] | None:
+    if corners is None:
+        return None
+    pairs = corners.tolist() if isinstance(corners, Tensor) else [list(pair) for pair in corners]
+    if len(pairs) != count or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
+        raise ValueError(f"corners are {count} pairs of pixels, down and to the right, one for each sample")
+    flat = _integers("corners", [pixels for pair in pairs for pixels in pair])
+    return tuple(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _integers(what: str, values: Ids) -> tuple[int, ...]:
+    listed = values.tolist() if isinstance(values, Tensor) else list(values)
+    for value in listed:
+        check_int(what, value, 0, LARGEST_SAMPLE - 1)
+    return tuple(listed)
+
+
+@dataclass(frozen=True)
+class ScheduleStep:
+    """One run of the schedule, a training step or an evaluation, the same on every rank."""
+
+    number: int
+    """Number of the run, evaluations included."""
+    training_step: int
+    """Number of the training step."""
+    training: bool
+    run: int
+    """Number that identifies the training through all its restarts."""
+    batch: Batch | None = None
+    """Samples of the step; None where stages have the shapes that they were set up with and samples have no ids."""
+    error: str = ""
+    """Reason why the first stage's rank cannot take the step, if it cannot."""
+
+    def to_json(self) -> bytes:
+        """Return the announcement of the step, which `from_json` reads."""
+        batch = None if self.batch is None else vars(self.batch)
+        told = {**vars(self), "batch": batch, "error": self.error[:_MOST_TEXT]}
+        return json.dumps(told, separators=(",", ":")).encode()
+
+    @staticmethod
+    def from_json(data: bytes) -> ScheduleStep:
+        """Return the step that another rank has announced. Everything in it is checked.
+
+        Raises:
+            ValueError: The data is no such step.
+        """
+        try:
+            told = json.loads(data)
+            batch = told.pop("batch")
+            step = ScheduleStep(**told, batch=None if batch is None else Batch.from_ids(**batch))
+            for name in ("number", "training_step", "run"):
+                check_int(name, getattr(step, name), 0, LARGEST_SAMPLE)
+            check_type("training", step.training, bool, "true or false")
+            check_type("error", step.error, str, "a text")
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+            text = f"{type(error).__name__}: {error}"[:_MOST_TEXT]
+            raise ValueError(f"the first stage's rank announced a step that cannot be: {text}") from None
+        return step
+
+    def rows(self, chunk: int, num_chunks: int, count: int, length: int) -> Rows:
+        """Return the samples of micro-batch ``chunk``; ``count`` and ``length`` are those that the pipeline was set up
+        with."""
+        if self.batch is None:
+            return Rows.uniform(range(chunk * count, (chunk + 1) * count), length)
+        sizes = chunk_sizes(len(self.batch.samples), num_chunks)
+        here = slice(sum(sizes[:chunk]), sum(sizes[: chunk + 1]))
+        padded = length if self.batch.length is None or not length else self.batch.length
+        lengths = (padded,) * sizes[chunk] if self.batch.lengths is None else self.batch.lengths[here]
+        corners = () if self.batch.corners is None else self.batch.corners[here]
+        return Rows(self.batch.samples[here], tuple(min(own, padded) for own in lengths), padded, corners)
+
+
+def chunk_sizes(count: int, num_chunks: int) -> list[int]:
+    """Return the samples of each micro-batch of a batch, as ``torch.tensor_split`` cuts it."""
+    each, more = divmod(count, num_chunks)
+    return [each + (i < more) for i in range(num_chunks)]
 
 
 class Spec(NamedTuple):
@@ -110,27 +235,34 @@ class BoundaryTensors:
             parts.append(Part(own[0], math.prod(own[1:]), True) if grows else Part(1, math.prod(own), False))
         return tuple(parts)
 
-    def check(self, tensors: Sequence[Tensor], count: int, length: int, where: str) -> None:
+    def check(self, tensors: Sequence[Tensor], rows: Rows, where: str) -> None:
         """Raise ``ValueError`` unless tensors have the shapes that the other side expects."""
-        expected = self.shapes(count, length)
-        shapes = [tuple(tensor.shape) for tensor in tensors]
+        count, length = len(rows.samples), rows.padded
+        expected, shapes = self.shapes(count, length), [tuple(tensor.shape) for tensor in tensors]
         if shapes != expected:
             raise ValueError(
                 f"{where} has shapes {shapes}, the other side expects {expected} ({count} samples, length {length}): "
                 "pass set_sample_ids() all samples of the batch that step() gets, and length= when it changes"
             )
 
+    def empty(self, rows: Rows) -> list[Tensor]:
+        """Return tensors, on the host, for those of a micro-batch."""
+        shapes = self.shapes(len(rows.samples), rows.padded)
+        dtypes = [spec.dtype for spec in self.specs]
+        return [torch.empty(s, dtype=dtype, device="cpu") for s, dtype in zip(shapes, dtypes, strict=True)]
+
+    def zeros(self, rows: Rows) -> Tensor:
+        """Return a flat tensor for a micro-batch's activations, of `dtype`."""
+        numel = sum(part.at(rows.padded) for part in self.parts(rows.padded))
+        return torch.zeros(len(rows.samples) * numel, dtype=self.dtype, device="cpu")
+
     def flatten(self, tensors: Sequence[Tensor], rows: Rows) -> Tensor:
         """Return a micro-batch's activations, sample by sample, on the host: flat, of `dtype`, zero behind each length.
 
         It may share memory with the only tensor.
         """
-        wanted = [tensors[i].detach().to("cpu", self.dtype) for i in self.floats]
-        count = len(rows.samples)
-        if len(wanted) == 1:
-            flat = wanted[0].contiguous().view(-1)
-        else:
-            flat = torch.cat([tensor.reshape(count, -1) for tensor in wanted], dim=1).view(-1)
+        wanted = [tensors[i].detach().to("cpu", self.dtype).reshape(len(rows.samples), -1) for i in self.floats]
+        flat = (wanted[0].contiguous() if len(wanted) == 1 else torch.cat(wanted, dim=1)).view(-1)
         if all(length == rows.padded for length in rows.lengths):
             return flat
         flat = flat.clone()
@@ -139,37 +271,15 @@ class BoundaryTensors:
                 tensor[i, part.at(length) :] = 0
         return flat
 
-    def unflatten(self, flat: Tensor, rows: Rows) -> list[Tensor]:
-        """Return the activations in a flat tensor, as (samples, elements) each."""
-        return [tensor for tensor, _ in self._views(flat, rows)]
+    def unflatten(self, flat: Tensor, rows: Rows, into: Sequence[Tensor]) -> None:
+        """Copy the activations in a flat tensor to their places in ``into``."""
+        for (values, _), i in zip(self._views(flat, rows), self.floats, strict=True):
+            into[i].copy_(values.view(into[i].shape))
 
     def _views(self, flat: Tensor, rows: Rows) -> list[tuple[Tensor, Part]]:
         parts = self.parts(rows.padded)
         columns = flat.view(len(rows.samples), -1).split([part.at(rows.padded) for part in parts], dim=1)
         return list(zip(columns, parts, strict=True))
-
-
-def chunk_sizes(count: int, num_chunks: int) -> list[int]:
-    """Return the samples of each micro-batch of a batch, as ``torch.tensor_split`` cuts it."""
-    each, more = divmod(count, num_chunks)
-    return [each + (i < more) for i in range(num_chunks)]
-
-
-class Encoding(IntEnum):
-    """The encoding of a sample."""
-
-    RAW = 0
-    """Full precision: on the sample's first visit, and while it is warmed up."""
-    CODED = 1
-    """The activation, or its change since the last visit, compressed."""
-
-
-class _Other(NamedTuple):
-    """The place of a tensor without activations in a message."""
-
-    tensor: int
-    start: int
-    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -178,13 +288,16 @@ class MessageLayout:
 
     crossing: BoundaryTensors
     rows: Rows
-    kinds: tuple[Encoding, ...]
+    coded: tuple[bool, ...]
+    """Whether each sample is sent compressed: the activation, or its change since the last visit. Others are sent in
+    full precision: on their first visit, and while they are warmed up."""
     raw: Segments
-    coded: tuple[tuple[Coded, Segments], ...]
+    coders: tuple[tuple[Coded, Segments], ...]
     chosen: tuple[int, Tensor] | None
     """Byte at which the sender's choices start, and the vectors that they are of: bool (samples, vectors of each). None
     where a store leaves no choice, or nothing is compressed."""
-    others: tuple[_Other, ...]
+    others: tuple[tuple[int, int, int], ...]
+    """Tensors without activations: the place among those that cross, the first byte, and the number of bytes."""
     num_bytes: int
     digest: int
 
@@ -192,7 +305,7 @@ class MessageLayout:
     def build(
         crossing: BoundaryTensors,
         rows: Rows,
-        kinds: Sequence[Encoding],
+        coded: Sequence[bool],
         coders: Sequence[Coded],
         *,
         chooses: bool = False,
@@ -203,7 +316,7 @@ class MessageLayout:
         Args:
             crossing: The tensors that cross the boundary.
             rows: The samples of the micro-batch.
-            kinds: The encoding of each of them.
+            coded: Whether each of them is sent compressed.
             coders: A compressor for each activation tensor.
             chooses: Whether the sender chooses the reference of each vector's change, in a byte.
             site: Distinguishes the random draws of this boundary from those of others.
@@ -212,45 +325,43 @@ class MessageLayout:
         parts = crossing.parts(rows.padded)
         stride = sum(part.at(rows.padded) for part in parts)
         raw: list[Piece] = []
-        coded: list[list[Piece]] = [[] for _ in parts]
-        for i, (sample, length, kind) in enumerate(zip(rows.samples, rows.lengths, kinds, strict=True)):
+        pieces: list[list[Piece]] = [[] for _ in parts]
+        for i, (sample, length, is_coded) in enumerate(zip(rows.samples, rows.lengths, coded, strict=True)):
             start = i * stride
             for t, part in enumerate(parts):
-                coder = _RAW if kind is Encoding.RAW else coders[t]
+                coder = coders[t] if is_coded else _RAW
                 shape = (length, part.width) if part.grows else (part.width,)
                 piece = Piece(f"{site}/{sample}/{t}", start, part.at(length), 0, at, shape)
-                (raw if kind is Encoding.RAW else coded[t]).append(piece)
+                (pieces[t] if is_coded else raw).append(piece)
                 start += part.at(rows.padded)
                 at += coder.payload_bytes(piece.numel, crossing.dtype)
         chosen = None
-        if chooses and Encoding.CODED in kinds:
-            which = rows.vectors(parts) & torch.tensor(
-                [kind is Encoding.CODED for kind in kinds], dtype=torch.bool, device="cpu"
-            ).view(-1, 1)
+        if chooses and any(coded):
+            which = rows.vectors(parts) & torch.tensor(coded, dtype=torch.bool, device="cpu").view(-1, 1)
             chosen = at, which
             at += align(int(which.sum()))
         others = []
         shapes = crossing.shapes(len(rows.samples), rows.padded)
         for i in crossing.others:
             num_bytes = torch.Size(shapes[i]).numel() * crossing.specs[i].dtype.itemsize
-            others.append(_Other(i, at, num_bytes))
+            others.append((i, at, num_bytes))
             at += align(num_bytes)
-        facts = (len(rows.samples), rows.padded, at, *rows.samples, *rows.lengths, *kinds)
+        facts = (len(rows.samples), rows.padded, at, *rows.samples, *rows.lengths, *map(int, coded))
         return MessageLayout(
             crossing,
             rows,
-            tuple(kinds),
+            tuple(coded),
             Segments.build(raw),
-            tuple((coder, Segments.build(pieces)) for coder, pieces in zip(coders, coded, strict=True) if pieces),
+            tuple((coder, Segments.build(own)) for coder, own in zip(coders, pieces, strict=True) if own),
             chosen,
             tuple(others),
             at,
             derive_key(*facts),
         )
 
-    def rows_sent_as(self, kind: Encoding) -> list[int]:
-        """Return the indices of the samples in the micro-batch that are sent as ``kind``."""
-        return [i for i, own in enumerate(self.kinds) if own is kind]
+    def where(self, *, coded: bool) -> list[int]:
+        """Return the places of the samples in the micro-batch that are sent compressed, or of the others."""
+        return [i for i, own in enumerate(self.coded) if own is coded]
 
     def put_choices(self, choices: Tensor, message: Tensor) -> None:
         """Copy the sender's choices, uint8 (samples, vectors of each), into ``message``."""
@@ -290,10 +401,10 @@ class MessageLayout:
 
     def encode(self, flat: Tensor, message: Tensor, key: int) -> None:
         """Encode the samples of ``flat`` that are sent compressed, with the random draws of ``key``."""
-        for coder, segments in self.coded:
+        for coder, segments in self.coders:
             coder.encode(flat, message, CodecCall(segments, Key(key, key)))
 
     def decode(self, message: Tensor, flat: Tensor, *, add: bool = False) -> None:
         """Decode the compressed samples into ``flat``, or add them to it (``add``)."""
-        for coder, segments in self.coded:
+        for coder, segments in self.coders:
             coder.decode(message, flat, CodecCall(segments), add=add)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 
 from thinwire.arguments import check_int, check_type
 from thinwire.compressors import Coded, Compressor, Delta, Raw, Unsuited, check_stateless, coder_of, parse
@@ -11,6 +14,7 @@ from thinwire.kernels import FORMAT_VERSION
 from thinwire.pipeline.message import BoundaryTensors, Direction
 from thinwire.plan.contraction import check_contraction
 from thinwire.policies import ByLink
+from thinwire.runtime.checkpoint import check_sealed, integers, sealed
 from thinwire.store import Memory, Place, check_precision
 
 Specs = str | Compressor | Sequence[str | Compressor]
@@ -32,22 +36,31 @@ class PipelineOptions:
     max_length: int | None = None
     adapt: ByLink | None = None
     evaluation_coder: Coded = field(init=False, repr=False)
+    keeps: bool = field(init=False, repr=False)
+    """Whether records are kept at any boundary."""
     _forward: tuple[Compressor, ...] = field(init=False, repr=False)
     _backward: tuple[Coded, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         forward = tuple(parse(spec) for spec in _listed(self.forward))
-        for compressor in dict.fromkeys(forward):
-            inner = coded("forward", coder_of(compressor))
-            if inner is not compressor:
-                check_contraction(inner)
         backward = tuple(coded("backward", parse(spec)) for spec in _listed(self.backward))
+        if self.adapt is not None:
+            check_type("adapt", self.adapt, ByLink, "thinwire.policies.ByLink(...)")
+            for compressor in self.choices("backward"):
+                coded("backward", compressor)
+        choices = () if self.adapt is None else self.choices("forward")
+        for compressor in dict.fromkeys((*forward, *choices)):
+            inner_coder(compressor)
+        if choices and len({isinstance(compressor, Delta) for compressor in (*choices, *forward)}) > 1:
+            raise ValueError(
+                "messages are kept at all boundaries and for all choices or for none: give forward= and "
+                "ByLink(forward=) delta(...) throughout, or nowhere"
+            )
         object.__setattr__(self, "_forward", forward)
         object.__setattr__(self, "_backward", backward)
         object.__setattr__(self, "evaluation_coder", coded("evaluation", parse(self.evaluation)))
+        object.__setattr__(self, "keeps", any(isinstance(compressor, Delta) for compressor in forward))
         check_type("store", self.store, Place, "a thinwire.store.Memory(...), Disk(path, ...) or Centers(...)")
-        if self.adapt is not None:
-            _check_choices(self.adapt, forward)
         check_precision(self.precision)
         check_int("seed", self.seed, 0)
         check_int("warmup_epochs", self.warmup_epochs, 0)
@@ -61,11 +74,6 @@ class PipelineOptions:
                 "goes with forward='delta(...)'"
             )
 
-    @property
-    def keeps(self) -> bool:
-        """Whether records are kept at any boundary."""
-        return any(isinstance(compressor, Delta) for compressor in self._forward)
-
     def keeps_at(self, boundary: int) -> bool:
         """Whether records are kept at ``boundary``."""
         return isinstance(self._forward[boundary % len(self._forward)], Delta)
@@ -73,7 +81,7 @@ class PipelineOptions:
     def choices(self, direction: Direction) -> tuple[Compressor, ...]:
         """Return the compressors to choose from by link (``adapt``)."""
         assert self.adapt is not None
-        return tuple(parse(spec) for spec in (self.adapt.forward if direction == "forward" else self.adapt.backward))
+        return tuple(parse(spec) for spec in getattr(self.adapt, direction))
 
     def coder_at(self, boundary: int, direction: Direction, choice: int | None = None) -> Coded:
         """Return the compressor of activations, of their change, or of gradients at a boundary: one of `choices`, or by
@@ -95,37 +103,16 @@ class PipelineOptions:
 
     def record(self, num_stages: int) -> dict[str, str]:
         """Return the options that all ranks must have in common."""
-        place = {"kind": type(self.store).__name__, **self.store.facts()}
+        plain = ("precision", "seed", "warmup_epochs", "check_every", "max_length", "adapt")
         return {
             "wire format": str(FORMAT_VERSION),
             "num_stages": str(num_stages),
             "forward": "; ".join(map(str, self._forward)),
             "backward": "; ".join(map(str, self._backward)),
             "evaluation": str(self.evaluation_coder),
-            "precision": str(self.precision),
-            "seed": str(self.seed),
-            "warmup_epochs": str(self.warmup_epochs),
-            "check_every": str(self.check_every),
-            "max_length": str(self.max_length),
-            "adapt": str(self.adapt),
-            **{f"store {name}": str(value) for name, value in place.items()},
+            **{name: str(getattr(self, name)) for name in plain},
+            **{f"store {name}": str(value) for name, value in self.store.facts().items()},
         }
-
-
-def _check_choices(adapt: ByLink, given: Sequence[Compressor]) -> None:
-    check_type("adapt", adapt, ByLink, "thinwire.policies.ByLink(...)")
-    forward = [parse(spec) for spec in adapt.forward]
-    if len({isinstance(compressor, Delta) for compressor in (*forward, *given)}) > 1:
-        raise ValueError(
-            "messages are kept at all boundaries and for all choices or for none: give forward= and ByLink(forward=) "
-            "delta(...) throughout, or nowhere"
-        )
-    for compressor in forward:
-        inner = coded("forward", coder_of(compressor))
-        if inner is not compressor:
-            check_contraction(inner)
-    for spec in adapt.backward:
-        coded("backward", parse(spec))
 
 
 def _listed(specs: Specs) -> Sequence[str | Compressor]:
@@ -152,6 +139,19 @@ def coded(name: str, compressor: Compressor) -> Coded:
     return compressor
 
 
+def inner_coder(compressor: Compressor) -> Coded:
+    """Return the compressor of activations, or of the changes of which ``delta(...)`` is made. A warning says where
+    training may not converge with these changes.
+
+    Raises:
+        ValueError: They cannot be sent in it.
+    """
+    inner = coded("forward", coder_of(compressor))
+    if inner is not compressor:
+        check_contraction(inner)
+    return inner
+
+
 def fitted(coder: Coded, crossing: BoundaryTensors) -> tuple[Coded, ...]:
     """Return the compressor of each activation that crosses, for samples of that shape.
 
@@ -171,3 +171,36 @@ def _fitted(coder: Coded, shape: Sequence[int]) -> Coded:
     if isinstance(fitted, Raw):
         raise ValueError(f"{coder} cannot code activations of shape {tuple(shape)} a sample: they would be sent raw")
     return coded("the compressor", fitted)
+
+
+def write_state(seed: int, parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return a state with checksums of its entries, which are ``part/name``, or just the name for the part ``""``."""
+    state = {
+        "seed": torch.tensor(seed, dtype=torch.int64, device="cpu"),
+        "format_version": torch.tensor(FORMAT_VERSION, dtype=torch.int64, device="cpu"),
+    }
+    for part, entries in parts.items():
+        state |= {f"{part}/{name}" if part else name: value for name, value in entries.items()}
+    return sealed(state)
+
+
+def read_state(state: Mapping[str, Tensor], seed: int, kind: str, *names: str) -> dict[str, dict[str, Tensor]]:
+    """Return copies of the entries of a state, by part and name.
+
+    Raises:
+        ValueError: It lacks one of ``names``, is damaged, or is of another seed or wire format. The error names the
+            ``kind`` of state.
+    """
+    missing = {"seed", "format_version", *names} - set(state)
+    if missing:
+        raise ValueError(f"this is not the state of a {kind}: {', '.join(sorted(missing))} missing")
+    check_sealed(state, [key for key in state if key != "checksums"])
+    for name, mine in (("seed", seed), ("format_version", FORMAT_VERSION)):
+        (saved,) = integers(state, name)
+        if saved != mine:
+            raise ValueError(f"the state has {name} {saved}, not {mine}: resume with the same")
+    parts: dict[str, dict[str, Tensor]] = {}
+    for key, value in state.items():
+        part, _, name = key.rpartition("/")
+        parts.setdefault(part, {})[name] = value.detach().cpu().clone()
+    return parts

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
+from statistics import median
 from typing import Any
 
 import torch
@@ -15,20 +18,30 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from thinwire.collectives import PeerFailedError
-from thinwire.compat import tells_stage_tensors
+from thinwire.compat import stage_tensors, tells_stage_tensors
 from thinwire.compressors import Compressor
 from thinwire.integrations.transports import failing_before_meeting
-from thinwire.pipeline.message import Direction
-from thinwire.pipeline.options import PipelineOptions, Specs
-from thinwire.pipeline.pipeline import Pipeline
-from thinwire.pipeline.schedule_step import Batch, Corners, Ids
-from thinwire.pipeline.stage_compression import StageCompression
+from thinwire.pipeline.boundary import BoundarySide
+from thinwire.pipeline.links import LinkChoices
+from thinwire.pipeline.message import DIRECTIONS, Batch, BoundaryTensors, Corners, Direction, Ids, ScheduleStep, Spec
+from thinwire.pipeline.options import PipelineOptions, Specs, read_state, write_state
+from thinwire.pipeline.pipeline import Pipeline, report
 from thinwire.pipeline.stats import PipelineStats
 from thinwire.policies import ByLink, LinkChoice
-from thinwire.store import Memory, Place, Store
+from thinwire.runtime import group_seed
+from thinwire.runtime.checkpoint import integers
+from thinwire.runtime.warning import warn_caller
+from thinwire.store import Disk, Memory, Place, Store, StoreError
 
 _BEGIN = "clear_runtime_states"
 """Method of a stage with which schedules begin a run."""
+
+
+_TIMED = 64
+"""Number of micro-batches whose computation is remembered."""
+_LARGE_CHANGE = 0.3
+"""Share of an activation. Dropout of 0.1 leaves changes at half of it: in 3 bits their error is then three quarters of
+that of activations that are sent directly."""
 
 
 class _Replaced:
@@ -75,7 +88,26 @@ class CompressedStage(PipelineStage):
                 " call init_process_group('cpu:gloo,cuda:nccl')"
             )
         options.check(self.num_stages)
-        self._compression = StageCompression(self, options)
+        self.options = options
+        self.pipeline: Pipeline | None = None
+        """Pipeline in which the stage has begun steps."""
+        self.training_step = 0
+        """Number of training steps so far."""
+        self.run = 0
+        """Number that identifies the training through all restarts; 0 before the first step that keeps messages."""
+        self.totals = PipelineStats()
+        """Statistics without the contents of the stores."""
+        self.sides: list[BoundarySide] = []
+        """Sides of the boundaries to neighbors on other ranks."""
+        self.choices = LinkChoices()
+        self.links: tuple[Mapping[Direction, LinkChoice], ...] = ()
+        """Choices of ``adapt=ByLink()`` with their measurements, by boundary, the first stage's first; empty before,
+        and where the choice was read from a checkpoint."""
+        self._batch: Batch | None = None
+        self._loaded: dict[str, dict[str, Tensor]] = {}
+        """Records of a state, by side, until the side's store is opened."""
+        self._computed: dict[Direction, deque[float]] = {name: deque(maxlen=_TIMED) for name in DIRECTIONS}
+        self._is_warned = False
         self._replaced = _Replaced(stage)
         setattr(stage, _BEGIN, self._replaced)
 
@@ -108,25 +140,24 @@ class CompressedStage(PipelineStage):
             TypeError, ValueError: these are no ids, lengths or corners.
         """
         # Once the ranks have met, they learn only of an error that ends this rank's program.
-        met = self._compression.pipeline is not None
-        with nullcontext() if met else failing_before_meeting(self.group):
-            self._compression.give_batch(Batch.from_ids(ids, length, lengths, upcoming, corners))
+        with failing_before_meeting(self.group) if self.pipeline is None else nullcontext():
+            self._batch = Batch.from_ids(ids, length, lengths, upcoming, corners)
 
     @property
     def stats(self) -> PipelineStats:
         """Totals of what this stage sent, saved and kept so far."""
-        return self._compression.present_stats()
+        if self.pipeline is not None:
+            self.pipeline.worker.wait()
+        return self.totals.holding(self.stores.values())
 
     @property
     def stores(self) -> dict[str, Store]:
         """Stores of messages by boundary and side, as ``"boundary0-earlier"``; none before the first step."""
-        return {side.name: side.store for side in self._compression.sides if side.store is not None}
+        return {side.name: side.store for side in self.sides if side.store is not None}
 
-    @property
-    def links(self) -> tuple[Mapping[Direction, LinkChoice], ...]:
-        """Choices of ``adapt=ByLink()`` with their measurements, by boundary, the first stage's first; empty before,
-        and where the choice was read from a checkpoint."""
-        return self._compression.links
+    def _rest(self) -> None:
+        if self.pipeline is not None:
+            self.pipeline.rest()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return tensors from which an equal stage of the same rank continues bit by bit; save them with the model.
@@ -134,7 +165,15 @@ class CompressedStage(PipelineStage):
         Call it on every rank between two steps. It contains the records in memory; of those on disk it lists which
         they are, and they are kept until ``snapshots`` newer states were made (`thinwire.store.Disk`).
         """
-        return self._compression.state_dict()
+        self._rest()
+        own = {
+            "step": torch.tensor(self.training_step, dtype=torch.int64, device="cpu"),
+            "run": torch.tensor(self.run, dtype=torch.int64, device="cpu"),
+        }
+        if self.options.adapt is not None:
+            own["choices"] = self.choices.to_tensor(self.num_stages - 1)
+        stores = {name: store.state_dict() for name, store in self.stores.items()}
+        return write_state(self.options.seed, {"": own, **stores, **self._loaded})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a state, on every rank from the one it saved, before the first step of a new process or later.
@@ -143,26 +182,131 @@ class CompressedStage(PipelineStage):
             ValueError: it is not the state of a stage, or one of another seed or wire format.
             StoreError: its messages are not of this stage.
         """
-        self._compression.load_state_dict(state)
+        self._rest()
+        parts = read_state(state, self.options.seed, "pipeline stage", "step", "run")
+        own = parts.pop("")
+        (step,), (run,) = integers(own, "step"), integers(own, "run")
+        if step < 0 or run < 0:
+            raise ValueError(f"the state is of step {step} of run {run}, which cannot be")
+        others = parts.keys() - {f"boundary{self.stage_index}-earlier", f"boundary{self.stage_index - 1}-later"}
+        if others:
+            raise StoreError(f"the state has messages of {', '.join(sorted(others))}: it is another stage's")
+        if self.options.adapt is not None and "choices" in own:
+            counts: dict[Direction, int] = {name: len(self.options.choices(name)) for name in DIRECTIONS}
+            self.choices = LinkChoices.from_tensor(own["choices"], self.num_stages - 1, counts)
+        for name, store in self.stores.items():
+            if name in parts:
+                store.load_state_dict(parts.pop(name))
+            else:
+                store.clear()
+        self._loaded, self.training_step, self.run = parts, step, run
 
-    def close_stores(self) -> None:
-        """Write what waits to be written and close files, at the end of a training. Later steps open them again."""
-        self._compression.close()
+    def close(self) -> None:
+        """Write what waits to be written, and close files and the connections between ranks, at the end of a training.
+
+        Records in memory stay. A later step opens everything again, which all ranks must take.
+        """
+        if self.pipeline is not None:
+            self.pipeline.close()
+        for side in self.sides if isinstance(self.options.store, Disk) else ():
+            if side.store is not None:
+                side.store.close()
+                side.store = None
+
+    # What the pipeline asks of its stages before each step.
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of micro-batches of a step."""
+        return self.chunks or len(self.args_recv_info)
+
+    def take_batch(self) -> Batch | None:
+        """Return the batch that was set for this step. It is used once."""
+        batch, self._batch = self._batch, None
+        return batch
+
+    def set_up(self, step: ScheduleStep, pipeline: Pipeline) -> None:
+        """Prepare the sides for a step. Neighbors on the same rank pass tensors directly and have no boundary."""
+        index, ranks = self.stage_index, self.stage_index_to_group_rank
+        wanted = {
+            boundary: earlier
+            for boundary, earlier, other in ((index - 1, False, index - 1), (index, True, index + 1))
+            if 0 <= other < self.num_stages and ranks[other] != self.group_rank
+        }
+        if {side.boundary for side in self.sides} != set(wanted):
+            seed = group_seed(self.options.seed, tuple(pipeline.ranks))
+            self.sides = [BoundarySide(*of, self.options, self.totals, seed) for of in wanted.items()]
+        tensors = stage_tensors(self)
+        for side in self.sides:
+            names = ("outputs", "output_grads") if side.earlier else ("inputs", "input_grads")
+            crossings: dict[Direction, BoundaryTensors] = {
+                direction: BoundaryTensors(tuple(Spec(*spec) for spec in tensors[name]))
+                for direction, name in zip(DIRECTIONS, names, strict=True)
+                if direction == "forward" or step.training
+            }
+            chosen = self.choices.rows.get(side.boundary, {})
+            side.set_up(step, self.num_chunks, pipeline.worker, crossings, chosen)
+            if side.earlier and side.keeps:
+                self._warn_of_large_changes(side.boundary)
+
+    def _warn_of_large_changes(self, boundary: int) -> None:
+        """Warn once where `delta` gains little, because activations never settle."""
+        change = self.totals.lasting_change()
+        if change < _LARGE_CHANGE or self._is_warned:
+            return
+        self._is_warned = True
+        warn_caller(
+            f"boundary {boundary}: activations still change by {change:.0%} between two visits of a sample, and by no "
+            "less from visit to visit, so that delta(...) gains little over sending them directly. Dropout, and "
+            "augmentation at random, do that: turn them off before this boundary, in stages 0 to "
+            f"{boundary} (dropout: p=0), or do without the memory of delta(...): forward='gaussian(bits=4)'"
+        )
+
+    def existing_run(self) -> int | None:
+        """Return the run of the stores on disk that this training continues, if there are any."""
+        return self.options.store.run_of(self._folder(f"boundary{self.stage_index}-earlier"))
+
+    def open_stores(self) -> None:
+        """Open the store of each side that has none, as it was when a state was saved, if one was loaded."""
+        for side in self.sides:
+            if side.store is None and side.keeps:
+                side.store = self.options.store.open(side.record_format(), self._folder(side.name), run=self.run)
+                if side.name in self._loaded:
+                    side.store.load_state_dict(self._loaded.pop(side.name))
+
+    def _folder(self, name: str) -> str:
+        return f"rank{dist.get_rank()}-{name}"
+
+    @contextmanager
+    def computing(self, direction: Direction) -> Iterator[None]:
+        """Time the computation of the stage for a micro-batch, if compressors are chosen by link."""
+        started = time.perf_counter()
+        yield
+        if self.options.adapt is not None and self.has_backward:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self._computed[direction].append(time.perf_counter() - started)
+
+    def compute_s(self, direction: Direction) -> float:
+        """Return the median seconds of computation for a micro-batch; 0 if there was none."""
+        return median(self._computed[direction] or [0.0])
+
+    # What schedules call.
 
     def clear_runtime_states(self) -> None:
         # A schedule begins each run with this method, of all its stages before any moves.
         super().clear_runtime_states()
         self._replaced.needs_warning = False
-        self._compression.pipeline = Pipeline.note(self._compression, self.group)
+        self.pipeline = Pipeline.note(self)
 
     @property
-    def _pipeline(self) -> Pipeline:
-        assert self._compression.pipeline is not None, "a run has begun"
-        return self._compression.pipeline
+    def _begun(self) -> Pipeline:
+        assert self.pipeline is not None, "a run has begun"
+        return self.pipeline
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if not self.is_first:  # it receives nothing, and begins when its samples are there
-            self._pipeline.begin()
+            self._begun.begin()
         return []
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -176,24 +320,24 @@ class CompressedStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: tuple[Any, ...], *rest: Any, **options: Any) -> Any:
         first = next((arg.shape[0] for arg in args if isinstance(arg, Tensor) and arg.dim()), None)
-        self._pipeline.begin(first if self.is_first else None)
+        self._begun.begin(first if self.is_first else None)
         with self._or_give_up():
             self._take_in("forward", fwd_chunk_id, self.args_recv_info.get(fwd_chunk_id, ()))
-            with self._compression.computing("forward"):
+            with self.computing("forward"):
                 return super().forward_one_chunk(fwd_chunk_id, args, *rest, **options)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *rest: Any, **options: Any) -> None:
         with self._or_give_up():
             self._take_in("backward", bwd_chunk_id, self.grad_recv_info.get(bwd_chunk_id, ()))
-            with self._compression.computing("backward"):
+            with self.computing("backward"):
                 super().backward_one_chunk(bwd_chunk_id, *rest, **options)
-            if bwd_chunk_id == self._compression.num_chunks - 1:
-                self._pipeline.check(wait=True)  # the first stage sends nothing back, where it would wait
+            if bwd_chunk_id == self.num_chunks - 1:
+                self._begun.check(wait=True)  # the first stage sends nothing back, where it would wait
 
     @contextmanager
     def _or_give_up(self) -> Iterator[None]:
         """An error ends the step on the neighbors, too, which would wait for messages until their time is over."""
-        pipeline = self._pipeline
+        pipeline = self._begun
         try:
             pipeline.check()
             yield
@@ -201,7 +345,7 @@ class CompressedStage(PipelineStage):
             # Neighbors answer a failed message with failed ones: this rank's own error counts first.
             first = pipeline.failure() or error
             if not isinstance(first, PeerFailedError):
-                pipeline.report(first)
+                report(first, pipeline.transport)
             pipeline.give_up()
             if isinstance(first, PeerFailedError):
                 raise pipeline.attribute(first) from None
@@ -213,15 +357,15 @@ class CompressedStage(PipelineStage):
         """Hand over the tensors of ``ops``, which are to be sent. The schedule has nothing left to send."""
         if ops:
             with self._or_give_up():
-                side = next(side for side in self._compression.sides if side.boundary == boundary)
-                self._pipeline.send(side, chunk, [op.tensor for op in ops])
+                side = next(side for side in self.sides if side.boundary == boundary)
+                self._begun.send(side, chunk, [op.tensor for op in ops])
         return []
 
     def _take_in(self, direction: Direction, chunk: int, infos: Sequence[Any]) -> None:
         """Put the tensors that were received for a micro-batch where PyTorch's stage looks for them."""
         boundary = self.stage_index - (direction == "forward")
-        with self._compression.stats.timed("wait"):
-            tensors = self._pipeline.take(boundary, direction, chunk)
+        with self.totals.timed("wait"):
+            tensors = self._begun.take(boundary, direction, chunk)
         if tensors is None:
             return
         infos = [info for info in infos if not info.is_root_arg and info.tensor_meta is not None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -71,13 +71,13 @@ class PipelineStats:
     epochs: list[EpochMeans] = field(default_factory=list)
     """Means by visit, the first one first."""
 
-    def holding(self, stores: Sequence[Store]) -> PipelineStats:
+    def holding(self, stores: Collection[Store]) -> PipelineStats:
         """Return a copy, with the present contents of these stores."""
         return replace(
             self,
             epochs=[replace(epoch) for epoch in self.epochs],
-            evicted=sum(store.counts.evicted for store in stores),
-            turned_away=sum(store.counts.turned_away for store in stores),
+            evicted=sum(store.evicted for store in stores),
+            turned_away=sum(store.turned_away for store in stores),
             kept_samples=sum(len(store) for store in stores),
             store_bytes=sum(store.num_bytes for store in stores),
         )
@@ -110,15 +110,14 @@ class PipelineStats:
             for name, value in more.items():
                 setattr(self, name, getattr(self, name) + value)
 
-    def note(self, visit: int, activations: Sequence[float], deltas: Sequence[float], numel: int) -> None:
-        """Add samples at their ``visit``-th visit (from 0): sums of magnitudes, each of ``numel`` values."""
+    def note(self, visit: int, activation: float, delta: float, numel: int) -> None:
+        """Add a sample at its ``visit``-th visit (from 0): sums of the magnitudes of ``numel`` values."""
         while len(self.epochs) <= visit:
             self.epochs.append(EpochMeans())
-        means, more = self.epochs[visit], len(activations)
-        total = means.samples + more
-        means.activation += (sum(activations) / max(numel, 1) - more * means.activation) / total
-        means.delta += (sum(deltas) / max(numel, 1) - more * means.delta) / total
-        means.samples = total
+        means = self.epochs[visit]
+        means.samples += 1
+        means.activation += (activation / max(numel, 1) - means.activation) / means.samples
+        means.delta += (delta / max(numel, 1) - means.delta) / means.samples
 
     def lasting_change(self) -> float:
         """Return the change between two visits, as a share of the activation, once it falls no more from visit to

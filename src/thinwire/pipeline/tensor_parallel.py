@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,21 +15,20 @@ from torch.distributed.tensor import Partial, Placement
 from torch.distributed.tensor.parallel import RowwiseParallel
 
 from thinwire.arguments import check_type
-from thinwire.collectives import CommunicationError, Transport
+from thinwire.collectives import Transport
 from thinwire.collectives.message import seal, verify
 from thinwire.collectives.transport import ring_bytes
 from thinwire.compat import group_timeout
-from thinwire.compressors import Coded, Compressor, Delta, coder_of, parse
+from thinwire.compressors import Compressor, Delta, coder_of, parse
 from thinwire.integrations.transports import bare_transport
 from thinwire.kernels import FORMAT_VERSION, derive_key
-from thinwire.pipeline.message import BoundaryTensors, Encoding, MessageLayout, Spec
-from thinwire.pipeline.options import coded, fitted
-from thinwire.pipeline.schedule_step import Batch, Ids
+from thinwire.pipeline.message import Batch, BoundaryTensors, Ids, MessageLayout, Spec
+from thinwire.pipeline.options import coded, fitted, inner_coder, read_state, write_state
+from thinwire.pipeline.pipeline import report
 from thinwire.pipeline.stats import PipelineStats
-from thinwire.plan.contraction import check_contraction
 from thinwire.runtime import agree, group_seed
-from thinwire.runtime.checkpoint import check_sealed, integers, sealed
-from thinwire.store import Background, Memory, Part, RecordFormat, Rows, Store
+from thinwire.runtime.checkpoint import integers
+from thinwire.store import Memory, Part, RecordFormat, Rows, Store
 
 _GRAIN = 128
 """Number of elements to a multiple of which samples are cut, so that buckets are whole."""
@@ -57,9 +57,7 @@ class SampleSum:
     def __init__(
         self, transport: Transport, compressor: Compressor, place: Memory, *, name: str, seed: int, stats: PipelineStats
     ) -> None:
-        coder = coder_of(compressor)
-        assert isinstance(coder, Coded), "it was checked"
-        self.transport, self._coder, self._place = transport, coder, place
+        self.transport, self._coder, self._place = transport, coded("compressor", coder_of(compressor)), place
         self._keeps = isinstance(compressor, Delta)
         self._name, self._seed, self.stats = name, seed, stats
         self._shape: tuple[int, ...] | None = None
@@ -80,12 +78,17 @@ class SampleSum:
         """
         self._set_up(x, len(samples))
         flat = x.detach().to("cpu", torch.float32).reshape(len(samples), -1)
-        rows = Rows.uniform(samples, 0)
-        refused = frozenset[int]() if self.store is None else self.store.admit(samples)
-        kinds = [self._kind(sample) for sample in samples]
-        part, total, rest = self._load(rows, kinds, flat.shape[1])
-        layouts = [self._layout(cut, rows, kinds, f"to {rank}") for rank, cut in enumerate(self._cuts)]
-        layouts_of_sum = [self._layout(cut, rows, kinds, f"sum {rank}") for rank, cut in enumerate(self._cuts)]
+        rows, known = Rows.uniform(samples, 0), [True] * len(samples)
+        widths = [flat.shape[1], flat.shape[1], self._share]
+        kept = torch.zeros(len(samples), sum(widths), dtype=torch.float32, device="cpu")
+        if self.store is not None:
+            self.store.admit(samples)
+            known = [self.store.visits(sample) > 0 for sample in samples]
+            kept = self.store.load_known(rows, [i for i, seen in enumerate(known) if seen]).view(len(samples), -1)
+        # This rank's parts as others know them, the sums, and what was left out of this rank's share of these.
+        part, total, rest = kept.split(widths, dim=1)
+        layouts = [self._layout(cut, rows, known, f"to {rank}") for rank, cut in enumerate(self._cuts)]
+        layouts_of_sum = [self._layout(cut, rows, known, f"sum {rank}") for rank, cut in enumerate(self._cuts)]
         changes = [(flat - part)[:, start:end] for start, end in self._cuts]
         arrived = self._scatter(changes, layouts, part)
         rank = self.transport.rank
@@ -94,7 +97,11 @@ class SampleSum:
         for (start, end), change in zip(self._cuts, sums, strict=True):
             total[:, start:end] += change
         rest[:, : own.shape[1]] = own - sums[rank]
-        self._save((part, total, rest), rows, refused)
+        if self.store is not None:
+            # All ranks have the same sum, so that they forget the same samples.
+            finite = torch.isfinite(total).all(1).tolist()
+            records = self.store.form.encode(kept.view(-1), rows)
+            self.stats.nonfinite += self.store.keep(records, rows, self.step, finite)
         self.step += 1
         self.stats.dense_bytes += ring_bytes(4 * flat.numel(), self.transport.world_size)
         return total.view(x.shape)
@@ -122,43 +129,14 @@ class SampleSum:
         if self._keeps:
             parts = (Part(1, numel, False), Part(1, numel, False), Part(1, self._share, False))
             form = RecordFormat(parts, site=self._name)
-            self.store = self._place.open(form, self._name, run=1, background=Background())
+            self.store = self._place.open(form, self._name, run=1)
             if self._loaded:
                 self.store.load_state_dict(self._loaded)
                 self._loaded = {}
 
-    def _kind(self, sample: int) -> Encoding:
-        return Encoding.CODED if self.store is None or self.store.visits(sample) else Encoding.RAW
-
-    def _layout(self, cut: tuple[int, int], rows: Rows, kinds: Sequence[Encoding], what: str) -> MessageLayout:
+    def _layout(self, cut: tuple[int, int], rows: Rows, known: Sequence[bool], what: str) -> MessageLayout:
         crossing = BoundaryTensors((Spec((len(rows.samples), cut[1] - cut[0]), torch.float32),))
-        return MessageLayout.build(crossing, rows, kinds, fitted(self._coder, crossing), site=f"{self._name} {what}")
-
-    def _load(self, rows: Rows, kinds: Sequence[Encoding], numel: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this rank's parts as others know them, the sums, and what was left out of this rank's share of these;
-        zero where nothing is kept."""
-        widths = [numel, numel, self._share]
-        records = torch.zeros(len(rows.samples), sum(widths), dtype=torch.float32, device="cpu")
-        known = [i for i, kind in enumerate(kinds) if kind is Encoding.CODED]
-        if self.store is not None and known:
-            records[known] = self.store.load(Rows.uniform((rows.samples[i] for i in known), 0)).view(len(known), -1)
-        part, total, rest = records.split(widths, dim=1)
-        return part, total, rest
-
-    def _save(self, kept: tuple[Tensor, Tensor, Tensor], rows: Rows, refused: frozenset[int]) -> None:
-        if self.store is None:
-            return
-        values = torch.cat(kept, dim=1)
-        # All ranks have the same sum, so that they forget the same samples.
-        finite = torch.isfinite(kept[1]).all(1).tolist()
-        for sample in (sample for sample, good in zip(rows.samples, finite, strict=True) if not good):
-            self.stats.nonfinite += 1
-            self.store.forget(sample)
-        keep = [i for i, sample in enumerate(rows.samples) if finite[i] and sample not in refused]
-        if keep:
-            some = Rows.uniform((rows.samples[i] for i in keep), 0)
-            records = self.store.form.encode(values[keep].reshape(-1), some)
-            self.store.save(records, some, self.step)
+        return MessageLayout.build(crossing, rows, known, fitted(self._coder, crossing), site=f"{self._name} {what}")
 
     def _scatter(self, changes: Sequence[Tensor], layouts: Sequence[MessageLayout], part: Tensor) -> Tensor:
         """Send every rank its share of this rank's changes, and add up those received. ``part`` becomes what the others
@@ -166,15 +144,13 @@ class SampleSum:
         rank, ranks = self.transport.rank, self.transport.world_size
         messages = [self._encoded(own, layouts[peer], rank, _PARTS) for peer, own in enumerate(changes)]
         for (start, end), layout, message in zip(self._cuts, layouts, messages, strict=True):
-            part[:, start:end] += self._decoded(message, layout)
+            part[:, start:end] += self._decoded(message, layout, rank, _PARTS)
         arriving = [torch.empty_like(messages[rank]) for _ in range(ranks)]
         arriving[rank] = messages[rank]
         self._exchange(dict(enumerate(messages)), dict(enumerate(arriving)))
         total = torch.zeros_like(changes[rank])
         for source, message in enumerate(arriving):  # in the same order for every share
-            if source != rank:
-                self._verify(message, layouts[rank], source, _PARTS)
-            total += self._decoded(message, layouts[rank])
+            total += self._decoded(message, layouts[rank], source, _PARTS)
         return total
 
     def _gather(self, own: Tensor, layouts: Sequence[MessageLayout]) -> list[Tensor]:
@@ -183,10 +159,7 @@ class SampleSum:
         messages = [torch.empty(layout.num_bytes, dtype=torch.uint8, device="cpu") for layout in layouts]
         messages[rank] = self._encoded(own, layouts[rank], rank, _SUM)
         self._exchange(dict.fromkeys(range(len(layouts)), messages[rank]), dict(enumerate(messages)))
-        for source, message in enumerate(messages):
-            if source != rank:
-                self._verify(message, layouts[source], source, _SUM)
-        return [self._decoded(message, layout) for message, layout in zip(messages, layouts, strict=True)]
+        return [self._decoded(message, layouts[source], source, _SUM) for source, message in enumerate(messages)]
 
     def _exchange(self, leaving: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> None:
         transport = self.transport
@@ -209,23 +182,22 @@ class SampleSum:
         seal(message, source=rank, phase=phase, step=self.step, digest=layout.digest)
         return message
 
-    def _decoded(self, message: Tensor, layout: MessageLayout) -> Tensor:
-        values = torch.zeros(layout.crossing.specs[0].shape, dtype=torch.float32, device="cpu")
-        layout.take_raw(message, values.view(-1))
-        layout.decode(message, values.view(-1))
-        return values
-
-    def _verify(self, message: Tensor, layout: MessageLayout, source: int, phase: int) -> None:
-        verify(message, peer=source, source=source, phase=phase, step=self.step, digest=layout.digest)
+    def _decoded(self, message: Tensor, layout: MessageLayout, source: int, phase: int) -> Tensor:
+        if source != self.transport.rank:
+            verify(message, peer=source, source=source, phase=phase, step=self.step, digest=layout.digest)
+        values = layout.crossing.zeros(layout.rows)
+        layout.take_raw(message, values)
+        layout.decode(message, values)
+        return values.view(len(layout.rows.samples), -1)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return tensors from which `load_state_dict` restores the records, and the step."""
         state = self._loaded if self.store is None else self.store.state_dict()
         return {"step": torch.tensor([self.step], dtype=torch.int64, device="cpu"), **state}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a state, which was checked; records are checked when the first activation shows their shape."""
-        self.step = int(state["step"])
+    def load_state_dict(self, step: int, state: Mapping[str, Tensor]) -> None:
+        """Continue from a state; records are checked when the first activation shows their shape."""
+        self.step = step
         self._loaded = {name: value for name, value in state.items() if name != "step"}
         if self.store is not None and self._loaded:
             self.store.load_state_dict(self._loaded)
@@ -273,22 +245,17 @@ class CompressedRowwiseParallel(RowwiseParallel):
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=Partial())
         self.compressor = parse(compressor)
-        inner = coded("compressor", coder_of(self.compressor))
-        if inner is not self.compressor:
-            check_contraction(inner)
+        inner_coder(self.compressor)
         self.store = Memory() if store is None else store
         check_type("store", self.store, Memory, "thinwire.store.Memory(...)")
         self.seed = seed
         self._stats = PipelineStats()
-        self._layers: list[_Layer] = []
+        self._sums: list[SampleSum] = []
+        """The sum of each layer."""
         self._transports: dict[dist.ProcessGroup, Transport] = {}
         self._samples: tuple[int, ...] = ()
-        self._given = 0
-
-    @property
-    def keeps(self) -> bool:
-        """Whether messages of samples are kept."""
-        return isinstance(self.compressor, Delta)
+        self._taken: set[int] = set()
+        """Layers that have run since the samples were set."""
 
     def set_sample_ids(self, ids: Ids) -> None:
         """Set the samples of the next forward pass, in their order in the batch, on every rank of the mesh the same.
@@ -300,23 +267,17 @@ class CompressedRowwiseParallel(RowwiseParallel):
             TypeError, ValueError: These are no ids.
         """
         self._samples = Batch.from_ids(ids, None, None, ()).samples
-        self._given += 1
+        self._taken.clear()
         self._stats.steps += 1
 
     @property
     def stats(self) -> PipelineStats:
         """Totals of this rank for all layers of this style. ``dense_bytes`` are those of ring all-reduces in fp32."""
-        return self._stats.holding([layer.sum.store for layer in self._layers if layer.sum.store is not None])
+        return self._stats.holding([own.store for own in self._sums if own.store is not None])
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return tensors from which the style of the same rank, given for the same layers, continues bit by bit."""
-        state = {
-            "seed": torch.tensor([self.seed], dtype=torch.int64, device="cpu"),
-            "format_version": torch.tensor([FORMAT_VERSION], dtype=torch.int64, device="cpu"),
-        }
-        for index, layer in enumerate(self._layers):
-            state |= {f"{index}/{name}": value for name, value in layer.sum.state_dict().items()}
-        return sealed(state)
+        return write_state(self.seed, {str(index): own.state_dict() for index, own in enumerate(self._sums)})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a state, after ``parallelize_module`` and on every rank from the one it saved.
@@ -325,20 +286,14 @@ class CompressedRowwiseParallel(RowwiseParallel):
             ValueError: It is damaged, or not the state of a style with as many layers, this seed and wire format.
             StoreError: From the next forward pass, its messages are not of these layers.
         """
-        check_sealed(state, [key for key in state if key != "checksums"])
-        for name, mine in (("seed", self.seed), ("format_version", FORMAT_VERSION)):
-            if name not in state or integers(state, name) != [mine]:
-                raise ValueError(f"the state has another {name} than {mine}: resume with the same")
-        layers: dict[int, dict[str, Tensor]] = {}
-        for key, value in state.items():
-            index, _, name = key.partition("/")
-            if name and index.isdecimal():
-                layers.setdefault(int(index), {})[name] = value.detach().cpu().clone()
-        if set(layers) != set(range(len(self._layers))) or not all("step" in own for own in layers.values()):
-            raise ValueError(f"the state is of {len(layers)} layers, this style was given for {len(self._layers)}")
-        for index, own in layers.items():
-            integers(own, "step")
-            self._layers[index].sum.load_state_dict(own)
+        parts = read_state(state, self.seed, "tensor-parallel style")
+        del parts[""]
+        layers = {str(index) for index in range(len(self._sums))}
+        if set(parts) != layers or not all("step" in own for own in parts.values()):
+            raise ValueError(f"the state is of {len(parts)} layers, this style was given for {len(self._sums)}")
+        steps = {index: integers(own, "step")[0] for index, own in parts.items()}
+        for index, own in parts.items():
+            self._sums[int(index)].load_state_dict(steps[index], own)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)
@@ -346,60 +301,49 @@ class CompressedRowwiseParallel(RowwiseParallel):
         transport = self._transports.get(group)
         if transport is None:
             transport = self._transports[group] = bare_transport(group, group_timeout(group))
-        seed = group_seed(self.seed, tuple(dist.get_process_group_ranks(group)))
-        layer = _Layer(self, transport, len(self._layers), seed)
-        agree(layer.record, transport)
-        self._layers.append(layer)
-        module.register_forward_hook(layer)
-        return module
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({str(self.compressor)!r}, input_layouts={self.input_layouts})"
-
-
-class _Layer:
-    """The forward hook of one layer: its output, a part of the sum, becomes the sum."""
-
-    def __init__(self, style: CompressedRowwiseParallel, transport: Transport, index: int, seed: int) -> None:
-        self._style, self._transport = style, transport
-        self._taken = 0
-        self.record = {
+        index = len(self._sums)
+        record = {
             "wire format": str(FORMAT_VERSION),
             "layer": str(index),
-            "compressor": str(style.compressor),
-            "seed": str(style.seed),
-            **{f"store {name}": str(value) for name, value in style.store.facts().items()},
+            "compressor": str(self.compressor),
+            "seed": str(self.seed),
+            **{f"store {name}": str(value) for name, value in self.store.facts().items()},
         }
-        self.sum = SampleSum(
-            transport, style.compressor, style.store, name=f"layer{index}", seed=seed, stats=style._stats
-        )
+        agree(record, transport)
+        seed = group_seed(self.seed, tuple(dist.get_process_group_ranks(group)))
+        own = SampleSum(transport, self.compressor, self.store, name=f"layer{index}", seed=seed, stats=self._stats)
+        self._sums.append(own)
+        module.register_forward_hook(partial(self._sum, index))
+        return module
 
-    def __call__(self, module: nn.Module, _: Any, part: Tensor) -> Tensor:
+    def _sum(self, index: int, module: nn.Module, _: Any, part: Tensor) -> Tensor:
+        """Return the sum of which a layer's output is a part: the layer's forward hook."""
+        own = self._sums[index]
         if not (module.training and torch.is_grad_enabled()):
             total = part.detach().to("cpu", copy=True)
-            self._transport.all_reduce(total)
+            own.transport.all_reduce(total)
             return total.to(part.device)
         try:
-            samples = self._samples(part)
-            total = _Summed.apply(part, self.sum, samples)
+            samples = self._samples_of(index) if isinstance(self.compressor, Delta) else range(part.shape[0])
+            total = _Summed.apply(part, own, samples)
         except Exception as error:
-            if self._transport.detector is not None and not isinstance(error, CommunicationError):
-                self._transport.detector.report(error)
+            report(error, own.transport)
             raise
         assert isinstance(total, Tensor)
         return total
 
-    def _samples(self, part: Tensor) -> Sequence[int]:
-        if not self._style.keeps:
-            return range(part.shape[0])
-        if self._taken == self._style._given:
+    def _samples_of(self, index: int) -> Sequence[int]:
+        if not self._samples or index in self._taken:
             raise ValueError(
                 "no sample ids: call set_sample_ids(ids) of the style before each forward pass of training, with the "
                 "ids of all samples of the batch. A layer cannot be run twice for the same ids, as activation "
                 "checkpointing does"
             )
-        self._taken = self._style._given
-        return self._style._samples
+        self._taken.add(index)
+        return self._samples
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.compressor)!r}, input_layouts={self.input_layouts})"
 
 
 class _Summed(torch.autograd.Function):

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.arguments import check_int
-from thinwire.store.errors import StoreError
-from thinwire.store.records import RecordFormat, Rows
-from thinwire.store.store import Store
+from thinwire.store.store import RecordFormat, Rows, Store, StoreError
 
 MOST_CENTERS = 256
 """Largest number of centers, to which one byte can refer."""
@@ -28,15 +26,9 @@ class CenterTable:
         num: Number of centers, 1 to 256.
         width: Elements of a vector.
         window: About how many of the last vectors a center is the mean of.
-
-    Raises:
-        ValueError: An argument is out of range.
     """
 
     def __init__(self, num: int, width: int, window: int = 1024) -> None:
-        check_int("num", num, 1, MOST_CENTERS)
-        check_int("width", width, 1)
-        check_int("window", window, 1)
         self.num, self.width, self.window = num, width, window
         self._values = torch.zeros(num, width, dtype=torch.float32, device="cpu")
         self._counts = torch.zeros(num, dtype=torch.int64, device="cpu")
@@ -47,24 +39,14 @@ class CenterTable:
         """Number of vectors that must be sent raw before all centers exist."""
         return self.num - self._ready
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the centers and their counts, however many samples there are."""
-        return self._values.nbytes + self._counts.nbytes
-
     def begin(self, vectors: Tensor) -> None:
         """Make the first vectors centers: fp32 of shape (at most `missing`, width)."""
-        self._check(vectors)
-        if len(vectors) > self.missing:
-            raise ValueError(f"{len(vectors)} vectors are more than the {self.missing} centers that are missing")
-        self._values[self._ready : self._ready + len(vectors)] = vectors
-        self._counts[self._ready : self._ready + len(vectors)] = 1
-        self._ready += len(vectors)
+        new = slice(self._ready, self._ready + len(vectors))
+        self._values[new], self._counts[new], self._ready = vectors, 1, new.stop
 
     def nearest(self, vectors: Tensor) -> Tensor:
         """Return the indices of the nearest centers: uint8 (vectors,). Only the sender calls it, because distances may
         round differently on another machine."""
-        self._check(vectors)
         return torch.cdist(vectors, self._values[: self._ready]).argmin(1).to(torch.uint8)
 
     def look_up(self, indices: Tensor) -> Tensor:
@@ -79,7 +61,6 @@ class CenterTable:
 
     def update(self, indices: Tensor, arrived: Tensor) -> None:
         """Move the centers with these indices toward the decoded vectors, fp32 (vectors, width)."""
-        self._check(arrived)
         index = indices.long()
         more = torch.bincount(index, minlength=self.num)
         sums = torch.zeros_like(self._values).index_add_(0, index, arrived)
@@ -90,12 +71,6 @@ class CenterTable:
         good = (more > 0) & torch.isfinite(moved).all(1)
         self._values = torch.where(good.unsqueeze(1), moved, self._values)
         self._counts += torch.where(good, more, 0)
-
-    def copy(self) -> CenterTable:
-        """Return a copy of the centers, which does not move with them."""
-        made = CenterTable(self.num, self.width, self.window)
-        made.load_state_dict(self.state_dict())
-        return made
 
     def checksum(self) -> int:
         """Return a 64-bit checksum of the centers and their counts."""
@@ -116,23 +91,17 @@ class CenterTable:
         Raises:
             StoreError: The state is not one of as many centers of that width.
         """
-        values, counts, ready = (state.get(name) for name in ("values", "counts", "ready"))
-        if not (isinstance(values, Tensor) and isinstance(counts, Tensor) and isinstance(ready, Tensor)):
-            raise StoreError("this is not the state of cluster centers")
-        sizes = tuple(values.shape) == (self.num, self.width) and tuple(counts.shape) == (self.num,)
-        if not sizes or values.dtype != torch.float32 or counts.dtype != torch.int64:
-            raise StoreError(f"the state has centers {tuple(values.shape)}, expected {(self.num, self.width)}")
-        if ready.numel() != 1 or ready.dtype != torch.int64:
-            raise StoreError("the state does not say how many centers it has")
+        for name, own in self.state_dict().items():
+            found = state.get(name)
+            if not isinstance(found, Tensor) or found.dtype != own.dtype or found.shape != own.shape:
+                what = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else "no tensor"
+                raise StoreError(f"{name} in the state of cluster centers is {what}, expected {tuple(own.shape)}")
+        values, counts, ready = state["values"], state["counts"], state["ready"]
         if not 0 <= int(ready) <= self.num or bool((counts < 0).any()) or not bool(torch.isfinite(values).all()):
             raise StoreError(
                 f"the state has {int(ready)} of {self.num} centers, a negative count or a value that is not finite"
             )
         self._values, self._counts, self._ready = values.clone(), counts.clone(), int(ready)
-
-    def _check(self, vectors: Tensor) -> None:
-        if vectors.dim() != 2 or vectors.shape[1] != self.width or vectors.dtype != torch.float32:
-            raise ValueError(f"vectors are fp32 of shape (vectors, {self.width}), not {tuple(vectors.shape)}")
 
 
 class CenterStore(Store):
@@ -155,21 +124,16 @@ class CenterStore(Store):
     def __init__(self, form: RecordFormat, num: int, window: int = 1024) -> None:
         super().__init__(form)
         self._tables = [CenterTable(num, part.width, window) for part in form.parts]
-        self._of_step = [table.copy() for table in self._tables]
+        self._of_step = deepcopy(self._tables)
         """Centers at the beginning of the step."""
-        self._written = 0
-        self._saved = 0
+        self._written = self._saved = 0
 
     def __len__(self) -> int:
         """Return 0: no sample is kept by itself."""
         return 0
 
-    @property
-    def _is_ready(self) -> bool:
-        return not any(table.missing for table in self._tables)
-
     def visits(self, sample: int) -> int:
-        return int(self._is_ready)
+        return int(not any(table.missing for table in self._tables))
 
     def view(self, sample: int, *, compare: bool) -> int | None:
         if not self._saved:
@@ -177,9 +141,8 @@ class CenterStore(Store):
         # In a step that was given up, one side may have saved more than the other: the number of samples shows it.
         return kernels.derive_key(self._written, self._saved, self._checksum() if compare else 0)
 
-    def admit(self, samples: Sequence[int]) -> frozenset[int]:
-        self._of_step = [table.copy() for table in self._tables]
-        return frozenset()
+    def admit(self, samples: Sequence[int]) -> None:
+        self._of_step = deepcopy(self._tables)
 
     def choose(self, values: Tensor, rows: Rows) -> Tensor:
         columns = self._columns(values, rows)
@@ -231,7 +194,7 @@ class CenterStore(Store):
 
     @property
     def num_bytes(self) -> int:
-        return 2 * sum(table.num_bytes for table in self._tables)
+        return sum(center_bytes(table.num, (table.width,)) for table in self._tables)
 
     def state_dict(self) -> dict[str, Tensor]:
         state = {"written": torch.tensor([self._written, self._saved], dtype=torch.int64, device="cpu")}
@@ -241,11 +204,11 @@ class CenterStore(Store):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         written = state.get("written")
-        if not isinstance(written, Tensor) or written.dtype != torch.int64 or tuple(written.shape) != (2,):
+        if not (isinstance(written, Tensor) and written.dtype == torch.int64 and tuple(written.shape) == (2,)):
             raise StoreError("this is not the state of cluster centers")
         if bool((written < 0).any()):
             raise StoreError(f"the state is of step {written.tolist()}, which cannot be")
-        loaded = [table.copy() for table in self._tables]
+        loaded = deepcopy(self._tables)
         for index, table in enumerate(loaded):
             names = ("values", "counts", "ready")
             table.load_state_dict({name: state[f"{name}{index}"] for name in names if f"{name}{index}" in state})

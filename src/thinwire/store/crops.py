@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from math import isqrt
 
 import torch
 from torch import Tensor
 
-from thinwire.store.memory import MemoryStore
-from thinwire.store.records import Part, RecordFormat, Rows
-from thinwire.store.store import Store
+from thinwire.store.memory import Evict, MemoryStore
+from thinwire.store.store import Part, RecordFormat, Rows
 
 Corner = tuple[int, int]
 """Pixels from the upper left corner of a padded image to that of a crop: down, and to the right."""
@@ -65,53 +64,55 @@ class Frame:
         return Frame(part.positions, side, size, padding)
 
 
-class CroppedStore(Store):
+class CroppedStore(MemoryStore):
     """Keeps messages of whole images in memory, of which each visit sees a crop (AQ-SGD, H.6): changes are taken from
     the same crop of the message, and no other part of it is renewed. Unseen positions are zero.
 
     Args:
-        form: Format of an activation.
-        inner: The store of the frames' parts.
-        frames: The frames of the activation's parts.
+        form: Format of an activation, (samples, channels, positions, positions).
+        size: Pixels of a crop's side.
+        padding: Pixels by which images are padded on each side.
+        capacity: Returns how many images of a format there is room for.
+        evict: See `RecordStore`.
+
+    Raises:
+        ValueError: See `Frame.from_part`.
     """
 
-    def __init__(self, form: RecordFormat, inner: MemoryStore, frames: Sequence[Frame]) -> None:
-        super().__init__(form)
-        self.inner, self._frames = inner, tuple(frames)
-        self.counts = inner.counts
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    def visits(self, sample: int) -> int:
-        return self.inner.visits(sample)
-
-    def view(self, sample: int, *, compare: bool) -> int | None:
-        return self.inner.view(sample, compare=compare)
+    def __init__(
+        self,
+        form: RecordFormat,
+        size: int,
+        padding: int,
+        capacity: Callable[[RecordFormat], int | None],
+        evict: Evict | None,
+    ) -> None:
+        self._frames = tuple(Frame.from_part(part, size, padding) for part in form.parts)
+        whole = replace(form, parts=tuple(frame.part() for frame in self._frames))
+        super().__init__(form, capacity(whole), evict)
+        self.kept = whole
+        self._padding = padding
 
     def check_corners(self, corners: Sequence[Corner] | None) -> None:
         if corners is None:
             raise ValueError("no corners: set_sample_ids(ids, corners=...) takes where each image was cropped")
-        most = 2 * self._frames[0].padding if self._frames else 0
         for corner in corners:
-            if max(corner) > most:
-                raise ValueError(f"a crop begins at {corner}, and images are padded by {most // 2} pixels on each side")
-
-    def admit(self, samples: Sequence[int]) -> frozenset[int]:
-        return self.inner.admit(samples)
+            if max(corner) > 2 * self._padding:
+                raise ValueError(
+                    f"a crop begins at {corner}, and images are padded by {self._padding} pixels on each side"
+                )
 
     def load(self, rows: Rows, choices: Tensor | None = None) -> Tensor:
-        frames = self._load(rows.samples)
         cut = [
             torch.stack([own[frame.window(corner)] for own, corner in zip(of_frame, rows.corners, strict=True)])
-            for of_frame, frame in zip(frames, self._frames, strict=True)
+            for of_frame, frame in zip(self._load_whole(rows.samples), self._frames, strict=True)
         ]
         return torch.cat([own.view(len(rows.samples), -1) for own in cut], dim=1).view(-1)
 
     def save(self, records: Tensor, rows: Rows, step: int, choices: Tensor | None = None) -> None:
         if not rows.samples:
             return
-        frames = self._load(rows.samples)
+        frames = self._load_whole(rows.samples)
         seen = self.form.decode(records, rows.lengths, rows).view(len(rows.samples), -1)
         widths = [frame.channels * frame.side**2 for frame in self._frames]
         for of_frame, frame, values in zip(frames, self._frames, seen.split(widths, dim=1), strict=True):
@@ -119,46 +120,14 @@ class CroppedStore(Store):
                 whole[frame.window(corner)] = own.view(frame.channels, frame.side, frame.side)
         whole_rows = Rows.uniform(rows.samples, 0)
         flat = torch.cat([of_frame.reshape(len(rows.samples), -1) for of_frame in frames], dim=1).view(-1)
-        self.inner.save(self.inner.form.encode(flat, whole_rows), whole_rows, step)
+        super().save(self.kept.encode(flat, whole_rows), whole_rows, step)
 
-    def _load(self, samples: Sequence[int]) -> list[Tensor]:
+    def _load_whole(self, samples: Sequence[int]) -> list[Tensor]:
         """Return the frames of these samples, (samples, channels, positions, positions); zero where none is kept."""
-        whole = torch.zeros(len(samples), self.inner.form.numel(0), dtype=torch.float32, device="cpu")
-        known = [i for i, sample in enumerate(samples) if sample in self.inner]
+        whole = torch.zeros(len(samples), self.kept.numel(0), dtype=torch.float32, device="cpu")
+        known = [i for i, sample in enumerate(samples) if sample in self]
         if known:
-            whole[known] = self.inner.load(Rows.uniform((samples[i] for i in known), 0)).view(len(known), -1)
+            whole[known] = super().load(Rows.uniform((samples[i] for i in known), 0)).view(len(known), -1)
         widths = [frame.part().at(0) for frame in self._frames]
         shapes = [(len(samples), frame.channels, frame.whole_side, frame.whole_side) for frame in self._frames]
         return [own.reshape(shape) for own, shape in zip(whole.split(widths, dim=1), shapes, strict=True)]
-
-    def forget(self, sample: int) -> None:
-        self.inner.forget(sample)
-
-    def reset(self, samples: Iterable[int]) -> None:
-        self.inner.reset(samples)
-
-    def clear(self) -> None:
-        self.inner.clear()
-
-    def digest(self) -> int:
-        return self.inner.digest()
-
-    @property
-    def num_bytes(self) -> int:
-        return self.inner.num_bytes
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.inner.load_state_dict(state)
-
-
-def frame_format(form: RecordFormat, size: int, padding: int) -> tuple[RecordFormat, tuple[Frame, ...]]:
-    """Return the format of the messages of whole images, and the frames of the activation's parts.
-
-    Raises:
-        ValueError: See `Frame.from_part`.
-    """
-    frames = tuple(Frame.from_part(part, size, padding) for part in form.parts)
-    return RecordFormat(tuple(frame.part() for frame in frames), form.precision, form.half, form.site), frames

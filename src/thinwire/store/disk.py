@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import mmap
-import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.store.background import Background
-from thinwire.store.errors import StoreError
-from thinwire.store.manifest import check_manifest, check_room, open_file, read_manifest, write_manifest
-from thinwire.store.record_store import Entry, Evict, RecordStore
-from thinwire.store.records import RecordFormat
+from thinwire.store.files import ROW_BYTES, Files
+from thinwire.store.memory import Entry, Evict, RecordStore
+from thinwire.store.store import RecordFormat, StoreError
+from thinwire.threads import Worker
 
-_WORDS = 8
-_ROW_BYTES = 8 * _WORDS
-_NO_ROW = bytes(_ROW_BYTES)
-_MARK = b"thinwire message store\n"
+_NO_ROW = bytes(ROW_BYTES)
+_LAST_WRITES_S = 10.0
+"""Seconds that the interpreter waits, when it ends, for records to be written."""
 
 
 class DiskStore(RecordStore):
@@ -54,13 +48,15 @@ class DiskStore(RecordStore):
         run: int,
         evict: Evict | None = None,
         snapshots: int = 1,
-        background: Background | None = None,
+        waiting_bytes: int = 256 << 20,
     ) -> None:
         super().__init__(form, capacity, evict)
         self._folder = Path(folder)
         self._snapshots = snapshots
         self._num_slots = capacity * (1 + snapshots)
-        self._background = background or Background()
+        self._worker = Worker("thinwire store", max_bytes=waiting_bytes, within_s=_LAST_WRITES_S)
+        self._error: Exception | None = None
+        """Error of a job of the worker's thread, after which it does nothing more."""
         self._slots: dict[int, int] = {}
         self._orders: dict[int, int] = {}
         self._next_order = 0
@@ -71,7 +67,7 @@ class DiskStore(RecordStore):
         self._pinned: deque[frozenset[int]] = deque()
         self._free: deque[int] = deque(range(self._num_slots))
         identity = {**form.describe(), "site": form.site, "slots": self._num_slots, "run": run}
-        self._files = _Files(self._folder, identity, self._num_slots, form.record_bytes)
+        self._files = Files(self._folder, identity, self._num_slots, form.record_bytes)
         if self._files.existed:
             self._reopen()
 
@@ -83,7 +79,7 @@ class DiskStore(RecordStore):
     def prefetch(self, samples: Iterable[int]) -> None:
         slots = [self._slots[sample] for sample in samples if sample in self._slots]
         if slots:
-            self._background.submit(lambda: self._check_ahead(slots))
+            self._submit(lambda: self._check_ahead(slots))
 
     def _check_ahead(self, slots: list[int]) -> None:
         self._files.read_ahead(slots)
@@ -95,22 +91,37 @@ class DiskStore(RecordStore):
                 if slot not in self._pending:
                     self._checked[slot] = checksum
 
+    def _submit(self, job: Callable[[], None], num_bytes: int = 0) -> None:
+        """Read ahead or write behind in the worker's thread. The error of a job is raised by the next call."""
+
+        def run() -> None:
+            if self._error is None:
+                try:
+                    job()
+                except Exception as error:  # noqa: BLE001 - raised in the thread that submits
+                    self._error = error
+
+        self._raise()
+        self._worker.submit(run, num_bytes)
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise StoreError(f"the message store failed: {self._error}") from self._error
+
     def flush(self) -> None:
-        self._background.wait()
+        """Block until all saved records are on disk."""
+        self._worker.wait()
+        self._raise()
         self._files.sync()
 
     def close(self) -> None:
-        self._background.close()
+        self._worker.close()
+        self._worker.join()
         self._files.close()
 
     @property
     def num_bytes(self) -> int:
-        return self._num_slots * (self.form.record_bytes + _ROW_BYTES)
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of memory of records that are not written yet."""
-        return self._background.held_bytes
+        return self._num_slots * (self.form.record_bytes + ROW_BYTES)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the slots of the records, which stay on disk until ``snapshots`` newer states were made."""
@@ -136,7 +147,7 @@ class DiskStore(RecordStore):
         slots, sums = ([] if c is None else c.reshape(-1).tolist() for c in columns)
         if len(set(slots)) != len(slots) or not all(0 <= slot < self._num_slots for slot in slots):
             raise StoreError(f"the state names slots that a store of {self._num_slots} does not have")
-        self._background.wait()
+        self.flush()
         self._take(dict(zip(entries, slots, strict=True)), entries, dict(zip(slots, sums, strict=True)))
         self._pinned = deque([frozenset(slots)] if self._snapshots else [])
         # The other slots were written after the state was saved.
@@ -166,7 +177,7 @@ class DiskStore(RecordStore):
             except StoreError:
                 check = 0
             if check != _row_check(row[:6]):
-                self.counts.corrupt += 1
+                self.corrupt += 1
             elif sample not in newest or newest[sample][1].version < version:
                 newest[sample] = slot, Entry(version, visits, length), order, total
         ordered = sorted(newest, key=lambda sample: newest[sample][2])[: self.capacity]
@@ -195,7 +206,7 @@ class DiskStore(RecordStore):
             self._checked.pop(slot, None)
             self._pending[slot] = record
         row, left = self._row(sample), None if old == slot else old
-        self._background.submit(lambda: self._put(slot, record, row, left), record.numel())
+        self._submit(lambda: self._put(slot, record, row, left), record.numel())
 
     def _put(self, slot: int, record: Tensor, row: bytes, left: int | None) -> None:
         self._files.write_record(slot, record)
@@ -214,12 +225,20 @@ class DiskStore(RecordStore):
             self._free.append(slot)
             with self._lock:
                 self._pending.pop(slot, None)
-        self._background.submit(lambda: self._files.write_row(slot, _NO_ROW))
+        self._submit(lambda: self._files.write_row(slot, _NO_ROW))
 
     def _is_pinned(self, slot: int) -> bool:
         return any(slot in pinned for pinned in self._pinned)
 
+    def verify(self, samples: Iterable[int]) -> list[int]:
+        damaged = [sample for sample in samples if sample in self._entries and not self._is_whole(sample)]
+        for sample in damaged:
+            self.forget(sample)
+        self.corrupt += len(damaged)
+        return damaged
+
     def _is_whole(self, sample: int) -> bool:
+        """Whether the record of a kept sample is the one that was written."""
         slot = self._slots[sample]
         if slot in self._pending:
             return True
@@ -239,118 +258,3 @@ def _signed(value: int) -> int:
 
 def _row_check(words: Iterable[int]) -> int:
     return _signed(kernels.derive_key(*words))
-
-
-class _Files:
-    """The files of a store, which are made, or opened if they belong to this store.
-
-    Folder and files are closed to other users. The file ``lock`` has a mark from before the first record on: in a
-    folder with the mark and without a manifest, making the store was interrupted, and it is made again. Without the
-    mark no file is overwritten.
-    """
-
-    def __init__(self, folder: Path, identity: Mapping[str, object], num_slots: int, record_bytes: int) -> None:
-        self._record_bytes, self._num_slots = record_bytes, num_slots
-        self._open: list[int] = []
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            folder.chmod(0o700)
-        except OSError as error:
-            raise StoreError(f"{folder} cannot hold a message store: {error.strerror}. Name another folder") from None
-        try:
-            marked = self._take_lock(folder)
-            manifest = read_manifest(folder)
-            self.existed = manifest is not None
-            if manifest is not None:
-                check_manifest(folder, manifest, identity)
-            sizes = {"records.bin": num_slots * record_bytes, "index.bin": num_slots * _ROW_BYTES}
-            if manifest is None:
-                check_room(folder, sum(sizes.values()), f"{num_slots} records of {record_bytes} bytes")
-            files = {name: self._file(folder, name, exclusive=not (self.existed or marked)) for name in sizes}
-            if manifest is None:
-                os.pwrite(self._open[0], _MARK, 0)
-            for name, size in sizes.items():
-                _set_size(files[name], size, folder / name, new=manifest is None)
-            self._records, self._index = files.values()
-            # The map must not outlive the size of the file; nobody shortens it while the lock is held.
-            self._map: Tensor | None = torch.frombuffer(
-                mmap.mmap(self._records, sizes["records.bin"]), dtype=torch.uint8
-            ).view(num_slots, record_bytes)
-            if manifest is None:
-                write_manifest(folder, identity)
-        except BaseException:
-            self.close()
-            raise
-
-    def _take_lock(self, folder: Path) -> bool:
-        """Lock the folder for this process. Returns whether a store was made, or begun, in it before."""
-        lock = self._file(folder, "lock")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise StoreError(f"the message store in {folder} is in use by another process: give it a folder") from None
-        content = os.pread(lock, len(_MARK) + 1, 0)
-        if content not in (b"", _MARK):
-            raise StoreError(f"{folder / 'lock'} is not a message store's: name another folder")
-        return bool(content)
-
-    def _file(self, folder: Path, name: str, *, exclusive: bool = False) -> int:
-        file = open_file(folder / name, exclusive=exclusive)
-        self._open.append(file)
-        return file
-
-    def record(self, slot: int) -> Tensor:
-        """Return the record in a slot (uint8), in the memory map."""
-        assert self._map is not None, "the store is open"
-        return self._map[slot]
-
-    def rows(self) -> list[list[int]]:
-        """Return the rows of the index."""
-        data = os.pread(self._index, self._num_slots * _ROW_BYTES, 0)
-        return torch.frombuffer(bytearray(data), dtype=torch.int64).view(self._num_slots, _WORDS).tolist()
-
-    def read_ahead(self, slots: Iterable[int]) -> None:
-        """Ask the operating system to read these slots into its cache."""
-        for slot in slots:
-            at = slot * self._record_bytes
-            os.posix_fadvise(self._records, at, self._record_bytes, os.POSIX_FADV_WILLNEED)
-
-    def write_record(self, slot: int, record: Tensor) -> None:
-        # The map is not written to: on a full disk that would end the process instead of raising an error.
-        data = memoryview(record.contiguous().numpy())  # pyright: ignore[reportArgumentType] - arrays are buffers
-        _write_all(self._records, data, slot * self._record_bytes)
-
-    def write_row(self, slot: int, row: bytes) -> None:
-        _write_all(self._index, memoryview(row), slot * _ROW_BYTES)
-
-    def sync(self) -> None:
-        os.fdatasync(self._records)
-        os.fdatasync(self._index)
-
-    def close(self) -> None:
-        self._map = None
-        for file in self._open:
-            with contextlib.suppress(OSError):
-                os.close(file)
-        self._open.clear()
-
-
-def _set_size(file: int, size: int, path: Path, *, new: bool) -> None:
-    """Reserve ``size`` zero bytes for a new file; check that an old one has as many."""
-    if new:
-        os.ftruncate(file, 0)
-        try:
-            os.posix_fallocate(file, 0, size)
-        except OSError as error:
-            raise StoreError(f"the disk cannot hold {path} of {size} bytes: {error.strerror}") from None
-    elif os.fstat(file).st_size != size:
-        raise StoreError(
-            f"{path} has {os.fstat(file).st_size} bytes, not {size}: it is damaged. Remove the folder; samples will "
-            "count as unseen"
-        )
-
-
-def _write_all(file: int, data: memoryview, at: int) -> None:
-    while data:
-        written = os.pwrite(file, data, at)
-        data, at = data[written:], at + written

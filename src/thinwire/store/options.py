@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import ClassVar
 
 from thinwire.arguments import check_choice, check_int
-from thinwire.store.background import Background
 from thinwire.store.centers import MOST_CENTERS, CenterStore
-from thinwire.store.crops import CroppedStore, frame_format
+from thinwire.store.crops import CroppedStore
 from thinwire.store.disk import DiskStore
-from thinwire.store.errors import StoreError
-from thinwire.store.manifest import read_manifest
-from thinwire.store.memory import MemoryStore
-from thinwire.store.record_store import Evict
-from thinwire.store.records import RecordFormat
-from thinwire.store.store import Store
+from thinwire.store.files import read_manifest
+from thinwire.store.memory import Evict, MemoryStore
+from thinwire.store.store import RecordFormat, Store, StoreError
 
 
+@dataclass(frozen=True)
 class Place(ABC):
     """The user's choice of the messages that a stage keeps, and of their place."""
 
+    own: ClassVar[tuple[str, ...]] = ()
+    """Options in which ranks may differ."""
+
     @abstractmethod
-    def open(self, form: RecordFormat, name: str, *, run: int, background: Background) -> Store:
+    def open(self, form: RecordFormat, name: str, *, run: int) -> Store:
         """Open the store of one side of one boundary.
 
         Raises:
@@ -37,9 +38,10 @@ class Place(ABC):
     def check(self, *, precision: int, warmup_epochs: int) -> None:  # noqa: B027 - any goes
         """Raise ``ValueError`` where these options of a stage do not go with the store."""
 
-    @abstractmethod
     def facts(self) -> dict[str, object]:
         """Return the options that all ranks must have in common."""
+        shared = [one.name for one in fields(self) if one.name not in self.own]
+        return {"kind": type(self).__name__, **{name: getattr(self, name) for name in shared}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,15 +87,12 @@ class Records(Place):
         """Return ``evict``, or None without a budget: one sample more is an error then."""
         return self.evict if self.budget_bytes is not None else None
 
-    def facts(self) -> dict[str, object]:
-        return {"num_samples": self.num_samples, "budget_bytes": self.budget_bytes, "evict": self.evict}
-
 
 @dataclass(frozen=True)
 class Memory(Records):
     """Keep messages in memory. They are part of ``stage.state_dict()``."""
 
-    def open(self, form: RecordFormat, name: str, *, run: int, background: Background) -> Store:
+    def open(self, form: RecordFormat, name: str, *, run: int) -> Store:
         return MemoryStore(form, self.capacity(form), self.eviction())
 
 
@@ -114,6 +113,7 @@ class Disk(Records):
         waiting_bytes: Limit of the memory of records that the background thread has yet to write.
     """
 
+    own: ClassVar[tuple[str, ...]] = ("path", "resume", "waiting_bytes")
     path: str | Path
     snapshots: int = field(default=1, kw_only=True)
     resume: bool = field(default=False, kw_only=True)
@@ -126,20 +126,15 @@ class Disk(Records):
         if self.num_samples is None and self.budget_bytes is None:
             raise ValueError("Disk() needs num_samples= or budget_bytes=: its files have their size from the start")
 
-    def open(self, form: RecordFormat, name: str, *, run: int, background: Background) -> Store:
+    def open(self, form: RecordFormat, name: str, *, run: int) -> Store:
         capacity = self.capacity(form, 1 + self.snapshots)
         assert capacity is not None, "one of the two is given"
-        options = {"run": run, "evict": self.eviction(), "snapshots": self.snapshots, "background": background}
-        return DiskStore(Path(self.path) / name, form, capacity, **options)
-
-    def facts(self) -> dict[str, object]:
-        return {**super().facts(), "snapshots": self.snapshots}
+        options = {"snapshots": self.snapshots, "waiting_bytes": self.waiting_bytes}
+        return DiskStore(Path(self.path) / name, form, capacity, run=run, evict=self.eviction(), **options)
 
     def run_of(self, name: str) -> int | None:
         path = Path(self.path) / name
-        if not self.resume or not path.is_dir():
-            return None
-        manifest = read_manifest(path)
+        manifest = read_manifest(path) if self.resume else None
         if manifest is None:
             return None
         run = manifest.get("run")
@@ -170,18 +165,14 @@ class Crops(Records):
         check_int("size", self.size, 1)
         check_int("padding", self.padding, 1)
 
-    def open(self, form: RecordFormat, name: str, *, run: int, background: Background) -> Store:
-        whole, frames = frame_format(form, self.size, self.padding)
-        return CroppedStore(form, MemoryStore(whole, self.capacity(whole), self.eviction()), frames)
+    def open(self, form: RecordFormat, name: str, *, run: int) -> Store:
+        return CroppedStore(form, self.size, self.padding, self.capacity, self.eviction())
 
     def check(self, *, precision: int, warmup_epochs: int) -> None:
         if precision < 16:
             raise ValueError(
                 f"precision={precision} rounds a kept message anew whenever a part of it changes: give 16 or 32"
             )
-
-    def facts(self) -> dict[str, object]:
-        return {**super().facts(), "size": self.size, "padding": self.padding}
 
 
 @dataclass(frozen=True)
@@ -203,7 +194,7 @@ class Centers(Place):
         check_int("num", self.num, 1, MOST_CENTERS)
         check_int("window", self.window, 1)
 
-    def open(self, form: RecordFormat, name: str, *, run: int, background: Background) -> Store:
+    def open(self, form: RecordFormat, name: str, *, run: int) -> Store:
         return CenterStore(form, self.num, self.window)
 
     def check(self, *, precision: int, warmup_epochs: int) -> None:
@@ -213,6 +204,3 @@ class Centers(Place):
             raise ValueError(
                 f"warmup_epochs={warmup_epochs} counts visits of samples, which cluster centers do not know"
             )
-
-    def facts(self) -> dict[str, object]:
-        return {"num": self.num, "window": self.window}
