@@ -187,8 +187,6 @@ class FSDPGroup(NamedTuple):
     parameters: tuple[FSDPParameter, ...]
     process_group: Any
     """Process group that the parameters are sharded over; None if every rank has them whole (``replicate()``)."""
-    device: torch.device
-    """Device on which the parameters are gathered and their gradients reduced."""
     post_forward_size: int
     """Number of ranks that parameters are resharded to after forward; 0 if that is all of them, or none."""
     frees: bool
@@ -285,7 +283,6 @@ def _fsdp_group(group: Any, by_default: bool) -> FSDPGroup:
         group,
         tuple(_fsdp_parameter(parameter) for parameter in group.fsdp_params),
         shards,
-        group.device,
         after if after != size else 0,
         after == size,
         bool(by_default),

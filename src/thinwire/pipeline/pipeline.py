@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives import CommunicationError, PeerFailedError, Pending
-from thinwire.compat import group_timeout
 from thinwire.integrations.transports import bare_transport
 from thinwire.kernels import power_of_two
 from thinwire.pipeline.arrivals import Arrivals
@@ -59,7 +58,7 @@ class Pipeline:
             TransportError: Another rank did not join in time, or is gone.
         """
         # The group is the pipeline's own: messages of others in the user's group may have the same tags.
-        self.transport = bare_transport(group, group_timeout(group))
+        self.transport = bare_transport(group)
         self.worker = Worker("thinwire pipeline")
         """Worker that compresses and sends messages, loads and saves records, while the training's thread computes.
 

@@ -17,7 +17,6 @@ from thinwire.arguments import check_type
 from thinwire.collectives import CommunicationError, Transport
 from thinwire.collectives.message import seal, verify
 from thinwire.collectives.transport import ring_bytes
-from thinwire.compat import group_timeout
 from thinwire.compressors import Coded, Compressor, Delta, coder_of, parse
 from thinwire.integrations.transports import bare_transport
 from thinwire.kernels import FORMAT_VERSION, derive_key
@@ -345,7 +344,7 @@ class CompressedRowwiseParallel(RowwiseParallel):
         group = device_mesh.get_group()
         transport = self._transports.get(group)
         if transport is None:
-            transport = self._transports[group] = bare_transport(group, group_timeout(group))
+            transport = self._transports[group] = bare_transport(group)
         seed = group_seed(self.seed, tuple(dist.get_process_group_ranks(group)))
         layer = _Layer(self, transport, len(self._layers), seed)
         agree(layer.record, transport)
