@@ -222,9 +222,6 @@ def gathered_dtypes(group: FSDPGroup) -> set[torch.dtype]:
     return {mixed if mixed is not None and dtype.is_floating_point else dtype for dtype in own}
 
 
-DEFAULT_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
-
-
 def fsdp_groups(module: Any) -> list[FSDPGroup]:
     """Return the parameter groups of an ``FSDPModule``: none if it manages no parameters itself, several if they have
     several meshes.
@@ -288,7 +285,7 @@ def _fsdp_group(group: Any, by_default: bool) -> FSDPGroup:
         bool(by_default),
         replicas,
         bool(getattr(group, "reduce_scatter_unused_params", False)),
-        next((name for name in comms if name not in DEFAULT_COMMS), ""),
+        next((name for name in comms if name not in ("DefaultAllGather", "DefaultReduceScatter")), ""),
         group._all_reduce_hook,
         lambda: _reads_at_once(group),
     )

@@ -90,7 +90,10 @@ def trainer_callback(compressor: Any = None, **options: Any) -> Any:
 
         def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any = None, **_: Any) -> None:
             if self.wire is None:
-                raise _unwrapped(model)
+                raise TypeError(
+                    f"the trainer left its model a {type(model).__name__} that neither DistributedDataParallel nor "
+                    "fully_shard (FSDP2) wraps: start it with torchrun, and with FSDP leave fsdp_config's version at 2"
+                )
 
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if self.wire is None:
@@ -156,13 +159,6 @@ def lightning_callback(compressor: Any = None, **options: Any) -> Any:
             return {} if self.wire is None else self.wire.gather_state_dict()
 
     return Compress()
-
-
-def _unwrapped(model: Any) -> TypeError:
-    return TypeError(
-        f"the trainer left its model a {type(model).__name__} that neither DistributedDataParallel nor fully_shard "
-        "(FSDP2) wraps: start it with torchrun, and with FSDP leave fsdp_config's version at 2"
-    )
 
 
 def _check(compressor: Any, options: Mapping[str, Any]) -> None:

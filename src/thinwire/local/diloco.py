@@ -148,9 +148,8 @@ class DiLoCo(LocalUpdates):
             for tensor in (*parameters.values(), *module.buffers()):
                 with contiguous_values(local_values(tensor)) as values:
                     dist.broadcast(values, group=group, group_src=0)
-        self._fragments = [
-            Fragment({name: parameters[name] for name in part}, keeps=self._keeps, device=device) for part in names
-        ]
+        keeps = overlap > 0 and mix == "keep"
+        self._fragments = [Fragment({name: parameters[name] for name in part}, keeps, device) for part in names]
         self._steps = 0
         self._tokens = 0
         """Tokens of this worker since the last exchange, of whichever fragment."""
@@ -176,10 +175,6 @@ class DiLoCo(LocalUpdates):
             check_number("mix (or 'keep')", self.mix, low=0, high=1)
         if self.group is None and any(is_sharded(p) for p in parameters.values()):
             raise ValueError("the model is sharded: give group=, the process group of the ranks with the same shards")
-
-    @property
-    def _keeps(self) -> bool:
-        return self.overlap > 0 and self.mix == "keep"
 
     @property
     def interval(self) -> int:
