@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from experiments.policies.baselines import ByPriority
 from thinwire.collectives.shared_memory import NODE_VARIABLE
-from thinwire.local.alone import send_nothing
+from thinwire.local import send_nothing
 from thinwire.policies import Policy, parse_policy
 
 CGX = "minmax(bits=4, bucket=128)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeGuard, overload
 
 import torch
 from torch import nn
@@ -13,14 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.arguments import close_names
 from thinwire.compat import is_replicated, uncompiled
-from thinwire.integrations.alone import attach_alone, is_alone
-from thinwire.integrations.ddp import Options, attach_ddp
-from thinwire.integrations.first_forward import is_sharded
+from thinwire.integrations.ddp import Options, attach_alone, attach_ddp, is_alone
 from thinwire.integrations.options import Checks, Network
 from thinwire.integrations.transports import failing_before_meeting
 from thinwire.plan import Rules
 from thinwire.policies import Auto, Policy
-from thinwire.runtime import Wire
+from thinwire.runtime import Wire, on_the_host
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -139,7 +137,7 @@ def compress_ddp(
         DisagreementError: the ranks gave different arguments; the message names the first that differs.
         SharedMemoryError: ``Network(transport="shared")`` was given, and ranks cannot share memory.
     """
-    with failing_before_meeting(_group_of(model)):
+    with failing_before_meeting(_group_of(model)), on_the_host():
         options = Options(
             compressor=compressor,
             exclude=exclude,
@@ -209,7 +207,7 @@ def compress_fsdp(
     Raises:
         The exceptions of `compress_ddp`.
     """
-    with failing_before_meeting(_group_of(model)):
+    with failing_before_meeting(_group_of(model)), on_the_host():
         from thinwire.integrations.fsdp import ShardedOptions, attach_fsdp
 
         options = ShardedOptions(
@@ -231,6 +229,14 @@ def compress_fsdp(
         if not isinstance(model, nn.Module):
             raise TypeError(_unwrapped("compress_fsdp", model))
         return attach_fsdp(model, options)
+
+
+def is_sharded(model: object) -> TypeGuard[nn.Module]:
+    """Return whether ``fully_shard`` was called on the model, or on a module in it."""
+    # Importing it takes a second, and where nobody has imported it no model is sharded.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules)
 
 
 def _group_of(model: object) -> object:

@@ -188,8 +188,6 @@ class FSDPGroup(NamedTuple):
     parameters: tuple[FSDPParameter, ...]
     process_group: Any
     """Process group that the parameters are sharded over; None if every rank has them whole (``replicate()``)."""
-    device: torch.device
-    """Device on which the parameters are gathered and their gradients reduced."""
     post_forward_size: int
     """Number of ranks that parameters are resharded to after forward; 0 if that is all of them, or none."""
     frees: bool
@@ -223,9 +221,6 @@ def gathered_dtypes(group: FSDPGroup) -> set[torch.dtype]:
     mixed = getattr(getattr(group.identity, "mp_policy", None), "param_dtype", None)
     own = {parameter.now().dtype for parameter in group.parameters}
     return {mixed if mixed is not None and dtype.is_floating_point else dtype for dtype in own}
-
-
-DEFAULT_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
 
 
 def fsdp_groups(module: Any) -> list[FSDPGroup]:
@@ -286,13 +281,12 @@ def _fsdp_group(group: Any, by_default: bool) -> FSDPGroup:
         group,
         tuple(_fsdp_parameter(parameter) for parameter in group.fsdp_params),
         shards,
-        group.device,
         after if after != size else 0,
         after == size,
         bool(by_default),
         replicas,
         bool(getattr(group, "reduce_scatter_unused_params", False)),
-        next((name for name in comms if name not in DEFAULT_COMMS), ""),
+        next((name for name in comms if name not in ("DefaultAllGather", "DefaultReduceScatter")), ""),
         group._all_reduce_hook,
         lambda: _reads_at_once(group),
     )

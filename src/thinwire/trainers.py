@@ -8,20 +8,41 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from thinwire.api import compress, compress_ddp, compress_fsdp, explained
-from thinwire.integrations.alone import is_alone
-from thinwire.integrations.ddp import Options, rules_of
-from thinwire.integrations.first_forward import is_sharded, on_first_forward
+from thinwire.api import compress, compress_ddp, compress_fsdp, explained, is_sharded
+from thinwire.compat import uncompiled
+from thinwire.integrations.ddp import Options, is_alone, rules_of
 from thinwire.runtime import Wire
 
 _FILE = "thinwire.pt"
+
+
+def on_first_forward(act: Callable[[nn.Module], None]) -> RemovableHandle:
+    """Call ``act(model)`` once, when the first forward pass for training of a DDP or an FSDP2 model begins.
+
+    Returns the handle of a global hook of ``nn.Module``, which removes itself before that call. An exception of ``act``
+    reaches the caller of the model.
+    """
+
+    def look(module: nn.Module, inputs: object) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        model = uncompiled(module)
+        if isinstance(model, DistributedDataParallel) or is_sharded(model):
+            handle.remove()
+            act(model)
+
+    handle = register_module_forward_pre_hook(look)
+    return handle
 
 
 def trainer_callback(compressor: Any = None, **options: Any) -> Any:
@@ -69,7 +90,10 @@ def trainer_callback(compressor: Any = None, **options: Any) -> Any:
 
         def on_step_end(self, args: Any, state: Any, control: Any, *, model: Any = None, **_: Any) -> None:
             if self.wire is None:
-                raise _unwrapped(model)
+                raise TypeError(
+                    f"the trainer left its model a {type(model).__name__} that neither DistributedDataParallel nor "
+                    "fully_shard (FSDP2) wraps: start it with torchrun, and with FSDP leave fsdp_config's version at 2"
+                )
 
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if self.wire is None:
@@ -135,13 +159,6 @@ def lightning_callback(compressor: Any = None, **options: Any) -> Any:
             return {} if self.wire is None else self.wire.gather_state_dict()
 
     return Compress()
-
-
-def _unwrapped(model: Any) -> TypeError:
-    return TypeError(
-        f"the trainer left its model a {type(model).__name__} that neither DistributedDataParallel nor fully_shard "
-        "(FSDP2) wraps: start it with torchrun, and with FSDP leave fsdp_config's version at 2"
-    )
 
 
 def _check(compressor: Any, options: Mapping[str, Any]) -> None:

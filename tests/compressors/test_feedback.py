@@ -13,7 +13,7 @@ from test_laws import ALIKE, SPECS
 from summed_world import SummedWorld
 from thinwire import parse
 from thinwire.compressors import Coded, Piece, Segments, Summed, Wrapper, ef, first_state
-from thinwire.integrations.optimizer_pairing import warn_of_pairing
+from thinwire.integrations.optimizers import warn_of_pairing
 from thinwire.optim import CompressedAdamW
 from thinwire.plan import Plan
 from thinwire.testing.laws import decode_one, encode_one

@@ -12,7 +12,7 @@ from harness import on_ranks, run_ranks
 from nets import assert_replicas_identical, batch, fingerprint, loss_of, make, train, trained
 from ranks import alike, assert_alike
 from thinwire.integrations.ddp import Options, attach_ddp
-from thinwire.integrations.devices import check_device
+from thinwire.integrations.transports import check_device
 from thinwire.runtime.executor import StreamExecutor
 
 MIXED = {
@@ -145,7 +145,7 @@ GPU, OTHER = torch.device("cuda:0"), torch.device("cuda:1")
 
 
 def test_a_model_on_one_gpu_over_nccl_is_taken_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thinwire.integrations.devices.find_spec", lambda name: object())
+    monkeypatch.setattr("thinwire.integrations.transports.find_spec", lambda name: object())
     for backends in ("cuda:nccl", "cpu:gloo,cuda:nccl"):
         assert check_device({GPU: "w"}, backends) == GPU
     for devices in ({GPU: "a", OTHER: "b"}, {torch.device("cpu"): "a", GPU: "b"}, {torch.device("mps"): "a"}):
@@ -153,6 +153,6 @@ def test_a_model_on_one_gpu_over_nccl_is_taken_and_no_other(monkeypatch: pytest.
             check_device(devices, "cuda:nccl")
     with pytest.raises(RuntimeError, match=r"has cpu:gloo,cuda:gloo: call init_process_group\('nccl'\)"):
         check_device({GPU: "w"}, "cpu:gloo,cuda:gloo")
-    monkeypatch.setattr("thinwire.integrations.devices.find_spec", lambda name: None)
+    monkeypatch.setattr("thinwire.integrations.transports.find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match="pip install triton"):
         check_device({GPU: "w"}, "cuda:nccl")

@@ -34,7 +34,7 @@ def _attach(kind: str, rank: int) -> Callable[[], object]:
     # As the stages of a pipeline do in their first step.
     world = dist.group.WORLD
     assert world is not None
-    return lambda: transports.detector_of(world, timedelta(seconds=100))
+    return lambda: transports.bare_transport(world, timedelta(seconds=100))
 
 
 @contextmanager

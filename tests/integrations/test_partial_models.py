@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import thinwire
 from harness import on_ranks
 from ranks import alike, of_ranks
-from thinwire.integrations.devices import trained
+from thinwire.integrations.transports import trained
 
 _WIDTH = 32
 

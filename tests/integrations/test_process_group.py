@@ -438,8 +438,8 @@ def test_ranks_that_differ_are_reported(rank: int) -> None:
         dist.all_reduce(values(rank, NUMEL + rank), group=group)
     x = values(rank)
     dist.all_reduce(x, group=group)
-    with pytest.raises(DisagreementError, match="layer x"):
-        group.register_layout([("x", (4 + rank, 4))])
+    with pytest.raises(DisagreementError, match="layer weight"):
+        group.register_model(torch.nn.Linear(4 + rank, 4))
 
 
 def _dies(rank: int) -> bool:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch.distributed as dist
 
-from thinwire.local import reach
-from thinwire.local.reach import Unreachable, check_connections, judge
+from thinwire.local import members as reach
+from thinwire.local.members import Unreachable, check_connections, judge
 
 ADDRESSES = {0: "a:1", 1: "b:2", 2: "c:3"}
 

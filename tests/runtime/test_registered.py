@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 
-import pytest
-import torch
-
-from thinwire.runtime import Registered, Walk
+from thinwire.runtime import Walk
 
 LAYERS = [("embed", (64, 8)), ("a", (8, 8)), ("a.bias", (8,)), ("b", (16, 8)), ("b.bias", (16,)), ("norm", (16,))]
 
@@ -52,32 +49,3 @@ def test_layers_without_elements_are_no_hindrance() -> None:
     walk = Walk([("none", (0, 4)), *LAYERS, ("nothing", (0,))])
     assert found(walk, size(*ALL)) == ALL
     assert found(walk, size("norm")) == ["norm"]
-
-
-def test_walks_of_different_dtypes_do_not_disturb_each_other() -> None:
-    registered = Registered()
-    registered.follow_model({torch.float32: Walk(LAYERS[:3]), torch.bfloat16: Walk(LAYERS[3:])})
-    assert registered.find(size("norm"), torch.bfloat16) == (("norm", (16,)),)
-    assert registered.find(size("norm"), torch.float32) is None
-    assert registered.find(size("a.bias"), torch.float32) == (("a.bias", (8,)),)
-    assert registered.find(size("b.bias"), torch.bfloat16) == (("b.bias", (16,)),)
-    assert registered.find(size("b.bias"), torch.float16) is None
-
-
-def test_an_exact_layout_goes_before_a_walk() -> None:
-    registered = Registered()
-    registered.add([("x", (4, 4))])
-    registered.follow_model({torch.float32: Walk(LAYERS)})
-    assert registered.find(16, torch.float32) == (("x", (4, 4)),)
-    assert registered.exact(17) is None
-
-
-def test_layouts_that_cannot_be_distinguished_are_refused() -> None:
-    registered = Registered()
-    registered.add([("x", (4, 4))])
-    registered.add([("x", (4, 4))])
-    with pytest.raises(ValueError, match="another layout is registered for buffers of 16 elements"):
-        registered.add([("y", (2, 8))])
-    for wrong in ([], [("x", (0,))], [("x", (3,)), ("x", (4,))]):
-        with pytest.raises(ValueError, match="a layout needs layers"):
-            registered.add(wrong)

@@ -2,15 +2,15 @@
 
 # No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
 
+import os
 import sys
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,35 +18,32 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.aggregator import AggregatorAddress, AggregatorClient, session_number
 from thinwire.arguments import check_type
-from thinwire.collectives import ProcessGroupTransport, Transport, TransportError, with_shared_memory
+from thinwire.collectives import LoopbackTransport, ProcessGroupTransport, Transport, TransportError
 from thinwire.compat import (
     accepts_uneven_inputs,
     at_end_of_backward,
-    group_timeout,
     in_compiled_backward,
     inside_a_node,
     optimizes_in_backward,
     untraced,
 )
 from thinwire.compressors import GRADIENT_DTYPES, Raw, Summed, SummedMatrices, find_mixin
-from thinwire.integrations.devices import device_of, on_device, replicated, trained
+from thinwire.integrations.optimizers import Updates, check_optimizer, warn_of_pairing
 from thinwire.integrations.options import (
     Checks,
     CommonOptions,
     check_arguments,
     check_bool,
     check_compressor,
-    check_optimizer,
     policy_of,
     record_of,
     unfit,
 )
 from thinwire.integrations.step_watch import StepWatch
-from thinwire.integrations.transports import add_streams, bare_transport, closed_on_failure
-from thinwire.integrations.updates import Updates
-from thinwire.plan import DEFAULT_RULES, Filter, Plan, Rules
+from thinwire.integrations.transports import agreed_transport, carried, device_of, replicated
+from thinwire.plan import DEFAULT_RULES, Filter, Plan, Rules, named_parameters
 from thinwire.policies import Auto, Policy, parse_policy
-from thinwire.runtime import AsyncReadback, BucketEngine, Follower, Wire, agree, on_the_host
+from thinwire.runtime import AsyncReadback, BucketEngine, Follower, Wire, WireSettings
 from thinwire.runtime.consistency import checksums, failing_together
 from thinwire.runtime.warning import check_feedback, warn_caller
 
@@ -102,7 +99,7 @@ class _Hook:
         """The ``id()`` of the error that the caller was handling when forward began, which forward did not raise."""
         self._loss_scale = 1.0
         self._loss_scale_readback = AsyncReadback()
-        self._follower = Follower("thinwire dense")
+        self.follower = Follower("thinwire dense")
         self._one_by_one: dict[torch.Tensor, tuple[torch.Tensor, Reduced] | None] = {}
         """Gradients of the present backward pass and their means, by parameter, where DDP reduces in Python."""
 
@@ -226,7 +223,7 @@ class _Hook:
     def _mean_of_sketches(self) -> Reduced | None:
         """Start the mean of the sketches of all buckets, one all-reduce along with that of the last bucket."""
         sketches = self.momentum.sketches() if self.momentum is not None else None
-        return None if sketches is None else self._follower.mean(sketches, self.group)
+        return None if sketches is None else self.follower.mean(sketches, self.group)
 
     def _start(self, bucket: GradBucket) -> Reduced:
         flat, wire = bucket.buffer(), self.wire
@@ -234,7 +231,7 @@ class _Hook:
             if self.preconditioned is not None:
                 self.preconditioned.release([self.group])
                 self.preconditioned = None
-            return self._follower.mean(flat, self.group)
+            return self.follower.mean(flat, self.group)
         if bucket.index() == 0:
             self._begin_step(bucket, flat, wire)
         parameters = bucket.parameters()
@@ -261,7 +258,7 @@ class _Hook:
                     f"{name} has sparse gradients (Embedding(sparse=True)), which cannot be compressed: "
                     f"leave it raw with exclude=[{name!r}], or make the embedding dense"
                 )
-        return self._follower.mean(flat, self.group)
+        return self.follower.mean(flat, self.group)
 
     def _present_scale(self) -> float:
         """Return the loss scale of this backward pass."""
@@ -399,26 +396,17 @@ class Options(CommonOptions):
         return replace(super().filter(module), unfit=unfit(module))
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """The checked arguments for one model whose gradients ranks exchange whole."""
+class Connected(NamedTuple):
+    """A Wire of parameters whose gradients ranks exchange whole, and what else its optimizer asks for."""
 
-    plan: Plan
-    shapes: dict[str, torch.Size]
-    device: torch.device | None
-    policy: Policy | None
+    wire: Wire
+    updates: Updates | None
     momentum: "Momentum | None"
     preconditioned: "Preconditioned | None"
-    follows_optimizer: bool
 
 
 def attach_ddp(model: DistributedDataParallel, options: Options) -> Wire:
     """Attach compression to a DDP model; see `thinwire.compress_ddp`."""
-    with on_the_host():
-        return _attach(model, options)
-
-
-def _attach(model: DistributedDataParallel, options: Options) -> Wire:
     hook = _attached.get(model)
     if hook is not None and hook.wire is not None and hook.wire.attached:
         raise RuntimeError("this model is compressed already: call detach() on its Wire first, on every rank")
@@ -427,53 +415,66 @@ def _attach(model: DistributedDataParallel, options: Options) -> Wire:
         names: dict[torch.Tensor, str] = {p: name for name, p in replicated(model).items()}
         hook = _Hook(model.process_group, names, finds_unused=model.find_unused_parameters or model.static_graph)
     parameters = {name: p for p, name in hook.names.items()}
-    timeout = options.network.timeout or group_timeout(hook.group)
-    # These are new process groups, because DDP uses its own from the main thread while these are busy in the worker.
-    with closed_on_failure(bare_transport(hook.group, timeout)) as host:
-        # This comes before anything that depends on the arguments: ranks that differ in them would wait for each other.
-        agree(record_of(options), host)
-        with failing_together([host], "thinwire.compress()"):
-            _check_reducer(model)
-            device = None if options.simulate else device_of(trained(model), hook.group, options.as_device)
-            prepared = prepare(model.module, parameters, device, options)
-        engine = BucketEngine(
-            prepared.plan,
-            prepared.shapes,
-            transport_of(host, hook.group, timeout, options, prepared.device),
-            options.settings(prepared.policy),
-            simulated=options.simulate,
-            measure=options.checks.measure_every,
-            optimizer=options.optimizer,
-            dtypes={name: p.dtype for name, p in trained(model).items()},
-        )
-        wire = Wire(engine)
+    connected = connect(model.module, parameters, hook.group, options, hook.follower, lambda: _check_reducer(model))
+    wire, hook.updates, hook.momentum, hook.preconditioned = connected
     if model not in _attached:
         _register(model, hook, wire)
     hook.wire = wire
     hook._resynced, hook._sums = -1, None
     hook.watch = StepWatch(wire, parameters, before_step=hook.raise_error)
     wire.between_steps(hook.raise_error)
-    hook.updates, hook.momentum, hook.preconditioned = None, prepared.momentum, prepared.preconditioned
     if hook.momentum is not None:
         hook.momentum.attach(wire)
         wire.between_steps(hook.momentum.check_taken)
-    wire.moments = prepared.preconditioned
-    engine.substitute = prepared.momentum or prepared.preconditioned
-    engine.native = partial(hook._follower.mean, group=hook.group, detector=engine.detector)
-    if prepared.follows_optimizer and options.optimizer is not None:
-        hook.updates = Updates(wire, options.optimizer, parameters)
     hook.grad_scaler = options.grad_scaler
     hook.parity, hook.resync = options.checks.parity_every, options.checks.resync_every
     return wire
 
 
-def prepare(
-    module: torch.nn.Module, parameters: Mapping[str, torch.Tensor], device: torch.device | None, options: Options
-) -> Prepared:
-    """Check the arguments for ``module``, whose ``parameters`` are exchanged once they are trained.
+def connect(
+    module: torch.nn.Module,
+    parameters: Mapping[str, torch.Tensor],
+    group: dist.ProcessGroup,
+    options: Options,
+    follower: Follower,
+    check: Callable[[], None],
+) -> Connected:
+    """Make the Wire over which ranks of ``group`` exchange gradients of ``module``, those of the ``parameters``.
 
-    Raises an exception for whatever is wrong with them.
+    Raises an exception for whatever is wrong with the arguments, or what ``check`` raises. ``follower`` waits for
+    gradients that are sent as they are.
     """
+    exchanged = {name: p for name, p in parameters.items() if p.requires_grad}
+    shapes = {name: p.shape for name, p in exchanged.items()}
+    # These are new process groups: PyTorch uses its own from the main thread while these are busy in the worker.
+    with agreed_transport(group, options.network.timeout, record_of(options)) as host:
+        with failing_together([host], "thinwire.compress()"):
+            check()
+            device = None if options.simulate else device_of(exchanged, group, options.as_device)
+            plan, policy, momentum, preconditioned = _prepare(module, parameters, device, options)
+            follows = Updates.check(plan, options.optimizer, parameters)
+        engine = BucketEngine(
+            plan,
+            shapes,
+            _transport(host, group, options, device),
+            options.settings(policy),
+            simulated=options.simulate,
+            measure=options.checks.measure_every,
+            optimizer=options.optimizer,
+            dtypes={name: p.dtype for name, p in exchanged.items()},
+        )
+        wire = Wire(engine)
+    wire.moments = preconditioned
+    engine.substitute = momentum or preconditioned
+    engine.native = partial(follower.mean, group=group, detector=engine.detector)
+    updates = Updates(wire, options.optimizer, parameters) if follows and options.optimizer is not None else None
+    return Connected(wire, updates, momentum, preconditioned)
+
+
+def _prepare(
+    module: torch.nn.Module, parameters: Mapping[str, torch.Tensor], device: torch.device | None, options: Options
+) -> tuple[Plan, Policy | None, "Momentum | None", "Preconditioned | None"]:
+    """Check the arguments for ``module``. Returns the plan, its policy, and what is sent in place of gradients."""
     rules, policy = rules_of(options)
     check_optimizer(options.optimizer, module)
     if isinstance(policy, Auto) and any(p.device.type != "cpu" for p in module.parameters()):
@@ -481,12 +482,10 @@ def prepare(
     exchanged = {name: p for name, p in parameters.items() if p.requires_grad}
     shapes = {name: p.shape for name, p in exchanged.items()}
     plan = Plan.build(shapes, rules, options.filter(module))
-    momentum, preconditioned, plan = of_optimizer(plan, dict(parameters), options)
+    momentum, preconditioned, plan = of_optimizer(plan, parameters, options)
     _check_dtypes(exchanged, plan)
     check_feedback(plan.layers.values())
     if options.optimizer is not None:
-        from thinwire.integrations.optimizer_pairing import warn_of_pairing
-
         warn_of_pairing(plan, options.optimizer)
     if plan.all_raw and not all(isinstance(asked, Raw) for asked in plan.rules.values()):
         warn_caller(
@@ -497,12 +496,11 @@ def prepare(
         _check_aggregator(plan, options.network.aggregator)
         if device is not None:
             raise ValueError("aggregator= adds integers that come from the host; between devices NCCL adds them")
-    follows = Updates.check(plan, options.optimizer, parameters)
-    return Prepared(plan, shapes, device, policy, momentum, preconditioned, follows)
+    return plan, policy, momentum, preconditioned
 
 
 def of_optimizer(
-    plan: Plan, parameters: dict[str, torch.Tensor], options: Options
+    plan: Plan, parameters: Mapping[str, torch.Tensor], options: Options
 ) -> tuple["Momentum | None", "Preconditioned | None", Plan]:
     """Return what an optimizer of thinwire sends in place of gradients, and the plan by which that is sent."""
     optimizer = options.optimizer
@@ -604,20 +602,15 @@ def _check_aggregator(plan: Plan, address: str | AggregatorAddress) -> None:
         )
 
 
-def transport_of(
-    host: ProcessGroupTransport,
-    group: dist.ProcessGroup,
-    timeout: timedelta,
-    options: Options,
-    device: torch.device | None,
+def _transport(
+    host: ProcessGroupTransport, group: dist.ProcessGroup, options: Options, device: torch.device | None
 ) -> Transport:
+    """Return the transport of messages among the ranks of ``group``, with the aggregator's client if there is one."""
     network = options.network
-    if device is not None:
-        return on_device(host, device, group, timeout, network)
-    # A simulation sends no messages.
-    add_streams(host, group, 1 if options.simulate else network.streams)
-    transport = with_shared_memory(host, timeout, "group" if options.simulate else network.transport)
-    if network.aggregator is not None and not options.simulate and transport.world_size > 1:
+    if options.simulate:  # which sends no messages
+        network = replace(network, streams=1, transport="group", aggregator=None)
+    transport = carried(host, group, network, device)
+    if network.aggregator is not None and transport.world_size > 1:
         session = torch.tensor([session_number()], dtype=torch.int64, device="cpu")
         transport.broadcast(session)
         transport.aggregator = AggregatorClient(
@@ -625,6 +618,38 @@ def transport_of(
             rank=transport.rank,
             world_size=transport.world_size,
             session=int(session),
-            timeout_s=timeout.total_seconds(),
+            timeout_s=host.timeout.total_seconds(),
         )
     return transport
+
+
+def is_alone() -> bool:
+    """Return whether this process is the only rank.
+
+    Before ``init_process_group`` the variable ``WORLD_SIZE`` of launchers such as torchrun decides, so that a script
+    that only forgot to call it does not train alone by mistake.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size() == 1
+    return int(os.environ.get("WORLD_SIZE") or 1) == 1
+
+
+def attach_alone(module: torch.nn.Module, options: Options) -> Wire:
+    """Return the `Wire` of a module that no other rank trains.
+
+    Nothing is attached to ``module``. The Wire has the plan that the arguments ask for, which are checked as usual, and
+    it loads and saves checkpoints of worlds of any size. It counts no steps, because nothing is sent in any.
+    """
+    parameters = {name: p for name, p in named_parameters(module).items() if p.requires_grad}
+    shapes = {name: p.shape for name, p in parameters.items()}
+    rules, _ = rules_of(options)
+    check_optimizer(options.optimizer, module)
+    # Several ranks that resume from this one's checkpoint take its plan and start with its moments.
+    plan = Plan.build(shapes, rules, options.filter(module))
+    _, preconditioned, plan = of_optimizer(plan, parameters, options)
+    (transport,) = LoopbackTransport.world(1)
+    settings = WireSettings(seed=options.seed, start=options.start)
+    dtypes = {name: p.dtype for name, p in parameters.items()}
+    wire = Wire(BucketEngine(plan, shapes, transport, settings, optimizer=options.optimizer, dtypes=dtypes))
+    wire.moments = preconditioned
+    return wire

@@ -6,8 +6,6 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,14 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire.arguments import check_int
-from thinwire.collectives import DeviceTransport, ProcessGroupTransport, Transport, with_shared_memory
+from thinwire.collectives import DeviceTransport, Transport
 from thinwire.compat import (
     FSDPGroup,
     all_gather_single,
     at_end_of_backward,
     fsdp_groups,
     gathered_dtypes,
-    group_timeout,
     inside_a_node,
     premul_factor,
     reduce_scatter_single,
@@ -31,28 +28,26 @@ from thinwire.compat import (
 )
 from thinwire.compressors import GRADIENT_DTYPES, Delta
 from thinwire.integrations.ddp import automatic
-from thinwire.integrations.devices import check_device, on_device
-from thinwire.integrations.group_work import Work
 from thinwire.integrations.momentum import with_feedback
-from thinwire.integrations.optimizer_pairing import warn_of_pairing
+from thinwire.integrations.optimizers import check_optimizer, warn_of_pairing
 from thinwire.integrations.options import (
     CommonOptions,
     check_arguments,
     check_bool,
     check_compressor,
-    check_optimizer,
     policy_of,
     record_of,
 )
 from thinwire.integrations.preconditioned import Preconditioned
-from thinwire.integrations.replicas import Future, ReplicaGroup, attach_whole, wait_late
+from thinwire.integrations.process_group import Work
+from thinwire.integrations.replicas import Future, ReplicaGroup, attach_whole, check_buffer, wait_late
 from thinwire.integrations.step_watch import StepWatch
-from thinwire.integrations.transports import add_streams, bare_transport, closed_on_failure
+from thinwire.integrations.transports import agreed_transport, bare_transport, carried, device_of
 from thinwire.integrations.unused import Uses
 from thinwire.optim import CompressedAdamW, QuantizedAdam
 from thinwire.plan import Plan, Rules, Site, at_site, named_parameters, sharded_plan
 from thinwire.policies import Auto, Policy
-from thinwire.runtime import ShardedLayer, Unit, Wire, agree, on_the_host
+from thinwire.runtime import ShardedLayer, Unit, Wire
 from thinwire.runtime.consistency import failing_together
 from thinwire.runtime.placement import Placement
 from thinwire.runtime.sharded_engine import ShardedEngine
@@ -200,20 +195,9 @@ class Attached:
             shard.copy_(part[at : at + shard.numel()].view(shard.shape))
             at += self.padded[name]
 
-    def check(self, doing: str, dtype: torch.dtype, numel: int, names: Sequence[str], hint: str) -> None:
+    def check(self, doing: str, x: Tensor, names: Sequence[str], *hint: str) -> None:
         """Raise an exception unless a buffer has the expected dtype and layout."""
-        where = self.unit.name or "the root module"
-        if dtype not in GRADIENT_DTYPES:
-            raise TypeError(
-                f"FSDP {doing} {where} as {dtype}, and thinwire compresses float32, bfloat16 and float16: give its "
-                "parameters one of these dtypes (parameters of several dtypes in one module are sent as bytes)"
-            )
-        expected = sum(self.padded[name] for name in names)
-        if numel != expected:
-            raise RuntimeError(
-                f"FSDP {doing} {numel} elements a rank for {where}, where its parameters ({', '.join(names)}) make "
-                f"{expected}: their places in the buffer are unknown. {hint}"
-            )
+        check_buffer(self.unit.name, doing, x.dtype, x.numel(), {name: self.padded[name] for name in names}, *hint)
 
 
 class _Comm:
@@ -235,18 +219,16 @@ class QuantizedAllGather(_Comm):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         at = self.attached
-        if not at.wire.attached:
-            all_gather_single(output_tensor, input_tensor, group)
-            return None
-        if group.size() != at.size:
-            # The weights arrived in forward and have since been sharded in a smaller group (ZeRO++'s secondary shard).
-            at.wire.engine.note(local_gathers=1)
+        if not at.wire.attached or group.size() != at.size:
+            if at.wire.attached:
+                # Weights that arrived in forward have since been sharded in a smaller group (ZeRO++'s secondary shard).
+                at.wire.engine.note(local_gathers=1)
             all_gather_single(output_tensor, input_tensor, group)
             return None
         at.follow_pass()
         at.use.watch(late=True)
         hint = "Call thinwire.compress() again after parameters were added, replaced or sharded anew"
-        at.check("gathers", input_tensor.dtype, input_tensor.numel(), at.names, hint)
+        at.check("gathers", input_tensor, at.names, hint)
         mine = output_tensor.view(at.size, -1)[at.unit.transport.rank]
         if mine.data_ptr() != input_tensor.data_ptr():
             mine.copy_(input_tensor)
@@ -270,11 +252,7 @@ class QuantizedReduceScatter(_Comm):
             reduce_scatter_single(output_tensor, input_tensor, group, op)
             return None
         trained = at.trained
-        hint = (
-            "Parameters that get no gradient in a step must take part with zeros: leave "
-            "set_reduce_scatter_unused_params(True) as thinwire.compress() set it"
-        )
-        at.check("reduces", input_tensor.dtype, output_tensor.numel(), trained, hint)
+        at.check("reduces", output_tensor, trained)
         loss_scale = at.loss_scale()
         at.precondition(input_tensor.view(-1), trained, op, loss_scale)
         at.begin_reduction(trained)
@@ -296,28 +274,14 @@ class QuantizedReduceScatter(_Comm):
         return None
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """The plan and the units of `attach_fsdp`, for one model and its checked arguments."""
-
-    plan: Plan
-    units: Sequence[Unit]
-    preconditioned: Preconditioned | None
-
-
 def attach_fsdp(model: nn.Module, options: ShardedOptions) -> Wire:
     """Attach compression to an FSDP2 model; see `thinwire.compress_fsdp`."""
-    with on_the_host():
-        return _attach(model, options)
-
-
-def _attach(model: nn.Module, options: ShardedOptions) -> Wire:
     former = _attached.get(model)
     if former is not None and former.attached:
         raise RuntimeError("this model is compressed already: call detach() on its Wire first, on every rank")
     for _, module in _modules(model):
         module.reshard()  # an earlier evaluation may have left it gathered
-    every = _sharded(model, options)
+    every = _sharded(model)
     sharded = [entry for entry in every if not _unfit(entry[1])]
     if not sharded:
         why = _unfit(every[0][1]) if every else "none holds parameters that are sharded"
@@ -330,44 +294,47 @@ def _attach(model: nn.Module, options: ShardedOptions) -> Wire:
     replicate_group = _replicate_group(sharded)
     # The Wire closes its transports; if anything fails before there is one, they are closed here.
     with ExitStack() as without_wire:
-        hosts = {
-            ranks: without_wire.enter_context(closed_on_failure(_host(group, options)))
-            for ranks, group in groups.items()
-        }
-        across = None
-        if replicate_group is not None:
-            across = without_wire.enter_context(closed_on_failure(_host(replicate_group, options)))
-        meetings = [*hosts.values(), *([across] if across is not None else [])]
-        with failing_together(meetings, "thinwire.compress()"):
+        network, record = options.network, record_of(options)
+        everyone = [*groups.values(), *([replicate_group] if replicate_group is not None else [])]
+        hosts = [without_wire.enter_context(agreed_transport(g, network.timeout, record)) for g in everyone]
+        with failing_together(hosts, "thinwire.compress()"):
             policy = _policy(options)
-            device = _device(model, [group for _, group, _ in sharded], options)
-        transports = {ranks: _transport(host, groups[ranks], options, device) for ranks, host in hosts.items()}
-        replicas = None
-        if across is not None and replicate_group is not None:
-            replicas = _transport(across, replicate_group, options, device)
-        with failing_together(meetings, "thinwire.compress()"):
+            device = device_of(named_parameters(model), everyone[0], options.as_device, instead="")
+            if device is not None and not options.master:
+                raise NotImplementedError(
+                    "master=False compares what was sent with what is kept, for which a GPU would stop"
+                )
+        carriers = [carried(host, group, network, device) for host, group in zip(hosts, everyone, strict=True)]
+        replicas = carriers.pop() if replicate_group is not None else None
+        transports = dict(zip(groups, carriers, strict=True))
+        with failing_together(hosts, "thinwire.compress()"):
             _check_shards([len(ranks) for ranks in groups], options, replicated=replicas is not None)
             left_out = [group for _, group, _ in every if _unfit(group)]
-            prepared = _prepare(model, sharded, left_out, transports, options)
+            plan, units, preconditioned = _prepare(model, sharded, left_out, transports, options)
         engine = ShardedEngine(
-            prepared.plan,
-            prepared.units,
+            plan,
+            units,
             options.settings(policy),
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
-            make_world=partial(_whole_world, options.network.timeout),
+            make_world=lambda: bare_transport(dist.group.WORLD, network.timeout),  # pyright: ignore[reportArgumentType]
             master=options.master,
             replicas=replicas,
         )
         wire = Wire(engine)
         without_wire.pop_all()
     uses = Uses(engine.on_any_rank)
-    for (module, group, _), unit in zip(sharded, prepared.units, strict=True):
-        _put_into(module, Attached(wire, unit, module, group, options, prepared.preconditioned, uses))
+    for (module, group, _), unit in zip(sharded, units, strict=True):
+        attached = Attached(wire, unit, module, group, options, preconditioned, uses)
+        module.set_custom_all_gather(QuantizedAllGather(attached))  # pyright: ignore[reportArgumentType] - called, not checked
+        module.set_custom_reduce_scatter(QuantizedReduceScatter(attached))  # pyright: ignore[reportArgumentType]
+        if group.replicate_group is not None:
+            means = ReplicaGroup(group, attached.mean_over_replicas, overlap=options.overlap and device is None)
+            wire.at_detach(replace_replicas(group, means))
     _attached[model] = wire
     StepWatch(wire, named_parameters(model))
-    wire.moments = prepared.preconditioned
-    _warn_of_memory(wire, prepared.preconditioned)
+    wire.moments = preconditioned
+    _warn_of_memory(wire, preconditioned)
     if isinstance(options.optimizer, QuantizedAdam):
         optimizer = options.optimizer
         wire.engine.keep_gradients_raw(until=lambda: optimizer.frozen)
@@ -380,7 +347,7 @@ def _prepare(
     left_out: Sequence[FSDPGroup],
     transports: Mapping[tuple[int, ...], Transport],
     options: ShardedOptions,
-) -> _Prepared:
+) -> tuple[Plan, list[Unit], Preconditioned | None]:
     """Check the arguments for this model. PyTorch goes on to send the groups ``left_out`` itself."""
     check_optimizer(options.optimizer, model)
     names = {id(parameter): name for name, parameter in named_parameters(model).items()}
@@ -409,14 +376,14 @@ def _prepare(
         preconditioned, plan = Preconditioned(options.optimizer, named), with_feedback(plan, "gradients/")
     check_feedback(plan.layers.values())
     warn_of_pairing(plan, options.optimizer)
-    return _Prepared(plan, units, preconditioned)
+    return plan, units, preconditioned
 
 
-def _sharded(model: nn.Module, options: ShardedOptions) -> list[tuple[FSDPModule, FSDPGroup, str]]:
+def _sharded(model: nn.Module) -> list[tuple[FSDPModule, FSDPGroup, str]]:
     """Return the groups of parameters that FSDP communicates together, each with its module and the module's path."""
     sharded: dict[int, tuple[FSDPModule, FSDPGroup, str]] = {}
     for path, module in _modules(model):
-        for group in _checked(path, module, options):
+        for group in _checked(path, module):
             sharded.setdefault(id(group.identity), (module, group, path))
     return list(sharded.values())
 
@@ -492,16 +459,6 @@ def _check_changes(
             )
 
 
-def _put_into(module: FSDPModule, attached: Attached) -> None:
-    module.set_custom_all_gather(QuantizedAllGather(attached))  # pyright: ignore[reportArgumentType] - called, not checked
-    module.set_custom_reduce_scatter(QuantizedReduceScatter(attached))  # pyright: ignore[reportArgumentType]
-    if attached.group.replicate_group is not None:
-        means = ReplicaGroup(
-            attached.group, attached.mean_over_replicas, overlap=attached.overlap and not attached.on_device
-        )
-        attached.wire.at_detach(replace_replicas(attached.group, means))
-
-
 def _modules(model: nn.Module) -> list[tuple[str, FSDPModule]]:
     from torch.distributed.fsdp import FSDPModule  # this takes a second, which only sharded models should pay
 
@@ -511,7 +468,7 @@ def _modules(model: nn.Module) -> list[tuple[str, FSDPModule]]:
     return modules
 
 
-def _checked(path: str, module: FSDPModule, options: ShardedOptions) -> list[FSDPGroup]:
+def _checked(path: str, module: FSDPModule) -> list[FSDPGroup]:
     """Return the module's parameter groups, and raise an exception if their communication cannot be compressed."""
     where = path or "the root module"
     groups = [group for group in fsdp_groups(module) if group.parameters]
@@ -599,42 +556,6 @@ def _unit(path: str, group: FSDPGroup, transport: Transport, names: Mapping[int,
         layers.append(layer)
     trained = tuple(layer.name for layer, p in zip(layers, group.parameters, strict=True) if p.now().requires_grad)
     return Unit(path, tuple(layers), transport, trained, first_rank=first_rank)
-
-
-def _whole_world(timeout: timedelta | None) -> Transport:
-    world = dist.group.WORLD
-    assert world is not None, "a model was sharded, so there is a process group"
-    return bare_transport(world, timeout or group_timeout(world))
-
-
-def _host(group: dist.ProcessGroup, options: ShardedOptions) -> ProcessGroupTransport:
-    """Return a transport over new process groups among the ranks of ``group``, which have agreed on their options."""
-    with closed_on_failure(bare_transport(group, options.network.timeout or group_timeout(group))) as host:
-        agree(record_of(options), host)
-    return host
-
-
-def _transport(
-    host: ProcessGroupTransport, group: dist.ProcessGroup, options: ShardedOptions, device: torch.device | None
-) -> Transport:
-    timeout = options.network.timeout or group_timeout(group)
-    if device is not None:
-        return on_device(host, device, group, timeout, options.network)
-    add_streams(host, group, options.network.streams)
-    return with_shared_memory(host, timeout, options.network.transport)
-
-
-def _device(model: nn.Module, groups: Sequence[FSDPGroup], options: ShardedOptions) -> torch.device | None:
-    """Return the model's device, if bytes leave it without going over the host; None otherwise."""
-    devices = {p.device: name for name, p in named_parameters(model).items()}
-    over_the_host = all(device.type == "cpu" for device in devices)
-    if over_the_host and not options.as_device:
-        return None
-    if not options.master:
-        raise NotImplementedError("master=False compares what was sent with what is kept, for which a GPU would stop")
-    if over_the_host:
-        return torch.device("cpu")
-    return check_device(devices, dist.get_backend_config(groups[0].process_group))
 
 
 def _local(parameter: nn.Parameter) -> Tensor:

@@ -12,15 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.collectives import Layer
 from thinwire.compat import ddp_ready_order
 from thinwire.compressors import GRADIENT_DTYPES, Coded, Compressor, Raw, Summed, Unsuited
-from thinwire.integrations.devices import replicated
 from thinwire.integrations.group_options import GroupBuffer, ProcessGroupOptions, stateless
-from thinwire.plan import Filter, Names, Plan, Rules, named_parameters, names_of
-from thinwire.runtime import Contents, GroupStats, Kind, NamedShape, Registered, Walk, dense_bytes
+from thinwire.integrations.transports import replicated
+from thinwire.plan import Filter, Plan, Rules, named_parameters, names_of
+from thinwire.runtime import Contents, GroupStats, Kind, NamedShape, Walk, dense_bytes
 from thinwire.runtime.warning import warn_caller
 
 _PATIENCE = 100
 """Number of unknown buffers, where a model is registered, before a warning says that none of its were found."""
-_KINDS: tuple[Kind, ...] = ("all_reduce", "reduce_scatter", "all_gather")
 
 
 class BufferContents:
@@ -30,33 +29,29 @@ class BufferContents:
     def __init__(self, options: ProcessGroupOptions, world_size: int) -> None:
         self.options = options
         self._world_size = world_size
-        self._registered = Registered()
-        self._compressors: dict[Kind, dict[str, Compressor]] = {kind: {} for kind in _KINDS}
-        self._contents: dict[tuple[Kind, tuple[NamedShape, ...]], Contents] = {}
+        self._walks: dict[torch.dtype, Walk] = {}
+        """Registered layers, by the dtype of their gradients."""
+        self._compressors: dict[str, Compressor] = {}
+        self._contents: dict[tuple[NamedShape, ...], Contents] = {}
         self._version = 0
         self._lock = threading.Lock()
         self._seen: set[Kind] = set()
         """Kinds of collectives of which a buffer was compressed, or a warning said that one was not."""
-        if options.layout:
-            self.register_layout([(name, tuple(shape)) for name, shape in options.layout], None)
 
-    def register_layout(self, layers: Sequence[NamedShape], rules: Rules | None) -> None:
-        """Register layers for buffers of their size; see `ProcessGroup.register_layout`."""
-        for kind in _KINDS:
-            self._plan(kind, layers, rules)
-        self._registered.add(layers)
-
-    def register_model(self, model: nn.Module, rules: Rules | None) -> list[NamedShape]:
-        """Register the layers of a model, and return them; see `ProcessGroup.register_model`."""
+    def register_model(self, model: nn.Module, rules: Rules | None) -> dict[str, str]:
+        """Register the layers of a model; see `ProcessGroup.register_model`. Returns what ranks must agree on."""
         walks, layers = _walks(model)
         inner = model.module if isinstance(model, DistributedDataParallel) else model
-        self._plan("all_reduce", layers, rules, names_of(inner))
-        self._registered.follow_model(walks)
-        return layers
-
-    def compressor_of(self, name: str) -> Compressor:
-        """Return the compressor of a registered layer in all-reduces."""
-        return self._compressors["all_reduce"][name]
+        asked = self.options.compressor_of("all_reduce") if rules is None else rules
+        for spec in asked.values() if isinstance(asked, Mapping) else (asked,):
+            stateless("rules", spec)
+        exclude = tuple(self.options.exclude)
+        keep = Filter(min_numel=self.options.min_numel, exclude=exclude, names=names_of(inner))
+        self._compressors.update(Plan.build(dict(layers), asked, keep).layers)
+        self._walks = walks
+        self._contents.clear()
+        self._version += 1
+        return {f"layer {name}": f"{shape} {self._compressors[name]}" for name, shape in layers}
 
     def find(
         self, buffer: GroupBuffer, tensors: Sequence[Tensor], stats: GroupStats, *, compressible: bool
@@ -76,10 +71,9 @@ class BufferContents:
                 and self._world_size > 1
                 and all(_compressible(x) and x.dtype == first.dtype for x in tensors)
             ):
-                run = self._registered.exact(buffer.numel)
-                if run is None and kind == "all_reduce" and first.dim() == 1:
-                    run = self._registered.find(buffer.numel, first.dtype)
-                contents = self._matched(kind, run) if run else self._uniform(kind, buffer.numel)
+                walk = self._walks.get(first.dtype) if kind == "all_reduce" and first.dim() == 1 else None
+                run = walk.find(buffer.numel) if walk is not None else None
+                contents = self._matched(run) if run else self._uniform(kind, buffer.numel)
                 stats.matched += run is not None
                 buffer = buffer._replace(registered=run is not None)
                 if contents is not None and self.options.where(buffer):
@@ -108,16 +102,16 @@ class BufferContents:
             "those to compress"
         )
 
-    def _matched(self, kind: Kind, run: tuple[NamedShape, ...]) -> Contents | None:
-        if (kind, run) not in self._contents:
+    def _matched(self, run: tuple[NamedShape, ...]) -> Contents | None:
+        if run not in self._contents:
             layers, start = [], 0
             for name, shape in run:
-                compressor = self._compressors[kind].get(name, Raw())
+                compressor = self._compressors.get(name, Raw())
                 assert isinstance(compressor, Coded | Summed)
                 layers.append(Layer(name, start, shape, compressor))
                 start += layers[-1].numel
-            self._contents[kind, run] = Contents((self._version, run), tuple(layers))
-        contents = self._contents[kind, run]
+            self._contents[run] = Contents((self._version, run), tuple(layers))
+        contents = self._contents[run]
         return None if all(isinstance(layer.compressor, Raw) for layer in contents.layers) else contents
 
     def _uniform(self, kind: Kind, numel: int) -> Contents | None:
@@ -130,19 +124,6 @@ class BufferContents:
         if isinstance(compressor, Raw) or not isinstance(compressor, Coded | Summed):
             return None
         return Contents(numel, (Layer(f"{kind} of {numel}", 0, (numel,), compressor),))
-
-    def _plan(self, kind: Kind, named: Sequence[NamedShape], rules: Rules | None, names: Names | None = None) -> None:
-        """Choose the compressor of each layer."""
-        asked = self.options.compressor_of(kind) if rules is None else rules
-        for spec in asked.values() if isinstance(asked, Mapping) else (asked,):
-            stateless("rules", spec)
-        keep = Filter(min_numel=self.options.min_numel, exclude=tuple(self.options.exclude), names=names or {})
-        layers = Plan.build(dict(named), asked, keep).layers
-        if kind != "all_reduce":
-            layers = {name: c if isinstance(c, Coded) else Raw() for name, c in layers.items()}
-        self._compressors[kind].update(layers)
-        self._contents.clear()
-        self._version += 1
 
 
 def _walks(model: nn.Module) -> tuple[dict[torch.dtype, Walk], list[NamedShape]]:

@@ -64,8 +64,6 @@ class ProcessGroupOptions:
         min_numel: The number of elements below which a buffer (such as a loss that is averaged), or each rank's part
             of it, is sent raw by gloo. A registered layer of fewer is sent raw, too.
         exclude: Patterns of registered layers that are sent raw, in addition to those with fewer than two dimensions.
-        layout: Names and shapes of the layers that lie end to end in every buffer of exactly as many elements, as
-            `ProcessGroup.register_layout` takes them.
         algorithm: The collective algorithm of all-reduces, as `thinwire.compress` takes it.
         transport: The transport between ranks of one node, as `thinwire.compress` takes it.
         seed: The seed of the random draws of stochastic rounding.
@@ -85,7 +83,6 @@ class ProcessGroupOptions:
     reduce_scatter: str | Compressor | None = None
     min_numel: int = 1024
     exclude: Sequence[str] = ()
-    layout: Sequence[tuple[str, Sequence[int]]] = ()
     algorithm: str | Algorithm = "sra"
     transport: TransportChoice = "auto"
     seed: int = 0
@@ -103,7 +100,6 @@ class ProcessGroupOptions:
         if isinstance(self.exclude, str):
             raise TypeError(f"exclude must be a list of patterns, not {self.exclude!r}: exclude=[{self.exclude!r}]")
         self._set("exclude", tuple(self.exclude))
-        self._set("layout", tuple((name, tuple(shape)) for name, shape in self.layout))
         self._set("algorithm", parse_algorithm(self.algorithm))
         self._set("compressor", stateless("compressor", self.compressor))
         for name in ("all_gather", "reduce_scatter"):

@@ -162,16 +162,6 @@ def unfit(module: nn.Module) -> dict[str, str]:
     return why
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer | None, module: nn.Module) -> None:
-    """Raise ``ValueError`` if an optimizer holds no parameter of ``module``, so that it trains another model."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer is not None else set()
-    if held and held.isdisjoint(map(id, module.parameters())):
-        raise ValueError(
-            f"optimizer holds no parameter of this model: pass the one that trains it, {type(optimizer).__name__}"
-            "(model.parameters()), made after the model was moved, converted or sharded"
-        )
-
-
 def check_arguments(options: CommonOptions) -> None:
     """Check the arguments that all variants of `thinwire.compress` share.
 

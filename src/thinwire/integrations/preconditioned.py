@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.integrations.optimizer_pairing import check_holds_all
+from thinwire.integrations.optimizers import check_holds_all
 from thinwire.optim import CompressedAdamW
 from thinwire.runtime.bucket import BucketLayers, bucket_parts, in_order_of
 from thinwire.runtime.checkpoint import check_sealed, sealed

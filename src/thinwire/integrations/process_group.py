@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
@@ -33,9 +32,8 @@ from thinwire.compat import (
 from thinwire.compressors import State
 from thinwire.integrations.group_contents import BufferContents
 from thinwire.integrations.group_options import GroupBuffer, ProcessGroupOptions
-from thinwire.integrations.group_work import Work
 from thinwire.plan import Rules
-from thinwire.runtime import Channel, Contents, Exchange, Follower, GroupStats, NamedShape, Route, group_seed
+from thinwire.runtime import Channel, Contents, Exchange, Follower, GroupStats, Route, group_seed
 
 _GLOOS = (
     *("broadcast", "barrier", "send", "recv", "recv_anysource", "reduce", "gather", "scatter", "alltoall"),
@@ -53,9 +51,9 @@ class ProcessGroup(dist.ProcessGroup):
     It is returned by ``dist.new_group(backend="thinwire", pg_options=ProcessGroupOptions(...))``.
 
     It compresses contiguous fp32, bf16 and fp16 tensors of at least ``min_numel`` elements that are known to be
-    gradients or weights: all-reduces and reduce-scatters that sum, where registered layers fill the buffer
-    (`register_model`, `register_layout`) or the operation is an average (AVG, PREMUL_SUM), as FSDP2's are; and
-    all-gathers in place, as FSDP2's are, or of registered layers. All ranks end with the same bytes.
+    gradients or weights: all-reduces that sum and that registered layers fill (`register_model`), all-reduces and
+    reduce-scatters that average (AVG, PREMUL_SUM), as FSDP2's do, and all-gathers in place, as FSDP2's are. All ranks
+    end with the same bytes.
 
     Everything else is exact: sums of other buffers, which may be counts, statistics or the denominators of a softmax;
     all-gathers into another tensor; other operations and dtypes, complex numbers and what may be complex numbers (the
@@ -87,7 +85,9 @@ class ProcessGroup(dist.ProcessGroup):
         timeout = self.options.timeout or creation.timeout
         ranks = tuple(creation.global_ranks_in_group)
         # The detector comes before gloo's groups, which wait for a missing rank without naming it.
-        detector = _detector(creation.store, ranks or range(size), rank, timeout)
+        detector = None
+        if size > 1:
+            detector = FailureDetector.connect(creation.store, "failures", ranks or range(size), rank, timeout)
         backend = gloo_backend(prefixed("exact", creation.store), rank, size, timeout)
         register_gloo(self, backend)
         # A second process group over the same gloo backend: calls on this object would return to the methods below.
@@ -123,24 +123,6 @@ class ProcessGroup(dist.ProcessGroup):
         channel.add_to(totals)
         return totals
 
-    def register_layout(self, layers: Sequence[tuple[str, Sequence[int]]], *, rules: Rules | None = None) -> None:
-        """Compress buffers of exactly as many elements as ``layers``, whatever they are, layer by layer.
-
-        All ranks must register the same layers between the same collectives. Layers that are 1-D, smaller than
-        ``min_numel`` or excluded are sent raw.
-
-        Args:
-            layers: Names and shapes, in the order in which the buffer holds them end to end. For reduce-scatters and
-                all-gathers, the order in each rank's part.
-            rules: Compressors by name pattern, in place of that of the options.
-
-        Raises:
-            ValueError: A pattern matches no layer, a compressor needs state, or there is another layout of this size.
-        """
-        named = [(name, tuple(shape)) for name, shape in layers]
-        self._contents.register_layout(named, rules)
-        self._agree_on(named)
-
     def register_model(self, model: nn.Module, *, rules: Rules | None = None) -> None:
         """Find the layers of a model's gradients in the buffers of all-reduces, by their sizes alone.
 
@@ -153,13 +135,13 @@ class ProcessGroup(dist.ProcessGroup):
 
         Args:
             model: A model on all ranks of the group.
-            rules: As in `register_layout`.
+            rules: Compressors by name pattern, in place of that of the options.
 
         Raises:
             TypeError: The model is sharded: its buffers interleave shards.
             ValueError: A pattern matches no layer, or a compressor needs state.
         """
-        self._agree_on(self._contents.register_model(model, rules))
+        self._running().agree(self._contents.register_model(model, rules))
 
     # Called by torch.distributed. C++ callers (DDP's reducer, functional collectives) reach the names that PyTorch's
     # trampoline has; Python callers reach all of them.
@@ -309,10 +291,6 @@ class ProcessGroup(dist.ProcessGroup):
     def _choose(self, buffer: GroupBuffer, tensors: Sequence[Tensor], scale: float | None) -> Contents | None:
         return self._contents.find(buffer, tensors, self._running().stats, compressible=scale is not None)
 
-    def _agree_on(self, layers: Sequence[NamedShape]) -> None:
-        planned = self._contents.compressor_of
-        self._running().agree({f"layer {name}": f"{shape} {planned(name)}" for name, shape in layers})
-
     def _running(self) -> Channel[GroupStats]:
         if self._channel is None:
             raise RuntimeError("this process group was destroyed")
@@ -377,10 +355,6 @@ def register_model(model: nn.Module, group: dist.ProcessGroup | None = None, *, 
     group.register_model(model, rules=rules)
 
 
-def _detector(store: Any, ranks: Sequence[int], rank: int, timeout: timedelta) -> FailureDetector | None:
-    return FailureDetector.connect(store, "failures", ranks, rank, timeout) if len(ranks) > 1 else None
-
-
 def _checked(options: Any) -> ProcessGroupOptions:
     if options is None:
         default = dist.group.WORLD
@@ -432,3 +406,51 @@ def _options(kind: str, opts: Any, overload: Mapping[str, Any]) -> Any:
 
 def _named(group: Any, *names: str) -> Callable[..., Any]:
     return next(getattr(group, name) for name in names if hasattr(group, name))
+
+
+class Work(dist.Work):
+    """The handle of a collective, which is complete when all ``futures`` are: thinwire's, and gloo's for tensors that
+    are not compressed.
+
+    Its own future completes without a call of `wait`, as DistributedDataParallel needs. Errors are raised by `wait` and
+    by waiting for the future.
+    """
+
+    def __init__(self, futures: Sequence[torch.futures.Future], outputs: Any) -> None:
+        super().__init__()
+        self._futures, self._outputs = futures, outputs
+
+    def wait(self, timeout: object = None) -> bool:
+        """Block until it is done. ``timeout`` is ignored: every message has the timeout of the process group."""
+        for future in self._futures:
+            future.wait()
+        return True
+
+    def get_future(self) -> torch.futures.Future:
+        def outputs(ended: torch.futures.Future) -> Any:
+            # DDP's reducer sees exceptions that a callback raises, but not those that Python sets on a future: it would
+            # read a result out of the latter.
+            for future in self._futures if len(self._futures) > 1 else (ended,):
+                future.value()
+            return self._outputs
+
+        several = len(self._futures) > 1
+        return (torch.futures.collect_all(list(self._futures)) if several else self._futures[0]).then(outputs)
+
+    def result(self) -> Any:
+        return self._outputs
+
+    def is_completed(self) -> bool:
+        return all(future.done() for future in self._futures)
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """Return the error of a collective that is done; None if it has none or is not done."""
+        try:
+            if self.is_completed():
+                self.wait()
+        except Exception as error:  # noqa: BLE001 - returned
+            return error
+        return None

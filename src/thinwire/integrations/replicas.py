@@ -8,7 +8,8 @@ nothing else: the gradients of each are a bucket, like one of DistributedDataPar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,19 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinwire.compat import FSDPGroup, at_end_of_backward, group_timeout, inside_a_node, replace_replicas
+from thinwire.compat import FSDPGroup, at_end_of_backward, inside_a_node, replace_replicas
 from thinwire.compressors import GRADIENT_DTYPES
-from thinwire.integrations.ddp import Options, prepare, transport_of
-from thinwire.integrations.devices import device_of
-from thinwire.integrations.options import CommonOptions, record_of
+from thinwire.integrations.ddp import Options, connect
+from thinwire.integrations.optimizers import Updates
+from thinwire.integrations.options import CommonOptions
 from thinwire.integrations.step_watch import StepWatch
-from thinwire.integrations.transports import bare_transport, closed_on_failure
 from thinwire.integrations.unused import UnitUse, Uses
-from thinwire.integrations.updates import Updates
 from thinwire.optim import CompressedAdamW, QuantizedAdam
 from thinwire.plan import named_parameters
-from thinwire.runtime import BucketEngine, Follower, Wire, agree
-from thinwire.runtime.consistency import failing_together
+from thinwire.runtime import Follower, Wire
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -37,6 +35,10 @@ if TYPE_CHECKING:
     from thinwire.integrations.fsdp import ShardedOptions
 
 Future = torch.futures.Future
+UNUSED_HINT = (
+    "Parameters that get no gradient in a step must take part with zeros: leave set_reduce_scatter_unused_params(True) "
+    "as thinwire.compress() set it"
+)
 
 
 def wait_late(future: Future[Tensor], group: FSDPGroup, dtype: torch.dtype) -> bool:
@@ -51,6 +53,25 @@ def wait_late(future: Future[Tensor], group: FSDPGroup, dtype: torch.dtype) -> b
         return True
     future.wait()
     return False
+
+
+def check_buffer(
+    where: str, doing: str, dtype: torch.dtype, numel: int, layers: Mapping[str, int], hint: str = UNUSED_HINT
+) -> None:
+    """Raise an exception unless a buffer of a module, the one at ``where``, has a dtype that is compressed and the
+    ``numel`` elements of its ``layers``."""
+    where = where or "the root module"
+    if dtype not in GRADIENT_DTYPES:
+        raise TypeError(
+            f"FSDP {doing} {where} as {dtype}, and thinwire compresses float32, bfloat16 and float16: give its "
+            "parameters one of these dtypes (parameters of several dtypes in one module are sent as bytes)"
+        )
+    expected = sum(layers.values())
+    if numel != expected:
+        raise RuntimeError(
+            f"FSDP {doing} {numel} elements a rank for {where}, where its parameters ({', '.join(layers)}) make "
+            f"{expected}: their places in the buffer are unknown. {hint}"
+        )
 
 
 class ReplicaGroup(dist.ProcessGroup):
@@ -97,13 +118,7 @@ class _Passes:
         pairs = zip(names, group.parameters, strict=True)
         layers = tuple((name, p.shape) for name, p in pairs if p.now().requires_grad)
         trained = [name for name, _ in layers]
-        expected = sum(torch.Size(shape).numel() for _, shape in layers)
-        if flat.dtype not in GRADIENT_DTYPES or flat.numel() != expected:
-            raise RuntimeError(
-                f"FSDP reduces {flat.numel()} elements of {flat.dtype} for {where}, where its parameters "
-                f"({', '.join(trained)}) make {expected} of 16 or 32 bits: their places in the buffer are unknown. "
-                "Leave set_reduce_scatter_unused_params(True) as thinwire.compress() set it"
-            )
+        check_buffer(where, "reduces", flat.dtype, flat.numel(), {n: math.prod(shape) for n, shape in layers})
         use.reduce(trained)
         self.follow()
         # A module that backward reaches twice is reduced twice: each reduction is a step, and takes up the residual of
@@ -143,36 +158,23 @@ def attach_whole(model: nn.Module, modules: Sequence[tuple[FSDPModule, FSDPGroup
     named = named_parameters(model)
     names = {id(parameter): name for name, parameter in named.items()}
     held = {names[id(p.now())]: p.now() for _, each, _ in modules for p in each.parameters}
-    timeout = options.network.timeout or group_timeout(group)
-    with closed_on_failure(bare_transport(group, timeout)) as host:
-        agree(record_of(options), host)
-        with failing_together([host], "thinwire.compress()"):
-            if isinstance(options.optimizer, CompressedAdamW | QuantizedAdam):
-                raise NotImplementedError(
-                    f"{type(options.optimizer).__name__} is for DistributedDataParallel and for shards: every rank has "
-                    "the whole of these modules. Wrap the model in DistributedDataParallel, or use another optimizer"
-                )
-            prepared = prepare(model, held, device_of(held, group, options.as_device), options)
-        engine = BucketEngine(
-            prepared.plan,
-            prepared.shapes,
-            transport_of(host, group, timeout, options, prepared.device),
-            options.settings(prepared.policy),
-            optimizer=options.optimizer,
-            dtypes={name: p.dtype for name, p in held.items()},
-        )
-        wire = Wire(engine)
-    engine.native = partial(Follower("thinwire dense").mean, group=group, detector=engine.detector)
-    updates = None
-    if prepared.follows_optimizer and options.optimizer is not None:
-        updates = Updates(wire, options.optimizer, held)
+    follower = Follower("thinwire dense")
+    wire, updates, _, _ = connect(model, held, group, options, follower, partial(_check_optimizer, options.optimizer))
     StepWatch(wire, named)
     passes = _Passes(wire, options, updates)
     for module, each, path in modules:
         own = tuple(names[id(p.now())] for p in each.parameters)
         use = passes.uses.add(module, own, each, wire, passes.follow)
-        mean = partial(passes.mean, each, own, use, path or "the root module")
+        mean = partial(passes.mean, each, own, use, path)
         # On a device, to wait only makes a stream wait.
-        late = asked.overlap and prepared.device is None
+        late = asked.overlap and wire.engine.device is None
         wire.at_detach(replace_replicas(each, ReplicaGroup(each, mean, overlap=late)))
     return wire
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer | None) -> None:
+    if isinstance(optimizer, CompressedAdamW | QuantizedAdam):
+        raise NotImplementedError(
+            f"{type(optimizer).__name__} is for DistributedDataParallel and for shards: every rank has the whole of "
+            "these modules. Wrap the model in DistributedDataParallel, or use another optimizer"
+        )

@@ -18,6 +18,7 @@ _PATIENCE = 3
 
 _watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
 _hook: RemovableHandle | None = None
+"""The hook that all watches share, which is registered once and for all."""
 
 
 class StepWatch:
@@ -42,7 +43,10 @@ class StepWatch:
         self._told = False
         self.accumulates = False
         """Whether a forward pass whose gradients stay on this rank came after the last exchange."""
-        _begin(self)
+        global _hook
+        # None can be removed while a step goes through them, and a handle may end at any time.
+        _hook = _hook or register_optimizer_step_pre_hook(_look)
+        _watches.add(self)
         # The handle holds the watch, which ends with it.
         handle.at_detach(self.stop)
 
@@ -90,14 +94,6 @@ class StepWatch:
                 "apart: it was frozen when DistributedDataParallel was built, which takes only what is trained then. "
                 "Unfreeze layers first, build DistributedDataParallel anew and call thinwire.compress() again"
             )
-
-
-def _begin(watch: StepWatch) -> None:
-    """Let PyTorch call a watch from now on. The hook is registered once and for all, because none can be removed while
-    a step goes through them, and a handle may end at any time."""
-    global _hook
-    _hook = _hook or register_optimizer_step_pre_hook(_look)
-    _watches.add(watch)
 
 
 def _look(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:

@@ -1,4 +1,4 @@
-"""Process groups for thinwire's threads, separate from those that PyTorch uses from its own at the same time."""
+"""Where a model's gradients are and what carries them: process groups of thinwire's own, beside those of PyTorch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives import (
     CommunicationError,
+    DeviceGroupTransport,
     FailureDetector,
     ProcessGroupTransport,
     Transport,
@@ -20,11 +24,12 @@ from thinwire.collectives import (
     with_shared_memory,
 )
 from thinwire.collectives.transport import Failing
-from thinwire.compat import gloo_group, prefixed
+from thinwire.compat import gloo_group, group_timeout, prefixed
 from thinwire.integrations.options import Network
+from thinwire.plan import named_parameters
 from thinwire.runtime import agree
 
-_T = TypeVar("_T", bound=Transport)
+_SIMULATE = "; simulate=True studies the effect on accuracy on any device"
 
 
 class _Meeting(NamedTuple):
@@ -60,16 +65,19 @@ def _meeting(ranks: Sequence[int]) -> _Meeting:
     return _Meeting(store, f"thinwire meeting {number} of {'-'.join(map(str, ranks))}", ranks)
 
 
-def bare_transport(group: dist.ProcessGroup, timeout: timedelta) -> ProcessGroupTransport:
+def bare_transport(group: dist.ProcessGroup, timeout: timedelta | None = None) -> ProcessGroupTransport:
     """Make two new process groups over gloo, and a detector of failures, among the ranks of ``group``.
+
+    ``timeout`` is that of each message, by default that of ``group``.
 
     Raises:
         TransportError: A rank did not come in time, or is gone.
         PeerFailedError: A rank failed in `failing_before_meeting`, or in this function.
     """
+    timeout = timeout or group_timeout(group)
     meeting = _meeting(dist.get_process_group_ranks(group))
     # The detector comes before gloo's groups, which wait for a missing rank without naming it.
-    detector = _detector(meeting, group, timeout)
+    detector = FailureDetector.connect(*meeting, group.rank(), timeout) if group.size() > 1 else None
     try:
         mine, second = _new_groups(meeting, group, timeout, detector, 2)
     except BaseException as error:
@@ -79,19 +87,7 @@ def bare_transport(group: dist.ProcessGroup, timeout: timedelta) -> ProcessGroup
     return ProcessGroupTransport(mine, timeout, second, owned=True, detector=detector)
 
 
-@contextmanager
-def closed_on_failure(transport: _T) -> Iterator[_T]:
-    """Close ``transport`` if the body fails, and tell the other ranks, which may be waiting for this one, why."""
-    try:
-        yield transport
-    except Exception as error:
-        if transport.detector is not None:
-            transport.detector.close(error)
-        transport.close()
-        raise
-
-
-def add_streams(transport: ProcessGroupTransport, group: dist.ProcessGroup, streams: int) -> None:
+def _add_streams(transport: ProcessGroupTransport, group: dist.ProcessGroup, streams: int) -> None:
     """Let a `bare_transport` among the ranks of ``group`` send messages over ``streams`` connections to each rank.
 
     All ranks must have agreed on the number and call this with it, because gloo would wait for those that do not.
@@ -99,10 +95,9 @@ def add_streams(transport: ProcessGroupTransport, group: dist.ProcessGroup, stre
     Raises:
         TransportError: A rank did not come in time, or is gone.
     """
-    if streams == 1:
-        return
-    meeting = _meeting(dist.get_process_group_ranks(group))
-    transport.add_streams(_new_groups(meeting, group, transport.timeout, transport.detector, streams - 1))
+    if streams > 1:
+        meeting = _meeting(dist.get_process_group_ranks(group))
+        transport.add_streams(_new_groups(meeting, group, transport.timeout, transport.detector, streams - 1))
 
 
 def _new_groups(
@@ -129,20 +124,6 @@ def _new_groups(
         if dist.group.WORLD is not None:
             _stuck.add(dist.group.WORLD)
         raise
-
-
-def detector_of(group: dist.ProcessGroup, timeout: timedelta) -> FailureDetector | None:
-    """Make a detector of failures among the ranks of ``group``, which all must call this; None for a single rank.
-
-    Raises:
-        TransportError: A rank did not come in time.
-        PeerFailedError: A rank failed in `failing_before_meeting`.
-    """
-    return _detector(_meeting(dist.get_process_group_ranks(group)), group, timeout)
-
-
-def _detector(meeting: _Meeting, group: dist.ProcessGroup, timeout: timedelta) -> FailureDetector | None:
-    return FailureDetector.connect(*meeting, group.rank(), timeout) if group.size() > 1 else None
 
 
 def _check_backend(world: dist.ProcessGroup) -> None:
@@ -178,14 +159,100 @@ def failing_before_meeting(group: object = None) -> Iterator[None]:
         raise
 
 
-def host_transport(
-    group: dist.ProcessGroup, timeout: timedelta, network: Network, arguments: Mapping[str, str]
-) -> Transport:
-    """Make a `bare_transport` with the streams of ``network``, and shared memory between ranks of one node as it says.
+@contextmanager
+def agreed_transport(
+    group: dist.ProcessGroup, timeout: timedelta | None, record: Mapping[str, str]
+) -> Iterator[ProcessGroupTransport]:
+    """Make a `bare_transport`. If the body fails, it is closed, and other ranks, which may be waiting for this one,
+    learn why.
 
-    Ranks first agree on ``arguments``, because those that differ in them would later wait for each other.
+    Ranks first agree on ``record``, because those that differ in it would later wait for each other.
     """
-    with closed_on_failure(bare_transport(group, timeout)) as transport:
-        agree(arguments, transport)
-        add_streams(transport, group, network.streams)
-        return with_shared_memory(transport, timeout, network.transport)
+    host = bare_transport(group, timeout)
+    try:
+        agree(record, host)
+        yield host
+    except Exception as error:
+        if host.detector is not None:
+            host.detector.close(error)
+        host.close()
+        raise
+
+
+def carried(
+    host: ProcessGroupTransport, group: dist.ProcessGroup, network: Network, device: torch.device | None = None
+) -> Transport:
+    """Return the transport of messages among the ranks of ``group``, as ``network`` says; ``host``, which is made for
+    them, carries what ranks agree on.
+
+    Between devices there is no worker thread: messages are sent over ``group`` itself, from the thread from which DDP
+    uses it, in one order with those of DDP.
+
+    Raises:
+        ValueError: ``network`` asks for a way of sending that only the host has.
+    """
+    if device is None:
+        _add_streams(host, group, network.streams)
+        return with_shared_memory(host, host.timeout, network.transport)
+    if network.transport == "shared":
+        raise ValueError("transport='shared' is memory of the host: from a GPU, bytes go over the model's group")
+    if network.streams > 1:
+        raise ValueError(f"streams={network.streams} is for the host: from a GPU, bytes go over the model's group")
+    return DeviceGroupTransport(host, device, group, host.timeout)
+
+
+def replicated(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters that are the same on all ranks, by their names in the module inside DDP: not those that DDP
+    was told to ignore, such as each rank's own experts."""
+    ignored = {id(p) for name, p in model.module.named_parameters() if name in model.parameters_to_ignore}
+    return {name: p for name, p in named_parameters(model.module).items() if id(p) not in ignored}
+
+
+def trained(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters of `replicated` that get gradients."""
+    return {name: p for name, p in replicated(model).items() if p.requires_grad}
+
+
+def device_of(
+    trained: Mapping[str, torch.Tensor], group: dist.ProcessGroup, as_device: bool, instead: str = _SIMULATE
+) -> torch.device | None:
+    """Return the device from which gradients are sent without going over the host; None if they are on the CPU."""
+    devices = {p.device: name for name, p in trained.items()}
+    if all(device.type == "cpu" for device in devices):
+        return torch.device("cpu") if as_device else None
+    return check_device(devices, dist.get_backend_config(group), instead)
+
+
+def check_device(devices: Mapping[torch.device, str], backends: str, instead: str = "") -> torch.device:
+    """Return the one device on which a model's parameters are, if gradients can leave it.
+
+    ``devices`` has the name of a parameter on each device. ``backends`` are those of the process group, by device, as
+    in ``cpu:gloo,cuda:nccl``; ``instead`` ends error messages with what else may be done.
+
+    Raises:
+        NotImplementedError: The parameters are on several devices, or on one that is not a GPU.
+        RuntimeError: Something is missing; the message names it.
+    """
+    device, name = next((device, name) for device, name in devices.items() if device.type != "cpu")
+    if device.type == "meta":
+        raise RuntimeError(
+            f"parameters are on meta ({name}): call model.to_empty(device=...) and initialize them, then "
+            "thinwire.compress(model)"
+        )
+    if len(devices) > 1 or device.type != "cuda":
+        where = ", ".join(str(device) for device in devices)
+        raise NotImplementedError(
+            f"{name} is on {device}, and parameters are on {where}: thinwire compresses gradients that are all on the "
+            f"CPU (over gloo) or all on one CUDA device of each rank (over NCCL){instead}"
+        )
+    if "cuda:nccl" not in backends.split(","):
+        raise RuntimeError(
+            f"{name} is on {device}, where gradients are sent over NCCL, but the model's process group has {backends}: "
+            f"call init_process_group('nccl'), or 'cpu:gloo,cuda:nccl'{instead}"
+        )
+    if find_spec("triton") is None:
+        raise RuntimeError(
+            f"{name} is on {device}, where Triton compresses, and Triton is not installed: pip install triton, in the "
+            f"version that this PyTorch wants ({torch.__version__}){instead}"
+        )
+    return device

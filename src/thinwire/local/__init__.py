@@ -4,7 +4,6 @@
 100 Mbit/s, or of 10, costs little time. See docs/local.md. `ManagedDiLoCo` does so where workers join and leave.
 """
 
-from thinwire.local.alone import send_nothing as send_nothing
-from thinwire.local.diloco import DiLoCo as DiLoCo, preset as preset
+from thinwire.local.diloco import DiLoCo as DiLoCo, preset as preset, send_nothing as send_nothing
 from thinwire.local.managed import ManagedDiLoCo as ManagedDiLoCo
 from thinwire.local.outer import Nesterov as Nesterov

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -19,32 +19,32 @@ from thinwire.collectives import contiguous_values
 from thinwire.compat import group_timeout
 from thinwire.compressors import Compressor
 from thinwire.integrations.options import Network
-from thinwire.integrations.transports import closed_on_failure, failing_before_meeting, host_transport
-from thinwire.local.alone import warn_of_averaged_gradients
+from thinwire.integrations.transports import agreed_transport, carried, failing_before_meeting
 from thinwire.local.fragments import (
     FEW_BITS,
     Fragment,
+    LocalUpdates,
     balanced_fragments,
-    check_tokens,
-    described,
     exchange_algorithm,
     exchange_plan,
     local_values,
     sent_in_exchange,
     sent_shapes,
-    shared_weights,
     state_entry,
     trained_parameters,
 )
-from thinwire.local.outer import Nesterov, chosen_outer, warn_of_other_workers
+from thinwire.local.outer import Nesterov, chosen_outer
 from thinwire.optim.shards import is_sharded
 from thinwire.plan import Plan
 from thinwire.runtime import BucketEngine, Wire, WireSettings, on_the_host
 from thinwire.runtime.checkpoint import check_sealed, sealed
-from thinwire.runtime.warning import check_feedback
+from thinwire.runtime.warning import check_feedback, warn_caller
+
+_silent: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+"""Models that send nothing."""
 
 
-class DiLoCo:
+class DiLoCo(LocalUpdates):
     """Train a replica of the model on every worker alone, and exchange compressed progress every few tens of steps.
 
     ::
@@ -129,8 +129,8 @@ class DiLoCo:
             self.every, self.overlap, self.weighted = every, overlap, weighted
             self.mix: Literal["keep"] | float = mix
             self.group = group
-            self._module = model.module if isinstance(model, DistributedDataParallel) else model
-            parameters = trained_parameters(self._module, inner_optimizer)
+            module = model.module if isinstance(model, DistributedDataParallel) else model
+            parameters = trained_parameters(module, inner_optimizer)
             self._check(parameters, fragments)
             if isinstance(model, DistributedDataParallel):
                 warn_of_averaged_gradients(model, group)
@@ -139,23 +139,25 @@ class DiLoCo:
             check_feedback(plan.layers.values())
             names = balanced_fragments({name: math.prod(shape) for name, shape in shapes.items()}, fragments)
             device = None if outer_device is None else torch.device(outer_device)
-            self.wire = _open_wire(plan, shapes, group, network, seed, self._arguments(fragments))
+            names_in_common = ("every", "outer", "overlap", "mix", "weighted")
+            arguments = {name: str(getattr(self, name)) for name in names_in_common} | {"fragments": str(fragments)}
+            self.wire = _open_wire(plan, shapes, group, network, seed, arguments)
             """Handle of the exchanges: ``wire.stats``, ``wire.plan``."""
-        self._buffers = [b for b in self._module.buffers() if b.is_floating_point()]
+        self._buffers = [b for b in module.buffers() if b.is_floating_point()]
         with torch.no_grad():
-            for tensor in (*parameters.values(), *self._module.buffers()):
+            for tensor in (*parameters.values(), *module.buffers()):
                 with contiguous_values(local_values(tensor)) as values:
                     dist.broadcast(values, group=group, group_src=0)
-        self._fragments = [
-            Fragment({name: parameters[name] for name in part}, keeps=self._keeps, device=device) for part in names
-        ]
+        keeps = overlap > 0 and mix == "keep"
+        self._fragments = [Fragment({name: parameters[name] for name in part}, keeps, device) for part in names]
         self._steps = 0
         self._tokens = 0
         """Tokens of this worker since the last exchange, of whichever fragment."""
         self._share = 1.0
         """Weight of this worker in that exchange, 1 on average."""
         self._next = 0
-        self._pending: _Exchange | None = None
+        self._pending: tuple[int, torch.futures.Future[Tensor] | None] | None = None
+        """The fragment whose exchange is under way, and its mean; None in its place if that was received already."""
         self.skipped_rounds = 0
         """Number of exchanges that were dropped because some worker's weights were not finite."""
 
@@ -173,28 +175,6 @@ class DiLoCo:
             check_number("mix (or 'keep')", self.mix, low=0, high=1)
         if self.group is None and any(is_sharded(p) for p in parameters.values()):
             raise ValueError("the model is sharded: give group=, the process group of the ranks with the same shards")
-
-    def _arguments(self, fragments: int) -> dict[str, str]:
-        """Return the arguments that all workers must have in common, other than the plan and the seed."""
-        names = ("every", "outer", "overlap", "mix", "weighted")
-        return {name: str(getattr(self, name)) for name in names} | {"fragments": str(fragments)}
-
-    def __repr__(self) -> str:
-        """Return the workers, steps between exchanges, compressors, bytes, and the fragments if there are several."""
-        return described(
-            type(self).__name__,
-            self._fragments,
-            self.wire.plan,
-            self.wire.world_size,
-            self.every,
-            self.outer,
-            overlap=self.overlap,
-            weighted=self.weighted,
-        )
-
-    @property
-    def _keeps(self) -> bool:
-        return self.overlap > 0 and self.mix == "keep"
 
     @property
     def interval(self) -> int:
@@ -214,15 +194,17 @@ class DiLoCo:
     @property
     def peak_bytes(self) -> int:
         """Bytes that this worker sends in the largest exchange, which the link must carry in one burst."""
-        return max(self._exchange_bytes(fragment) for fragment in self._fragments)
+        return max(self._sent_bytes)
 
     @property
     def bytes_per_step(self) -> float:
         """Bytes that this worker sends in an inner step, on average."""
-        return sum(self._exchange_bytes(fragment) for fragment in self._fragments) / self.every
+        return sum(self._sent_bytes) / self.every
 
-    def _exchange_bytes(self, fragment: Fragment) -> int:
-        return sent_in_exchange(fragment, self.wire.plan, self.wire.world_size)
+    @property
+    def _sent_bytes(self) -> list[int]:
+        plan, num_workers = self.wire.plan, self.wire.world_size
+        return [sent_in_exchange(fragment, plan, num_workers) for fragment in self._fragments]
 
     def step(self, tokens: int | None = None) -> None:
         """Count an inner step, and exchange a fragment if it is time. Call it after the inner optimizer's step.
@@ -234,10 +216,10 @@ class DiLoCo:
             ValueError: ``tokens`` is missing with ``weighted=True``, or given without.
             TransportError, PeerFailedError: an exchange failed.
         """
-        check_tokens(tokens, weighted=self.weighted)
-        self._steps += 1
-        self._tokens += tokens or 0
         with on_the_host():
+            self._check_tokens(tokens)
+            self._steps += 1
+            self._tokens += tokens or 0
             if (self._steps + self.overlap) % self.interval == 0:
                 self._send(self._next)
             if self._steps % self.interval == 0:
@@ -249,24 +231,15 @@ class DiLoCo:
         Call it once after the last `step`, on every worker. Training may continue afterwards.
         """
         with on_the_host():
-            self._finish()
-
-    def _finish(self) -> None:
-        self._receive()
-        late = [i for i, fragment in enumerate(self._fragments) if fragment.sent_at != self._steps]
-        self._next = 0
-        for i in late:
-            self._send(i, opens_round=i == late[0])
             self._receive()
-        self._next = 0
-        for fragment in self._fragments:
-            fragment.write(fragment.anchor)
-
-    @contextmanager
-    def shared_weights(self) -> Iterator[None]:
-        """Put the shared weights into the model, to evaluate or save them, and this worker's own back on leaving."""
-        with shared_weights(self._fragments):
-            yield
+            late = [i for i, fragment in enumerate(self._fragments) if fragment.sent_at != self._steps]
+            self._next = 0
+            for i in late:
+                self._send(i, opens_round=i == late[0])
+                self._receive()
+            self._next = 0
+            for fragment in self._fragments:
+                fragment.write(fragment.anchor)
 
     def _send(self, index: int, *, opens_round: bool | None = None) -> None:
         """Start the exchange of a fragment. All exchanges of a round are buckets of one step of the Wire."""
@@ -281,7 +254,7 @@ class DiLoCo:
         if fragment.sent is not None:
             fragment.sent.copy_(weights)
         fragment.sent_at = self._steps
-        self._pending = _Exchange(index, self.wire.engine.reduce(fragment.mean, fragment.layers))
+        self._pending = index, self.wire.engine.reduce(fragment.mean, fragment.layers)
         self._next = (index + 1) % len(self._fragments)
 
     def _next_share(self) -> float:
@@ -301,7 +274,9 @@ class DiLoCo:
         """Wait for the exchange under way, if there is one, and continue from its result."""
         if self._pending is None:
             return
-        index, self._pending = self._pending.wait(), None
+        (index, mean), self._pending = self._pending, None
+        if mean is not None:
+            mean.wait()
         applied = self._fragments[index].apply(self.outer, self.mix, self._steps)
         self.skipped_rounds += not applied
         if applied and self._next == 0:
@@ -334,9 +309,9 @@ class DiLoCo:
             return state | {f"wire/{key}": value for key, value in self.wire.gather_state_dict().items()}
 
     def _own_state(self) -> dict[str, Tensor]:
-        if self._pending is not None:
-            self._pending.wait()
-        pending = -1 if self._pending is None else self._pending.index
+        pending, mean = (-1, None) if self._pending is None else self._pending
+        if mean is not None:
+            mean.wait()
         counts = {"steps": self._steps, "tokens": self._tokens, "next": self._next, "pending": pending}
         state = {name: torch.tensor(value, dtype=torch.int64, device="cpu") for name, value in counts.items()}
         if self.weighted:
@@ -359,28 +334,32 @@ class DiLoCo:
                 is raised, no worker has changed.
         """
         with on_the_host():
-            self._continue_from(state)
-
-    def _continue_from(self, state: Mapping[str, Tensor]) -> None:
-        self._receive()
-        with self.wire.failing_together("DiLoCo.load_state_dict()"):
-            loaded = self._read(state)
-        self.wire.check_alike(loaded.record(), loaded.shared)
-        self.wire.load_state_dict({k.removeprefix("wire/"): v for k, v in state.items() if k.startswith("wire/")})
-        for fragment, sent_at in zip(self._fragments, loaded.sent_at, strict=True):
-            fragment.sent_at = sent_at
-        for own, values in loaded.values.values():
-            own.copy_(values)
-        self._steps, self._tokens, self._next = loaded.steps, loaded.tokens, loaded.next
-        # In a merged state all workers have one worker's tokens and share, which are not 1 on average.
-        self._share = 1.0 if loaded.gathered else loaded.share
-        if loaded.pending >= 0:
-            self._pending = _Exchange(loaded.pending)
-        if loaded.gathered:
-            warn_of_other_workers(loaded.gathered, self.wire.world_size)
             self._receive()
-            for fragment in self._fragments:
-                fragment.write(fragment.anchor)
+            with self.wire.failing_together("DiLoCo.load_state_dict()"):
+                loaded = self._read(state)
+            # Steps, which workers make alone, and the weights that each has sent may differ.
+            record = {name: str(getattr(loaded, name)) for name in ("gathered", "pending", "next")}
+            shared = {name: value for name, (_, value) in loaded.values.items() if not name.startswith("sent/")}
+            self.wire.check_alike(record, shared)
+            self.wire.load_state_dict({k.removeprefix("wire/"): v for k, v in state.items() if k.startswith("wire/")})
+            for fragment, sent_at in zip(self._fragments, loaded.sent_at, strict=True):
+                fragment.sent_at = sent_at
+            for own, values in loaded.values.values():
+                own.copy_(values)
+            self._steps, self._tokens, self._next = loaded.steps, loaded.tokens, loaded.next
+            # In a merged state all workers have one worker's tokens and share, which are not 1 on average.
+            self._share = 1.0 if loaded.gathered else loaded.share
+            if loaded.pending >= 0:
+                self._pending = loaded.pending, None
+            if loaded.gathered:
+                if loaded.gathered != (now := self.wire.world_size):
+                    warn_caller(
+                        f"the state is of {loaded.gathered} workers, and now there are {now}: tune the inner learning "
+                        "rate again. The mean of more workers is steadier, and suits a higher one"
+                    )
+                self._receive()
+                for fragment in self._fragments:
+                    fragment.write(fragment.anchor)
 
     def _read(self, state: Mapping[str, Tensor]) -> _Loaded:
         """Check a state but for the Wire's part. Raises ``ValueError``."""
@@ -407,20 +386,6 @@ class DiLoCo:
 
 
 @dataclass
-class _Exchange:
-    """The exchange of a fragment: under way, or, without a future, received."""
-
-    index: int
-    future: torch.futures.Future[Tensor] | None = None
-
-    def wait(self) -> int:
-        """Wait until the mean is received; return the fragment's index."""
-        if self.future is not None:
-            self.future.wait()
-        return self.index
-
-
-@dataclass
 class _Loaded:
     """A state that was checked."""
 
@@ -437,15 +402,6 @@ class _Loaded:
     values: dict[str, tuple[Tensor, Tensor]]
     """Parts of the present outer state, each with its new value."""
 
-    def record(self) -> dict[str, str]:
-        """Return what all workers must have in common other than `shared`; not the steps, which they make alone."""
-        return {name: str(getattr(self, name)) for name in ("gathered", "pending", "next")}
-
-    @property
-    def shared(self) -> dict[str, Tensor]:
-        """Parts of the outer state that are equal on all workers: all but the weights that each has sent."""
-        return {name: value for name, (_, value) in self.values.items() if not name.startswith("sent/")}
-
 
 def _open_wire(
     plan: Plan,
@@ -461,9 +417,9 @@ def _open_wire(
     algorithm = network.chosen_algorithm(exchange_algorithm(group.size()))
     arguments |= {"algorithm": str(algorithm), "transport": network.transport, "timeout": str(timeout)}
     arguments |= {"streams": str(network.streams)}
-    with on_the_host(), closed_on_failure(host_transport(group, timeout, network, arguments)) as transport:
+    with on_the_host(), agreed_transport(group, timeout, arguments) as host:
         settings = WireSettings(seed=seed, algorithm=algorithm)
-        return Wire(BucketEngine(plan, shapes, transport, settings))
+        return Wire(BucketEngine(plan, shapes, carried(host, group, network), settings))
 
 
 _PRESETS = MappingProxyType(
@@ -494,3 +450,30 @@ def preset(name: str, **changes: Any) -> dict[str, Any]:
     """
     check_choice("preset", name, tuple(_PRESETS))
     return {**_PRESETS[name], **changes}
+
+
+def send_nothing(ddp: DistributedDataParallel) -> None:
+    """Make ``ddp`` leave each rank its own gradients, for trainers that wrap every model in DDP.
+
+    It must have no communication hook yet.
+    """
+    ddp.register_comm_hook(None, _keep)
+    _silent.add(ddp)
+
+
+def _keep(state, bucket):  # without annotations, which DDP would check as objects
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def warn_of_averaged_gradients(ddp: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
+    """Warn where ``ddp`` averages the gradients of all workers of ``group``, who are to train alone."""
+    workers, averaged = (set(dist.get_process_group_ranks(g)) for g in (group, ddp.process_group))
+    if len(workers) == 1 or not workers <= averaged or ddp in _silent:
+        return
+    warn_caller(
+        "DistributedDataParallel all-reduces the gradients of all workers in every step, which local updates are to "
+        "save: train the module unwrapped, and pass that, or call thinwire.local.send_nothing(model) first. For "
+        "workers of a node that average gradients, wrap the model over the node's ranks: process_group="
+    )

@@ -18,6 +18,7 @@ from thinwire.local.outer import Nesterov
 from thinwire.optim import CompressedAdamW
 from thinwire.optim.shards import local
 from thinwire.plan import Filter, Plan, named_parameters
+from thinwire.runtime import Wire
 from thinwire.runtime.warning import warn_caller
 
 FEW_BITS = "gaussian(bits=2, bucket=256)"
@@ -182,44 +183,6 @@ def exchange_plan(
     return Plan.build(shapes, rules)
 
 
-def sent_in_exchange(fragment: Fragment, plan: Plan, num_workers: int) -> int:
-    """Return the bytes that a worker sends in an exchange of a fragment, by formula."""
-    payloads = sum(plan[name].wire_bytes(shape) for name, shape in fragment.layers)
-    return math.ceil(payloads * 2 * (num_workers - 1) / num_workers)
-
-
-def described(
-    kind: str,
-    fragments: Sequence[Fragment],
-    plan: Plan,
-    num_workers: int,
-    every: int,
-    outer: Nesterov,
-    *,
-    overlap: int = 0,
-    weighted: bool = False,
-) -> str:
-    """Return the text that ``print`` shows of local updates: workers, interval, bytes, compressors and fragments."""
-    raw = Plan(dict.fromkeys(plan.layers, Raw()))
-    now, fp32 = (sum(sent_in_exchange(f, p, num_workers) for f in fragments) for p in (plan, raw))
-    who = "one worker, which sends nothing" if num_workers == 1 else f"{num_workers} workers"
-    ratio = f", {fp32 / now:.1f} times less than fp32" if now else ""
-    lines = [f"{kind} of {who}: exchange of the model every {every} steps, {now:,} bytes a round{ratio}"]
-    specs = Counter("raw" if isinstance(c, Raw) else str(c) for c in plan.layers.values())
-    for spec, count in specs.most_common():
-        what = "compressor" if len(lines) == 1 else ""
-        lines.append(f"  {what:10}  {spec}, {count} of {len(plan.layers)} layers")
-    lines.append(f"  {'outer':10}  {outer}" + (", workers weighted by their tokens" if weighted else ""))
-    if len(fragments) > 1 or overlap:
-        used = f", used {overlap} steps after it is sent" if overlap else ""
-        lines.append(f"  {'fragments':10}  {len(fragments)}, one every {every // len(fragments)} steps{used}")
-    for number, fragment in enumerate(fragments if len(fragments) > 1 else ()):
-        sent = sent_in_exchange(fragment, plan, num_workers)
-        numel = sum(math.prod(shape) for _, shape in fragment.layers)
-        lines.append(f"  {f'fragment {number}':10}  {len(fragment.layers)} layers, {numel:,} elements, {sent:,} bytes")
-    return "\n".join(lines)
-
-
 def exchange_algorithm(num_workers: int) -> str:
     """Return the collective algorithm of exchanges for which none was chosen.
 
@@ -228,24 +191,65 @@ def exchange_algorithm(num_workers: int) -> str:
     return "allgather" if num_workers == 2 else "sra"
 
 
-@contextmanager
-def shared_weights(fragments: Sequence[Fragment]) -> Iterator[None]:
-    """Put the shared weights into the model, and this worker's own back on leaving."""
-    own = [fragment.read() for fragment in fragments]
-    try:
-        for fragment in fragments:
-            fragment.write(fragment.anchor)
-        yield
-    finally:
-        for fragment, weights in zip(fragments, own, strict=True):
-            fragment.write(weights)
+class LocalUpdates:
+    """Local updates of a model, which is exchanged in fragments."""
+
+    wire: Wire
+    outer: Nesterov
+    every: int
+    overlap = 0
+    weighted: bool
+    _fragments: Sequence[Fragment]
+
+    def __repr__(self) -> str:
+        """Return the workers, steps between exchanges, compressors, bytes, and the fragments if there are several."""
+        plan, size, fragments = self.wire.plan, self.wire.world_size, self._fragments
+        raw = Plan(dict.fromkeys(plan.layers, Raw()))
+        now, fp32 = (sum(sent_in_exchange(f, p, size) for f in fragments) for p in (plan, raw))
+        who = "one worker, which sends nothing" if size == 1 else f"{size} workers"
+        ratio = f", {fp32 / now:.1f} times less than fp32" if now else ""
+        kind = type(self).__name__
+        lines = [f"{kind} of {who}: exchange of the model every {self.every} steps, {now:,} bytes a round{ratio}"]
+        specs = Counter("raw" if isinstance(c, Raw) else str(c) for c in plan.layers.values())
+        for spec, count in specs.most_common():
+            what = "compressor" if len(lines) == 1 else ""
+            lines.append(f"  {what:10}  {spec}, {count} of {len(plan.layers)} layers")
+        lines.append(f"  {'outer':10}  {self.outer}" + (", workers weighted by their tokens" if self.weighted else ""))
+        several = len(fragments) > 1
+        if several or self.overlap:
+            used = f", used {self.overlap} steps after it is sent" if self.overlap else ""
+            every = self.every // len(fragments)
+            lines.append(f"  {'fragments':10}  {len(fragments)}, one every {every} steps{used}")
+        for number, fragment in enumerate(fragments if several else ()):
+            sent = sent_in_exchange(fragment, plan, size)
+            numel = sum(math.prod(shape) for _, shape in fragment.layers)
+            what = f"{len(fragment.layers)} layers, {numel:,} elements, {sent:,} bytes"
+            lines.append(f"  {f'fragment {number}':10}  {what}")
+        return "\n".join(lines)
+
+    @contextmanager
+    def shared_weights(self) -> Iterator[None]:
+        """Put the shared weights into the model, to evaluate or save them, and this worker's own back on leaving."""
+        own = [fragment.read() for fragment in self._fragments]
+        try:
+            for fragment in self._fragments:
+                fragment.write(fragment.anchor)
+            yield
+        finally:
+            for fragment, weights in zip(self._fragments, own, strict=True):
+                fragment.write(weights)
+
+    def _check_tokens(self, tokens: int | None) -> None:
+        """Raise ``ValueError`` unless ``step(tokens=...)`` is given tokens where they count, and there alone."""
+        if (tokens is None) == self.weighted:
+            needed = "step(tokens=...) is needed" if self.weighted else "step() takes no tokens"
+            raise ValueError(f"{needed} with weighted={self.weighted}")
 
 
-def check_tokens(tokens: int | None, *, weighted: bool) -> None:
-    """Raise ``ValueError`` unless ``step(tokens=...)`` is given tokens where they count, and there alone."""
-    if (tokens is None) == weighted:
-        needed = "step(tokens=...) is needed" if weighted else "step() takes no tokens"
-        raise ValueError(f"{needed} with weighted={weighted}")
+def sent_in_exchange(fragment: Fragment, plan: Plan, num_workers: int) -> int:
+    """Return the bytes that a worker sends in an exchange of a fragment, by formula."""
+    payloads = sum(plan[name].wire_bytes(shape) for name, shape in fragment.layers)
+    return math.ceil(payloads * 2 * (num_workers - 1) / num_workers)
 
 
 def state_entry(state: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +14,10 @@ from thinwire.compressors import Compressor
 from thinwire.local.fragments import (
     FEW_BITS,
     Fragment,
-    check_tokens,
-    described,
+    LocalUpdates,
     exchange_algorithm,
     exchange_plan,
     sent_shapes,
-    shared_weights,
     state_entry,
     trained_parameters,
 )
@@ -35,7 +32,7 @@ _MOST_ATTEMPTS = 12
 """Largest number of attempts, including those that failed because of another worker, which ends after its own three."""
 
 
-class ManagedDiLoCo:
+class ManagedDiLoCo(LocalUpdates):
     """`DiLoCo` for workers that join and leave: torchft decides who takes part in an exchange.
 
     ::
@@ -92,6 +89,7 @@ class ManagedDiLoCo:
         parameters = trained_parameters(module, inner_optimizer)
         self._buffers = [b for b in module.buffers() if b.is_floating_point()]
         self._fragment = Fragment(parameters, device=None if outer_device is None else torch.device(outer_device))
+        self._fragments = [self._fragment]
         self._steps = 0
         self._rounds = 0
         """Number of exchanges whose means are in the shared weights."""
@@ -120,19 +118,6 @@ class ManagedDiLoCo:
         """Workers that take part: ``members.names``, and counts of workers that ``came`` and ``left``."""
         self._join()
 
-    def __repr__(self) -> str:
-        """Return the workers of the last exchange, steps between exchanges, compressors and bytes."""
-        wire = self.wire
-        return described(
-            type(self).__name__,
-            [self._fragment],
-            wire.plan,
-            wire.world_size,
-            self.every,
-            self.outer,
-            weighted=self.weighted,
-        )
-
     def _join(self) -> None:
         """Take the others' shared weights, in an exchange to which this worker has nothing to add."""
         failed = own = 0
@@ -148,7 +133,7 @@ class ManagedDiLoCo:
         )
 
     @property
-    def wire(self) -> Wire:
+    def wire(self) -> Wire:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Handle of the exchanges among the present workers: ``wire.stats``, ``wire.plan``."""
         return self.members.wire
 
@@ -170,7 +155,7 @@ class ManagedDiLoCo:
             ValueError: ``tokens`` is missing with ``weighted=True``, or given without.
             Exception: torchft's lighthouse does not answer, or not enough workers are there in time.
         """
-        check_tokens(tokens, weighted=self.weighted)
+        self._check_tokens(tokens)
         self._steps += 1
         self._work += 1 if tokens is None else tokens
         if self._steps % self.every == 0:
@@ -183,12 +168,6 @@ class ManagedDiLoCo:
         """
         while self._work and not self._exchange():
             pass
-
-    @contextmanager
-    def shared_weights(self) -> Iterator[None]:
-        """Put the shared weights into the model, to evaluate or save them, and this worker's own back on leaving."""
-        with shared_weights([self._fragment]):
-            yield
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state that all workers share after an exchange, without residuals: one saves it, and all load it.

@@ -82,12 +82,3 @@ def chosen_outer(outer: Nesterov | None, every: int, total_steps: int | None) ->
             "from each other; exchange more often"
         )
     return outer
-
-
-def warn_of_other_workers(before: int, now: int) -> None:
-    """Warn where a training continues with another number of workers than before."""
-    if before != now:
-        warn_caller(
-            f"the state is of {before} workers, and now there are {now}: tune the inner learning rate again. The mean "
-            "of more workers is steadier, and suits a higher one"
-        )

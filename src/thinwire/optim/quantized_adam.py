@@ -106,13 +106,6 @@ class QuantizedAdam(torch.optim.Optimizer):
         state = self.state.get(parameter)
         return state["exp_avg"] if state else None
 
-    def beta1(self, parameter: Tensor) -> float:
-        """Return β1 of a parameter's group."""
-        for group in self.param_groups:
-            if any(parameter is other for other in group["params"]):
-                return float(group["betas"][0])
-        raise KeyError("this parameter is not the optimizer's")
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Perform one step with the present gradients; returns what ``closure``, which may compute them, returns."""

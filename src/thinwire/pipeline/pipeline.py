@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives import CommunicationError, PeerFailedError, Pending, Transport, TransportError
-from thinwire.compat import group_timeout, stage_tensors
+from thinwire.compat import stage_tensors
 from thinwire.integrations.transports import bare_transport
 from thinwire.kernels import power_of_two
 from thinwire.pipeline.boundary import UNSEEN, BoundarySide
@@ -158,7 +158,7 @@ class Pipeline:
         """
         # The group is the pipeline's own: messages of others in the user's group may have the same tags.
         try:
-            self.transport = bare_transport(group, group_timeout(group))
+            self.transport = bare_transport(group)
         except TransportError as error:
             error.add_note("Ranks meet in the first step of new stages: make stages anew on all ranks, or on none.")
             raise

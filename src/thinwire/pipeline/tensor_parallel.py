@@ -18,7 +18,6 @@ from thinwire.arguments import check_type
 from thinwire.collectives import Transport
 from thinwire.collectives.message import seal, verify
 from thinwire.collectives.transport import ring_bytes
-from thinwire.compat import group_timeout
 from thinwire.compressors import Compressor, Delta, coder_of, parse
 from thinwire.integrations.transports import bare_transport
 from thinwire.kernels import FORMAT_VERSION, derive_key
@@ -300,7 +299,7 @@ class CompressedRowwiseParallel(RowwiseParallel):
         group = device_mesh.get_group()
         transport = self._transports.get(group)
         if transport is None:
-            transport = self._transports[group] = bare_transport(group, group_timeout(group))
+            transport = self._transports[group] = bare_transport(group)
         index = len(self._sums)
         record = {
             "wire format": str(FORMAT_VERSION),

@@ -17,7 +17,7 @@ from thinwire.runtime.wire import Wire
 
 if TYPE_CHECKING:
     from thinwire.runtime.placement import ShardedLayer
-    from thinwire.runtime.registered import NamedShape, Registered, Walk
+    from thinwire.runtime.registered import NamedShape, Walk
     from thinwire.runtime.units import Unit
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
     "Kind",
     "NamedShape",
     "ParityError",
-    "Registered",
     "Route",
     "ShardedLayer",
     "Stats",
@@ -52,7 +51,6 @@ __all__ = [
 
 _LATE = {
     "NamedShape": "thinwire.runtime.registered",
-    "Registered": "thinwire.runtime.registered",
     "ShardedLayer": "thinwire.runtime.placement",
     "Unit": "thinwire.runtime.units",
     "Walk": "thinwire.runtime.registered",

@@ -1,4 +1,4 @@
-"""Lookup of the layers that a flat buffer holds: registered beforehand, or recognized by sizes alone.
+"""Lookup of the layers that a flat buffer holds, by sizes alone.
 
 Every answer is a pure function of what was registered and of the sizes asked for before, so that ranks that make the
 same calls get the same answers without communication.
@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-
-import torch
 
 NamedShape = tuple[str, tuple[int, ...]]
 """A layer's name and shape."""
@@ -71,40 +69,3 @@ class Walk:
         self._order = tuple(order)
         self._ends = list(accumulate(math.prod(shape) for _, shape in self._order))
         self._at = 0
-
-
-class Registered:
-    """All layouts that were registered with a process group."""
-
-    def __init__(self) -> None:
-        self._exact: dict[int, tuple[NamedShape, ...]] = {}
-        self._walks: dict[torch.dtype, Walk] = {}
-
-    def add(self, layers: Sequence[NamedShape]) -> None:
-        """Register layers for buffers of exactly as many elements, which hold them end to end in this order.
-
-        Raises:
-            ValueError: other layers are registered for this size already, names repeat, or there are no elements.
-        """
-        layers = tuple((name, tuple(shape)) for name, shape in layers)
-        numel = sum(math.prod(shape) for _, shape in layers)
-        if not numel or len(dict(layers)) < len(layers):
-            raise ValueError("a layout needs layers with elements, each with a name of its own: [(name, shape), ...]")
-        if self._exact.setdefault(numel, layers) != layers:
-            raise ValueError(
-                f"another layout is registered for buffers of {numel} elements: sizes are all that a process group "
-                "sees, so it could not tell the two apart"
-            )
-
-    def follow_model(self, walks: Mapping[torch.dtype, Walk]) -> None:
-        """Recognize buffers of a model's gradients, by the dtype of its parameters, in place of a former model's."""
-        self._walks = dict(walks)
-
-    def exact(self, numel: int) -> tuple[NamedShape, ...] | None:
-        """Return the layers of a buffer of exactly this size, as registered by `add`."""
-        return self._exact.get(numel)
-
-    def find(self, numel: int, dtype: torch.dtype) -> tuple[NamedShape, ...] | None:
-        """Return the layers of a buffer of gradients, by its exact size or as the next run of a model's layers."""
-        walk = self._walks.get(dtype)
-        return self.exact(numel) or (walk.find(numel) if walk else None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives import Transport, World, with_shared_memory
-from thinwire.compat import group_timeout
 from thinwire.compressors import Compressor
-from thinwire.integrations.devices import device_of, on_device, trained
 from thinwire.integrations.options import Network
-from thinwire.integrations.transports import bare_transport
+from thinwire.integrations.transports import bare_transport, carried, device_of, trained
 from thinwire.plan.cost import codec_seconds
 from thinwire.plan.forecast.links import Links
 from thinwire.runtime.probe import (
@@ -86,21 +83,20 @@ def measure(observer: Observer, compressors: Collection[Compressor], line_rate: 
         TransportError: a rank is gone or silent.
     """
     watched, group = observer.result(), observer.group
-    timeout: timedelta = group_timeout(group)
     try:
         # Sharded models are examined on the CPU.
         model = observer.model if isinstance(observer.model, DistributedDataParallel) else None
         device = device_of(trained(model), group, as_device=False) if model is not None else None
     except (RuntimeError, NotImplementedError) as error:
         raise DoctorError(str(error)) from error
-    host = bare_transport(group, timeout)
-    transport: Transport = host if device is None else on_device(host, device, group, timeout, Network())
+    host = bare_transport(group)
+    transport: Transport = host if device is None else carried(host, group, Network(), device)
     try:
         pairs = measure_pairs(transport)
         nodes = find_nodes(transport)
         cores = measure_cores(transport)
         # Coded messages are sent by the transport that thinwire.compress() would use.
-        transport = with_shared_memory(host, timeout) if device is None else transport
+        transport = with_shared_memory(host, host.timeout) if device is None else transport
         # Hierarchies and unequal shares are for messages over the host.
         world = World(len(nodes), nodes) if device is None else None
         links = measure_links(transport, world=world)

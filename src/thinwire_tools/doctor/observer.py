@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from thinwire.integrations.first_forward import on_first_forward
 from thinwire.plan import named_parameters
+from thinwire.trainers import on_first_forward
 from thinwire_tools.doctor.observer_ddp import DDPObserver
 from thinwire_tools.doctor.observer_fsdp import ShardedObserver
 from thinwire_tools.doctor.watched import DoctorError, Step, StepObserver, Watched

@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.api import compress as compress_model, compress_fsdp
 from thinwire.collectives import MessageError, PeerFailedError, SharedMemoryError, TransportError
-from thinwire.integrations.first_forward import on_first_forward
 from thinwire.runtime import DisagreementError, ParityError, Wire
+from thinwire.trainers import on_first_forward
 from thinwire_tools.results import Results
 
 ON_EVERY_RANK = (DisagreementError, MessageError, ParityError, PeerFailedError, SharedMemoryError, TransportError)
