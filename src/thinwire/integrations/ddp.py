@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.aggregator import AggregatorAddress, AggregatorClient, session_number
-from thinwire.arguments import check_type
+from thinwire.arguments import check_type, warn_caller
 from thinwire.collectives import ProcessGroupTransport, Transport, TransportError, with_shared_memory
 from thinwire.compat import (
     accepts_uneven_inputs,
@@ -45,10 +45,10 @@ from thinwire.integrations.step_watch import StepWatch
 from thinwire.integrations.transports import add_streams, bare_transport, closed_on_failure
 from thinwire.integrations.updates import Updates
 from thinwire.plan import DEFAULT_RULES, Filter, Plan, Rules
+from thinwire.plan.contraction import check_feedback
 from thinwire.policies import Auto, Policy, parse_policy
 from thinwire.runtime import AsyncReadback, BucketEngine, Follower, Wire, agree, on_the_host
 from thinwire.runtime.consistency import checksums, failing_together
-from thinwire.runtime.warning import check_feedback, warn_caller
 
 if TYPE_CHECKING:
     from thinwire.integrations.momentum import Momentum

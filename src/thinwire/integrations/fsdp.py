@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinwire.arguments import check_int
+from thinwire.arguments import check_int, warn_caller
 from thinwire.collectives import DeviceTransport, ProcessGroupTransport, Transport, with_shared_memory
 from thinwire.compat import (
     FSDPGroup,
@@ -45,18 +45,18 @@ from thinwire.integrations.options import (
     record_of,
 )
 from thinwire.integrations.preconditioned import Preconditioned
-from thinwire.integrations.replicas import Future, ReplicaGroup, attach_whole, wait_late
+from thinwire.integrations.replicas import FILLED, Future, ReplicaGroup, attach_whole, check_buffer, wait_late
 from thinwire.integrations.step_watch import StepWatch
 from thinwire.integrations.transports import add_streams, bare_transport, closed_on_failure
 from thinwire.integrations.unused import Uses
 from thinwire.optim import CompressedAdamW, QuantizedAdam
 from thinwire.plan import Plan, Rules, Site, at_site, named_parameters, sharded_plan
+from thinwire.plan.contraction import check_feedback
 from thinwire.policies import Auto, Policy
 from thinwire.runtime import ShardedLayer, Unit, Wire, agree, on_the_host
 from thinwire.runtime.consistency import failing_together
 from thinwire.runtime.placement import Placement
 from thinwire.runtime.sharded_engine import ShardedEngine
-from thinwire.runtime.warning import check_feedback, warn_caller
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -202,18 +202,8 @@ class Attached:
 
     def check(self, doing: str, dtype: torch.dtype, numel: int, names: Sequence[str], hint: str) -> None:
         """Raise an exception unless a buffer has the expected dtype and layout."""
-        where = self.unit.name or "the root module"
-        if dtype not in GRADIENT_DTYPES:
-            raise TypeError(
-                f"FSDP {doing} {where} as {dtype}, and thinwire compresses float32, bfloat16 and float16: give its "
-                "parameters one of these dtypes (parameters of several dtypes in one module are sent as bytes)"
-            )
         expected = sum(self.padded[name] for name in names)
-        if numel != expected:
-            raise RuntimeError(
-                f"FSDP {doing} {numel} elements a rank for {where}, where its parameters ({', '.join(names)}) make "
-                f"{expected}: their places in the buffer are unknown. {hint}"
-            )
+        check_buffer(doing, self.unit.name or "the root module", dtype, numel, expected, names, hint)
 
 
 class _Comm:
@@ -270,11 +260,7 @@ class QuantizedReduceScatter(_Comm):
             reduce_scatter_single(output_tensor, input_tensor, group, op)
             return None
         trained = at.trained
-        hint = (
-            "Parameters that get no gradient in a step must take part with zeros: leave "
-            "set_reduce_scatter_unused_params(True) as thinwire.compress() set it"
-        )
-        at.check("reduces", input_tensor.dtype, output_tensor.numel(), trained, hint)
+        at.check("reduces", input_tensor.dtype, output_tensor.numel(), trained, FILLED)
         loss_scale = at.loss_scale()
         at.precondition(input_tensor.view(-1), trained, op, loss_scale)
         at.begin_reduction(trained)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
+from thinwire.arguments import warn_caller
 from thinwire.compressors import DGC, FFT, Chain, Compressor, OneBit, RandK, Sign, Sparsifier, Wrapper
 from thinwire.optim import CompressedAdamW
 from thinwire.plan import Plan
-from thinwire.runtime.warning import warn_caller
 
 _ADAM_LIKE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
 

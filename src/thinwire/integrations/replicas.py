@@ -53,6 +53,29 @@ def wait_late(future: Future[Tensor], group: FSDPGroup, dtype: torch.dtype) -> b
     return False
 
 
+FILLED = (
+    "Parameters that get no gradient in a step must take part with zeros: leave "
+    "set_reduce_scatter_unused_params(True) as thinwire.compress() set it"
+)
+"""Remedy where a buffer of gradients has another size than its parameters make."""
+
+
+def check_buffer(
+    doing: str, where: str, dtype: torch.dtype, numel: int, expected: int, names: Sequence[str], remedy: str
+) -> None:
+    """Raise an exception unless FSDP2's buffer, or a rank's part of it, has a dtype and a size that are known."""
+    if dtype not in GRADIENT_DTYPES:
+        raise TypeError(
+            f"FSDP {doing} {where} as {dtype}, and thinwire compresses float32, bfloat16 and float16: give its "
+            "parameters one of these dtypes (parameters of several dtypes in one module are sent as bytes)"
+        )
+    if numel != expected:
+        raise RuntimeError(
+            f"FSDP {doing} {numel} elements a rank for {where}, where its parameters ({', '.join(names)}) make "
+            f"{expected}: their places in the buffer are unknown. {remedy}"
+        )
+
+
 class ReplicaGroup(dist.ProcessGroup):
     """The process group of a parameter group's replicas, over which ``mean`` replaces a tensor by its mean."""
 
@@ -98,12 +121,7 @@ class _Passes:
         layers = tuple((name, p.shape) for name, p in pairs if p.now().requires_grad)
         trained = [name for name, _ in layers]
         expected = sum(torch.Size(shape).numel() for _, shape in layers)
-        if flat.dtype not in GRADIENT_DTYPES or flat.numel() != expected:
-            raise RuntimeError(
-                f"FSDP reduces {flat.numel()} elements of {flat.dtype} for {where}, where its parameters "
-                f"({', '.join(trained)}) make {expected} of 16 or 32 bits: their places in the buffer are unknown. "
-                "Leave set_reduce_scatter_unused_params(True) as thinwire.compress() set it"
-            )
+        check_buffer("reduces", where, flat.dtype, flat.numel(), expected, trained, FILLED)
         use.reduce(trained)
         self.follow()
         # A module that backward reaches twice is reduced twice: each reduction is a step, and takes up the residual of

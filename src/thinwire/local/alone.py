@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.runtime.warning import warn_caller
+from thinwire.arguments import warn_caller
 
 _silent: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 """Models that send nothing."""

@@ -39,9 +39,9 @@ from thinwire.local.fragments import (
 from thinwire.local.outer import Nesterov, chosen_outer, warn_of_other_workers
 from thinwire.optim.shards import is_sharded
 from thinwire.plan import Plan
+from thinwire.plan.contraction import check_feedback
 from thinwire.runtime import BucketEngine, Wire, WireSettings, on_the_host
 from thinwire.runtime.checkpoint import check_sealed, sealed
-from thinwire.runtime.warning import check_feedback
 
 
 class DiLoCo:

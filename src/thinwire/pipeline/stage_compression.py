@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.arguments import warn_caller
 from thinwire.compat import stage_tensors
 from thinwire.kernels import FORMAT_VERSION
 from thinwire.pipeline.boundary import BoundarySide
@@ -23,7 +24,6 @@ from thinwire.pipeline.schedule_step import Batch, ScheduleStep
 from thinwire.pipeline.stats import PipelineStats
 from thinwire.policies import LinkChoice
 from thinwire.runtime.checkpoint import check_sealed, integers, sealed
-from thinwire.runtime.warning import warn_caller
 from thinwire.store import Background, Disk, StoreError
 from thinwire.threads import Worker
 
