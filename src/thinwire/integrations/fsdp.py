@@ -45,10 +45,10 @@ from thinwire.integrations.options import (
     record_of,
 )
 from thinwire.integrations.preconditioned import Preconditioned
-from thinwire.integrations.replicas import FILLED, Future, ReplicaGroup, attach_whole, check_buffer, wait_late
+from thinwire.integrations.replicas import Future, ReplicaGroup, attach_whole, wait_late
 from thinwire.integrations.step_watch import StepWatch
 from thinwire.integrations.transports import add_streams, bare_transport, closed_on_failure
-from thinwire.integrations.unused import Uses
+from thinwire.integrations.unused import FILLED, Uses, check_buffer
 from thinwire.optim import CompressedAdamW, QuantizedAdam
 from thinwire.plan import Plan, Rules, Site, at_site, named_parameters, sharded_plan
 from thinwire.plan.contraction import check_feedback

@@ -18,13 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire.compat import FSDPGroup, at_end_of_backward, group_timeout, inside_a_node, replace_replicas
-from thinwire.compressors import GRADIENT_DTYPES
 from thinwire.integrations.ddp import Options, prepare, transport_of
 from thinwire.integrations.devices import device_of
 from thinwire.integrations.options import CommonOptions, record_of
 from thinwire.integrations.step_watch import StepWatch
 from thinwire.integrations.transports import bare_transport, closed_on_failure
-from thinwire.integrations.unused import UnitUse, Uses
+from thinwire.integrations.unused import FILLED, UnitUse, Uses, check_buffer
 from thinwire.integrations.updates import Updates
 from thinwire.optim import CompressedAdamW, QuantizedAdam
 from thinwire.plan import named_parameters
@@ -51,29 +50,6 @@ def wait_late(future: Future[Tensor], group: FSDPGroup, dtype: torch.dtype) -> b
         return True
     future.wait()
     return False
-
-
-FILLED = (
-    "Parameters that get no gradient in a step must take part with zeros: leave "
-    "set_reduce_scatter_unused_params(True) as thinwire.compress() set it"
-)
-"""Remedy where a buffer of gradients has another size than its parameters make."""
-
-
-def check_buffer(
-    doing: str, where: str, dtype: torch.dtype, numel: int, expected: int, names: Sequence[str], remedy: str
-) -> None:
-    """Raise an exception unless FSDP2's buffer, or a rank's part of it, has a dtype and a size that are known."""
-    if dtype not in GRADIENT_DTYPES:
-        raise TypeError(
-            f"FSDP {doing} {where} as {dtype}, and thinwire compresses float32, bfloat16 and float16: give its "
-            "parameters one of these dtypes (parameters of several dtypes in one module are sent as bytes)"
-        )
-    if numel != expected:
-        raise RuntimeError(
-            f"FSDP {doing} {numel} elements a rank for {where}, where its parameters ({', '.join(names)}) make "
-            f"{expected}: their places in the buffer are unknown. {remedy}"
-        )
 
 
 class ReplicaGroup(dist.ProcessGroup):

@@ -1,4 +1,4 @@
-"""Parameters of sharded modules that get no gradient in a step, for which FSDP2 sends zeros and no gradient is left."""
+"""Parameters of sharded modules that get no gradient in a step: FSDP2 sends zeros for them, and no gradient is left."""
 
 from __future__ import annotations
 
@@ -12,10 +12,34 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.compat import FSDPGroup, fill_unused
+from thinwire.compressors import GRADIENT_DTYPES
 from thinwire.runtime import Wire
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+
+
+FILLED = (
+    "Parameters that get no gradient in a step must take part with zeros: leave "
+    "set_reduce_scatter_unused_params(True) as thinwire.compress() set it"
+)
+"""Remedy where a buffer of gradients has another size than its parameters make."""
+
+
+def check_buffer(
+    doing: str, where: str, dtype: torch.dtype, numel: int, expected: int, names: Sequence[str], remedy: str
+) -> None:
+    """Raise an exception unless FSDP2's buffer, or a rank's part of it, has a dtype and a size that are known."""
+    if dtype not in GRADIENT_DTYPES:
+        raise TypeError(
+            f"FSDP {doing} {where} as {dtype}, and thinwire compresses float32, bfloat16 and float16: give its "
+            "parameters one of these dtypes (parameters of several dtypes in one module are sent as bytes)"
+        )
+    if numel != expected:
+        raise RuntimeError(
+            f"FSDP {doing} {numel} elements a rank for {where}, where its parameters ({', '.join(names)}) make "
+            f"{expected}: their places in the buffer are unknown. {remedy}"
+        )
 
 
 class UnitUse:

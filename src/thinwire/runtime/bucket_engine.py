@@ -491,13 +491,12 @@ class BucketEngine(Engine):
         return checkpoint.Checked(loaded.record(), {} if self.simulated else loaded.shared(), adopt)
 
     def _adopt(self, loaded: checkpoint.Loaded, algorithm: Algorithm) -> None:
-        self.plan, self.step = loaded.plan, loaded.step
-        self.channel.seed, self.channel.algorithm = loaded.seed, algorithm
+        self._take_over(loaded)
+        self.channel.algorithm = algorithm
         self.channel.forget(self._buckets)
         self._buckets.clear()
         self._step_plan.forget()
         self.unsent = None
-        self.slots.replace(loaded.slots)
         agree(self.record(loaded.step), self.transport)
 
     def alone(self, job: Callable[[], _T]) -> _T:

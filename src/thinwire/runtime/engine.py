@@ -225,6 +225,13 @@ class Engine(ABC):
     def read(self, state: Mapping[str, Tensor]) -> checkpoint.Checked:
         """Return a state that is valid on this rank, before it is compared between ranks. Raises ``ValueError``."""
 
+    def _take_over(self, loaded: checkpoint.Loaded) -> None:
+        self.plan, self.step = loaded.plan, loaded.step
+        self.used = {}
+        self.slots.replace(loaded.slots)
+        for channel in self.channels:
+            channel.seed = loaded.seed
+
     def alone(self, job: Callable[[], _T]) -> _T:
         """Run a job while no exchange is under way, and return its result."""
         return job()

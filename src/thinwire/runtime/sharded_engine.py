@@ -11,8 +11,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from thinwire.collectives import Layer, ScatterReduceAllGather, Transport, TransportError
-from thinwire.compressors import RESIDUAL, Coded, Compressor, Delta, Raw, State, coder_of
+from thinwire.collectives import ScatterReduceAllGather, Transport, TransportError
+from thinwire.compressors import Compressor, Delta, Raw, State, coder_of
 from thinwire.kernels import derive_key
 from thinwire.plan import Plan, Site, Speeds, at_site, declined
 from thinwire.plan.sites import SITES
@@ -22,7 +22,7 @@ from thinwire.runtime import checkpoint
 from thinwire.runtime.adapt import Adapter
 from thinwire.runtime.channel import Channel
 from thinwire.runtime.engine import Engine, WireSettings, agreed_facts
-from thinwire.runtime.exchange import Contents, Exchange, Kind, Route
+from thinwire.runtime.exchange import Exchange, Kind, Route
 from thinwire.runtime.placement import ShardedLayer
 from thinwire.runtime.probe import measure_speeds
 from thinwire.runtime.slots import Owners, mean_weights, slot_bytes
@@ -42,8 +42,8 @@ class _Sharded(Exchange):
     engine: ShardedEngine
     flat: Tensor
     members: LayerGroup
-    compressors: Mapping[str, Coded]
-    """Compressors by layer; none if values are sent as they are."""
+    compressed: bool
+    """Whether the present compressors encode the values, which are sent as they are otherwise."""
     since: int
     """Steps since the first compressed one."""
     loss_scale: float = 1.0
@@ -52,20 +52,23 @@ class _Sharded(Exchange):
 
     def start(self, route: Route) -> tuple[Tensor, State | None]:
         engine, members = self.engine, self.members
-        if not self.compressors:
+        if not self.compressed:
             return self.flat, None
+        if not members.has_slots:
+            return self.flat, State({}, {}, self.loss_scale)
         if self.again:
             engine.slots.commit([self.contents.key])
-        args = self.contents.key, members.placement, self.compressors, self.loss_scale, self.flat.device
+        args = self.contents.key, members.placement, members.compressors, self.loss_scale, self.flat.device
         state = engine.slots.state(*args)
-        if learning := members.learning(self.compressors, self.since, engine.slots):
+        if learning := members.learning(self.since, engine.slots):
             started = time.perf_counter()
             members.learn(self.flat, learning, state)
             engine.stats.learn_s += time.perf_counter() - started
         return self.flat, state
 
     def finish(self, x: Tensor, route: Route) -> None:
-        self.engine.slots.close(self.contents.key, derive_key(self.draw or 0, self.members.rank))
+        if self.members.has_slots:
+            self.engine.slots.close(self.contents.key, derive_key(self.draw or 0, self.members.rank))
 
 
 @dataclass(kw_only=True)
@@ -143,7 +146,6 @@ class ShardedEngine(Engine):
         self._ended = True
         self._keeping: set[Hashable] = set()
         """Keys of the contents whose residuals this step has written."""
-        self._contents: dict[Hashable, Contents] = {}
         facts = {name: str(getattr(settings, name)) for name in ("seed", "start", "adapt")} | {"master": str(master)}
         for unit in units:
             layers = (f"{layer.name} {layer.shape} along {layer.dim}" for layer in unit.layers)
@@ -166,13 +168,11 @@ class ShardedEngine(Engine):
         for index, unit in enumerate(self.units):
             unit.index = index
         self.groups: dict[Site, list[LayerGroup]] = {
-            "weights": [LayerGroup("weights", unit.layers, unit.transport) for unit in units],
-            "gradients": [self._group_of("gradients", unit, unit.trained) for unit in units],
-            "across": [self._group_of("across", unit, unit.trained if self.across else ()) for unit in units],
+            "weights": [LayerGroup("weights", unit, [layer.name for layer in unit.layers], plan) for unit in units],
+            "gradients": [LayerGroup("gradients", unit, unit.trained, plan) for unit in units],
+            "across": [LayerGroup("across", unit, unit.trained if self.across else (), plan) for unit in units],
         }
         """Groups of each unit by site; those for means over replicas are without layers where there are none."""
-        self._plans: list[Plan] = []
-        self.take(plan)
         if settings.skip_if_slower:
             self.take(self._declined())
         if settings.adapt is not None:
@@ -225,7 +225,6 @@ class ShardedEngine(Engine):
     def take(self, plan: Plan) -> None:
         """Give every unit this plan from now on, between steps."""
         self.plan = plan
-        self._plans = [plan] * len(self.units)
         for members in chain(*self.groups.values()):
             members.follow(plan)
 
@@ -249,7 +248,7 @@ class ShardedEngine(Engine):
         for unit, members in zip(self.units, self.groups[site], strict=True):
             channel = self.across if site == "across" else self._channels[id(unit.transport)]
             if members.names and channel is not None:
-                contents = self._contents_of(unit, members, members.compressors(self.plan))
+                contents = members.contents_of(members.compressors_of(self.plan))
                 total += channel.sent_bytes(kinds[site], contents, torch.float32)
         return total
 
@@ -283,21 +282,20 @@ class ShardedEngine(Engine):
         if replica is not None:
             replica.filled = True
         compressed = draw >= self.start and not whole
-        compressors = members.compressors(self._plans[unit.index]) if compressed else {}
         quantized = compressed and not self.master
         self.gathers += 1
         self.stats.gathers += 1
         gather = WeightGather(
             kind="all_gather",
             dtype=flat.dtype,
-            contents=self._contents_of(unit, members, compressors),
+            contents=members.coded if compressed else members.raw,
             scale=1.0,
             draw=draw,
             kept=unit.kept if quantized else None,
             engine=self,
             flat=flat,
             members=members,
-            compressors=compressors,
+            compressed=compressed,
             since=draw - self.start,
             keep=keep if quantized else None,
             replica=replica,
@@ -328,9 +326,8 @@ class ShardedEngine(Engine):
             self._observe(self.adapter, members, flat, loss_scale, weights() if weights is not None else {})
         unit.last_step = self.step
         unit.compressed = self.passes >= self.start
-        if self._plans[unit.index] is not self.plan:
+        if self.groups["weights"][unit.index].plan is not self.plan:
             # The plan changes here, not earlier: weights of this backward pass were gathered with the plan before.
-            self._plans[unit.index] = self.plan
             unit.kept.clear()
             for groups in self.groups.values():
                 groups[unit.index].follow(self.plan)
@@ -376,9 +373,8 @@ class ShardedEngine(Engine):
         out: Tensor | None = None,
         after: Future[Tensor] | None = None,
     ) -> Future[Tensor]:
-        compressors = members.compressors(self.plan) if unit.compressed else {}
-        contents = self._contents_of(unit, members, compressors)
-        keeps = any(RESIDUAL in compressor.slots for compressor in compressors.values())
+        contents = members.coded if unit.compressed else members.raw
+        keeps = unit.compressed and members.keeps_residuals
         # The second use of a module in a step takes up the residual of the first.
         again = contents.key in self._keeping
         if again:
@@ -397,7 +393,7 @@ class ShardedEngine(Engine):
             engine=self,
             flat=flat,
             members=members,
-            compressors=compressors,
+            compressed=unit.compressed,
             since=self.passes - self.start,
             loss_scale=loss_scale,
             again=again,
@@ -462,30 +458,10 @@ class ShardedEngine(Engine):
     def _follow_trained(self, unit: Unit, trained: Sequence[str]) -> LayerGroup:
         """Return the members of a unit's next reduction, in which these layers are, in this order."""
         if tuple(trained) != self.groups["gradients"][unit.index].names:
-            self.groups["gradients"][unit.index] = self._group_of("gradients", unit, trained)
+            self.groups["gradients"][unit.index] = LayerGroup("gradients", unit, trained, self.plan)
             if self.across is not None:
-                self.groups["across"][unit.index] = self._group_of("across", unit, trained)
+                self.groups["across"][unit.index] = LayerGroup("across", unit, trained, self.plan)
         return self.groups["gradients"][unit.index]
-
-    def _group_of(self, site: Site, unit: Unit, trained: Sequence[str]) -> LayerGroup:
-        return LayerGroup(site, [layer for layer in unit.layers if layer.name in trained], unit.transport)
-
-    def _contents_of(self, unit: Unit, members: LayerGroup, compressors: Mapping[str, Coded]) -> Contents:
-        """Return what a buffer holds; without compressors, values as they are."""
-        key = (members.site, unit.index, members.names, tuple(compressors.values()))
-        if key not in self._contents:
-            placement = members.placement
-            chosen = compressors or dict.fromkeys(placement.by_name, Raw())
-            if members.site == "across":
-                layers = (
-                    Layer(name, placement.starts[name], (numel,), chosen[name])
-                    for name, layer in placement.by_name.items()
-                    if (numel := layer.numel_of(members.rank))
-                )
-                self._contents[key] = Contents(key, tuple(layers))
-            else:
-                self._contents[key] = Contents(key, (), placement.shards(chosen), placement.part_numel)
-        return self._contents[key]
 
     def settle(self) -> None:
         if not self._keeping:
@@ -598,13 +574,10 @@ class ShardedEngine(Engine):
             self.adapter.saved_algorithm(state)
 
         def adopt() -> None:
-            self.step, self._ended = loaded.step, True
+            self._take_over(loaded)
+            self._ended = True
             self._keeping.clear()
-            self.used = {}
             self._means.read()
-            self.slots.replace(loaded.slots)
-            for channel in self.channels:
-                channel.seed = loaded.seed
             self.take(loaded.plan)
             self.gathers, self.reductions = counts
             adopt_arrived()
