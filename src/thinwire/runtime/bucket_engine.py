@@ -475,12 +475,12 @@ class BucketEngine(Engine):
         algorithm = self.adapter.saved_algorithm(state) if self.adapter is not None else self.algorithm
         shares = self.shares_of(algorithm)
 
-        def weights(name: str, compressor: Compressor, old_shares: Sequence[int]) -> Owners:
+        def owners_of(name: str, compressor: Compressor, old_shares: Sequence[int]) -> Owners:
             like = torch.zeros(math.prod(self.shapes[name]), dtype=torch.float64, device="cpu")
             mine = mean_weights(name, compressor, like, self.rank, shares)
             return Owners(lambda rank: mean_weights(name, compressor, like, rank, old_shares), mine, self.world_size)
 
-        loaded = checkpoint.read(state, self.plan, self.shapes, self.rank, shares, weights)
+        loaded = checkpoint.read(state, self.plan, self.shapes, self.rank, shares, owners_of)
 
         def adopt() -> None:
             self.alone(lambda: self._adopt(loaded, algorithm))

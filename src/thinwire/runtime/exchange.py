@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Hashable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ from thinwire.collectives import (
     sum_buffers,
     summed_all_reduce,
 )
-from thinwire.compressors import Clipping, Coded, Count, Saturating, Segments, State, find_mixin
+from thinwire.compressors import Clipping, Coded, Compressor, Count, Saturating, Segments, State, find_mixin
 
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 Key = tuple[Kind, Hashable, torch.dtype]
@@ -147,11 +148,17 @@ class Route:
         """Return how many values saturated in this rank's last messages, and how many found no room in them."""
         saturated: Count = 0
         overflowed: Count = 0
-        for compressor, segments, message in self.encoded(rank):
-            if (saturating := find_mixin(compressor, Saturating)) is not None:
+        for compressor, segments, message in self.encoded(rank) if self._saturating else ():
+            if (saturating := self._saturating.get(compressor)) is not None:
                 more, over = saturating.limits(message, segments)
                 saturated, overflowed = saturated + more, overflowed + over
         return saturated, overflowed
+
+    @cached_property
+    def _saturating(self) -> dict[Compressor, Saturating]:
+        groups = (group for chunk in (*self.layout.chunks, *self.layout.gathered) for group in chunk.groups)
+        found = {compressor: find_mixin(compressor, Saturating) for compressor, _ in groups}
+        return {compressor: mixin for compressor, mixin in found.items() if mixin is not None}
 
     def clipped(self, state: State | None) -> tuple[Count, int]:
         """Return how many values this rank clipped to fit into integers in the last step, of how many made integers."""

@@ -156,9 +156,9 @@ class ShardedEngine(Engine):
             key: Channel.connect(t, Stats(), algorithm=settings.algorithm, **options) for key, t in transports.items()
         }
         self.across: Channel[Stats] | None = None
+        """Channel that takes means over replicas; None if there are none."""
         if replicas is not None:
             self.across = Channel.connect(replicas, Stats(), algorithm=ScatterReduceAllGather(), **options)
-        """Channel that takes means over replicas."""
         channels = [*self._channels.values(), *([self.across] if self.across else [])]
         self._at: dict[str, tuple[Unit, ShardedLayer]] = {
             at_site(site, layer.name): (unit, layer) for unit in units for layer in unit.layers for site in SITES
@@ -236,10 +236,8 @@ class ShardedEngine(Engine):
 
     @property
     def foreseen_bytes(self) -> int:
-        plans = (
-            (m.placement, {name: self.plan[name] for name in m.placement.by_name}) for m in chain(*self.groups.values())
-        )
-        slots = sum(slot_bytes(placement, compressors) for placement, compressors in plans)
+        groups = chain(*self.groups.values())
+        slots = sum(slot_bytes(m.placement, {name: self.plan[name] for name in m.placement.by_name}) for m in groups)
         return slots + sum(4 * m.placement.numel for m in self.groups["weights"] if m.changing(self.plan))
 
     def sent_bytes(self, site: Site) -> int:
