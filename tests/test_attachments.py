@@ -224,13 +224,13 @@ def loaded(rank: int, name: str, path: str) -> dict[str, Tensor]:
     "name", [n for n, attachment in ATTACHMENTS.items() if "another_world" not in attachment.without]
 )
 def test_another_number_of_ranks_owes_the_same(name: str, tmp_path: Any) -> None:
-    """The fewest ranks owe as much from a checkpoint as from one that another number of ranks passed on."""
-    ranks, others, fewest = ATTACHMENTS[name].worlds
+    """Ranks owe as much from a checkpoint as from one that another number of ranks passed on."""
+    ranks, others, last = ATTACHMENTS[name].worlds
     path, onward = str(tmp_path / "of some"), str(tmp_path / "of others")
     run_ranks(saved, ranks, name, path)
     run_ranks(passed_on, others, name, path, onward)
-    directly, by_others = (run_ranks(loaded, fewest, name, each) for each in (path, onward))
-    assert directly[0], "nothing is owed"
+    directly, by_others = (run_ranks(loaded, last, name, each) for each in (path, onward))
+    assert any(bool(value.any()) for value in directly[0].values()), "nothing is owed"
     for mine, theirs in zip(directly, by_others, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6, equal_nan=True)
 

@@ -25,7 +25,7 @@ from thinwire.pipeline.options import PipelineOptions
 from thinwire.plan.forecast.links import Curve
 from thinwire.policies import Auto, ByLink, parse_policy
 from thinwire.policies.families import family
-from thinwire.runtime.settings import WireSettings
+from thinwire.runtime.engine import WireSettings
 from thinwire.store import Centers, Crops, Disk, Memory, RecordFormat
 from thinwire_tools import lab
 from thinwire_tools.lab.schedule import Event, check_schedule, read_schedule

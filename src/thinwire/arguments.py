@@ -1,4 +1,4 @@
-"""Arguments: calls written as text, ``"minmax(bits=4)"``, checks of values, and corrections of names."""
+"""Arguments: calls written as text, ``"minmax(bits=4)"``, checks of values, corrections of names, and warnings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import inspect
 import math
 import operator
 import re
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from keyword import kwlist
@@ -237,3 +239,14 @@ def _tree(text: str) -> ast.expr:
     # Python before 3.12 counts the depth of all threads' trees together (CPython issue 106905).
     with _one_at_a_time:
         return ast.parse(text, mode="eval").body
+
+
+def warn_caller(text: str) -> None:
+    """Warn at the line that called thinwire, however many of its own functions lie between.
+
+    A fixed ``stacklevel`` is wrong as soon as a second public function leads to the same warning.
+    """
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "thinwire":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)

@@ -19,8 +19,7 @@ import thinwire
 from harness import on_ranks, run_ranks
 from nets import batch, loss_of, make, train
 from thinwire.integrations import transports
-from thinwire.runtime.bucket import BucketLayers
-from thinwire.runtime.substitute import Substitute
+from thinwire.runtime.bucket import BucketLayers, Substitute
 from thinwire_tools.lab import free_port
 
 _VICTIM = 1

@@ -22,8 +22,8 @@ import sharded
 import thinwire
 from harness import on_ranks, run_ranks
 from ranks import assert_alike
+from thinwire.runtime.checkpoint import check_held
 from thinwire.runtime.placement import ShardedLayer
-from thinwire.runtime.sharded_slots import own_chunk
 
 STEPS = 4
 NEW = "mesh" in inspect.signature(replicate).parameters
@@ -193,6 +193,6 @@ def test_a_rank_that_is_gone_is_named(shards: bool, overlap: bool) -> None:
 def test_a_residual_that_another_shard_left_is_refused() -> None:
     layer = ShardedLayer("layer", (5, 2), 2)
     left = layer.spread(torch.ones(4), 1)
-    assert torch.equal(own_chunk(layer, left, 1, "layer"), torch.ones(4))
+    check_held(left, layer.spread(torch.ones(4), 1), "layer")
     with pytest.raises(ValueError, match="of another shard"):
-        own_chunk(layer, left, 0, "layer")
+        check_held(left, layer.spread(torch.ones(6), 0), "layer")

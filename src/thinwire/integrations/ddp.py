@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.aggregator import AggregatorAddress, AggregatorClient, session_number
-from thinwire.arguments import check_type
+from thinwire.arguments import check_type, warn_caller
 from thinwire.collectives import LoopbackTransport, ProcessGroupTransport, Transport, TransportError
 from thinwire.compat import (
     accepts_uneven_inputs,
@@ -42,10 +42,10 @@ from thinwire.integrations.options import (
 from thinwire.integrations.step_watch import StepWatch
 from thinwire.integrations.transports import agreed_transport, carried, device_of, replicated
 from thinwire.plan import DEFAULT_RULES, Filter, Plan, Rules, named_parameters
+from thinwire.plan.contraction import check_feedback
 from thinwire.policies import Auto, Policy, parse_policy
 from thinwire.runtime import AsyncReadback, BucketEngine, Follower, Wire, WireSettings
 from thinwire.runtime.consistency import checksums, failing_together
-from thinwire.runtime.warning import check_feedback, warn_caller
 
 if TYPE_CHECKING:
     from thinwire.integrations.momentum import Momentum

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinwire.arguments import check_int
+from thinwire.arguments import check_int, warn_caller
 from thinwire.collectives import DeviceTransport, Transport
 from thinwire.compat import (
     FSDPGroup,
@@ -46,12 +46,12 @@ from thinwire.integrations.transports import agreed_transport, bare_transport, c
 from thinwire.integrations.unused import Uses
 from thinwire.optim import CompressedAdamW, QuantizedAdam
 from thinwire.plan import Plan, Rules, Site, at_site, named_parameters, sharded_plan
+from thinwire.plan.contraction import check_feedback
 from thinwire.policies import Auto, Policy
 from thinwire.runtime import ShardedLayer, Unit, Wire
 from thinwire.runtime.consistency import failing_together
 from thinwire.runtime.placement import Placement
 from thinwire.runtime.sharded_engine import ShardedEngine
-from thinwire.runtime.warning import check_feedback, warn_caller
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.arguments import warn_caller
 from thinwire.collectives import Layer
 from thinwire.compat import ddp_ready_order
 from thinwire.compressors import GRADIENT_DTYPES, Coded, Compressor, Raw, Summed, Unsuited
@@ -16,7 +17,6 @@ from thinwire.integrations.group_options import GroupBuffer, ProcessGroupOptions
 from thinwire.integrations.transports import replicated
 from thinwire.plan import Filter, Plan, Rules, named_parameters, names_of
 from thinwire.runtime import Contents, GroupStats, Kind, NamedShape, Walk, dense_bytes
-from thinwire.runtime.warning import warn_caller
 
 _PATIENCE = 100
 """Number of unknown buffers, where a model is registered, before a warning says that none of its were found."""

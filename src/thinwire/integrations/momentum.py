@@ -28,8 +28,7 @@ from thinwire.kernels import (
 from thinwire.optim import QuantizedAdam
 from thinwire.plan import Plan
 from thinwire.runtime import Wire
-from thinwire.runtime.bucket import BucketLayers, in_order_of
-from thinwire.runtime.substitute import Substitute
+from thinwire.runtime.bucket import BucketLayers, Substitute, in_order_of
 
 _ROUNDING = 1e-4
 """Relative difference below which lengths are the same: a loss scale or a sum in fp16 changes them by less."""

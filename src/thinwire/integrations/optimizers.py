@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.arguments import warn_caller
 from thinwire.compressors import (
     DGC,
     FFT,
@@ -25,7 +26,6 @@ from thinwire.compressors import (
 from thinwire.kernels import square_sums
 from thinwire.plan import Plan
 from thinwire.runtime import Wire
-from thinwire.runtime.warning import warn_caller
 
 _ADAM_LIKE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
 

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from thinwire.integrations.optimizers import check_holds_all
 from thinwire.optim import CompressedAdamW
-from thinwire.runtime.bucket import BucketLayers, bucket_parts, in_order_of
+from thinwire.runtime.bucket import BucketLayers, Substitute, bucket_parts, in_order_of
 from thinwire.runtime.checkpoint import check_sealed, sealed
 from thinwire.runtime.placement import Placement
-from thinwire.runtime.substitute import Substitute
 
 _CHECKSUMS = "moment_checksums"
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from thinwire.runtime.warning import warn_caller
+from thinwire.arguments import warn_caller
 from thinwire.runtime.wire import Wire
 
 _PATIENCE = 3

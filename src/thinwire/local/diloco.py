@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.arguments import check_choice, check_int, check_number
+from thinwire.arguments import check_choice, check_int, check_number, warn_caller
 from thinwire.collectives import contiguous_values
 from thinwire.compat import group_timeout
 from thinwire.compressors import Compressor
@@ -36,9 +36,9 @@ from thinwire.local.fragments import (
 from thinwire.local.outer import Nesterov, chosen_outer
 from thinwire.optim.shards import is_sharded
 from thinwire.plan import Plan
+from thinwire.plan.contraction import check_feedback
 from thinwire.runtime import BucketEngine, Wire, WireSettings, on_the_host
 from thinwire.runtime.checkpoint import check_sealed, sealed
-from thinwire.runtime.warning import check_feedback, warn_caller
 
 _silent: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 """Models that send nothing."""

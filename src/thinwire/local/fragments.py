@@ -12,14 +12,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from thinwire.arguments import check_int
+from thinwire.arguments import check_int, warn_caller
 from thinwire.compressors import Compressor, OnePass, Raw, Wrapper, ef, parse, unwrap
 from thinwire.local.outer import Nesterov
 from thinwire.optim import CompressedAdamW
 from thinwire.optim.shards import local
 from thinwire.plan import Filter, Plan, named_parameters
 from thinwire.runtime import Wire
-from thinwire.runtime.warning import warn_caller
 
 FEW_BITS = "gaussian(bits=2, bucket=256)"
 """Compressor of pseudo-gradients where none was chosen."""

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from thinwire.arguments import check_number, check_type
-from thinwire.runtime.warning import warn_caller
+from thinwire.arguments import check_number, check_type, warn_caller
 
 _FEW_EXCHANGES = 20
 _FEW_FOR_A_HIGH_GAIN = 100

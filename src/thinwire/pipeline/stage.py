@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
+from thinwire.arguments import warn_caller
 from thinwire.collectives import PeerFailedError
 from thinwire.compat import stage_tensors, tells_stage_tensors
 from thinwire.compressors import Compressor
@@ -30,7 +31,6 @@ from thinwire.pipeline.stats import PipelineStats
 from thinwire.policies import ByLink, LinkChoice
 from thinwire.runtime import group_seed
 from thinwire.runtime.checkpoint import integers
-from thinwire.runtime.warning import warn_caller
 from thinwire.store import Disk, Memory, Place, Store, StoreError
 
 _BEGIN = "clear_runtime_states"

@@ -1,15 +1,17 @@
-"""The share of a change of activations that a compressor loses: the constant c_Q of AQ-SGD's Theorem 3.1."""
+"""The share of its input that a compressor loses: the constant c_Q of AQ-SGD's Theorem 3.1, and error feedback."""
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterable
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from thinwire.compressors import Coded, Raw
+from thinwire.arguments import warn_caller
+from thinwire.compressors import Coded, Compressor, Raw, Wrapper
 
 LARGEST = math.sqrt(0.5)
 """Upper bound of c_Q (Theorem 3.1). Beyond 1, messages run away from activations; in between, they follow, but the
@@ -45,3 +47,13 @@ def check_contraction(coder: Coded) -> None:
             "nearest, share a scale among fewer values (bucket=), or take more bits",
             stacklevel=2,
         )
+
+
+def check_feedback(compressors: Iterable[Compressor]) -> None:
+    """Warn of each of ``compressors`` that has error feedback and an error that can exceed its input."""
+    for compressor in dict.fromkeys(compressors):
+        if isinstance(compressor, Wrapper) and not compressor.coder.traits.contracts:
+            warn_caller(
+                f"{compressor}: {compressor.inner} can err by more than its input, so that the residual of ef() "
+                "grows from step to step and training diverges: give it more bits, or smaller buckets, or no ef()"
+            )

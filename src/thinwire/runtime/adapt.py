@@ -308,7 +308,7 @@ class Adapter:
             return
         with self._transport.uncounted():
             world = self._world if self._chooses or self._asked_algorithm.needs_nodes else None
-            (self._links,) = measure_links(self._transport, rounds=1, long_s=_PROBE_S, world=world)
+            self._links = measure_links(self._transport, long_s=_PROBE_S, world=world)
             passes = measure_codecs(self._measured, self._transport)
         n = self._transport.world_size
         self._codec_s = {c: codec_seconds(c, n, {"encode": e, "decode": d}) for c, (e, d) in passes.items()}

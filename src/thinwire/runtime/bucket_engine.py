@@ -26,30 +26,25 @@ from thinwire.compressors import (
     StepEnd,
     Summed,
     find_mixin,
-    not_finite,
     teaches,
     unwrap,
 )
-from thinwire.kernels import FORMAT_VERSION, derive_key
+from thinwire.kernels import derive_key
 from thinwire.plan import Plan, Site, Speeds, declined, sent_bytes
 from thinwire.policies import Policy, Sync
 from thinwire.runtime import checkpoint
 from thinwire.runtime.adapt import Adapter, StepClock
-from thinwire.runtime.bucket import BucketLayers
+from thinwire.runtime.bucket import BucketLayers, Substitute, UnsentResiduals, simulate
 from thinwire.runtime.channel import Channel
-from thinwire.runtime.consistency import agree, check_parity, failing_together, library_version, machine_record, resync
-from thinwire.runtime.engine import Engine
-from thinwire.runtime.exchange import Contents, Exchange
+from thinwire.runtime.consistency import agree, check_parity, failing_together, resync
+from thinwire.runtime.engine import Engine, WireSettings, agreed_facts
+from thinwire.runtime.exchange import Contents, Exchange, Route
 from thinwire.runtime.executor import Alone, AsyncReadback, StreamExecutor, ThreadExecutor, followed_by
-from thinwire.runtime.poison import PoisonMonitor
+from thinwire.runtime.placement import Placement, ShardedLayer
 from thinwire.runtime.probe import measure_speeds, settle
-from thinwire.runtime.route import Route
-from thinwire.runtime.settings import WireSettings
-from thinwire.runtime.simulation import simulate
-from thinwire.runtime.slots import Slots, UnsentResiduals, moved_residual, slot_bytes
+from thinwire.runtime.slots import Owners, mean_weights, moved_residual, slot_bytes
 from thinwire.runtime.stats import Stats, StatsRecorder
 from thinwire.runtime.step_plan import StepPlan
-from thinwire.runtime.substitute import Substitute
 from thinwire.runtime.table import LayerRow, layer_rows, layer_table
 
 _T = TypeVar("_T")
@@ -63,6 +58,7 @@ class _Known:
     layers: BucketLayers
     dtype: torch.dtype
     contents: Contents
+    placement: Placement
     last_step: int
     route: Route | None = None
 
@@ -108,7 +104,7 @@ class Bucket(Exchange):
             # The exact mean takes an all-reduce in fp32.
             engine.transport.all_reduce(self._exact.div_(engine.world_size), lane=1)
             engine.recorder.measure(self._exact, x, engine.step)
-        engine.note_result(x)
+        engine.note_mean(x)
         engine.note_limits(route, self._state)
         engine.stats.encoded += route.layout.num_coded
         engine.stats.buckets += 1
@@ -163,8 +159,6 @@ class BucketEngine(Engine):
         """Learning rates in the present step of the layers that follow the optimizer."""
         self.changes: Mapping[str, float] = {}
         """The change that the optimizer's last step made to each layer that follows it: ``‖x^k − x^{k−1}‖²``."""
-        self.used: Mapping[str, Tensor] = {}
-        """Share (0 to 1) of the last step's result that was used, by layer."""
         self.substitute: Substitute | None = None
         """Substitute that turns gradients into what the optimizer has sent in their place, if any."""
         self.native: Callable[[Tensor], torch.futures.Future[Tensor]] | None = None
@@ -173,13 +167,10 @@ class BucketEngine(Engine):
         self._loss_scale = 1.0
         self._beside_bytes = 0
         """Bytes that the last step sent in addition to its buckets: the lengths of momenta (`QuantizedAdam`)."""
-        self.slots = Slots()
-        self._poison = PoisonMonitor()
         self._step_plan = StepPlan(world_size, self.shapes, self.slots)
         self._buckets: dict[Hashable, _Known] = {}
         self._parity_error: Exception | None = None
-        # On a device the host reads these when the next step begins: by then they have long been computed.
-        self._finite, self._limits, self._clippings = AsyncReadback(), AsyncReadback(), AsyncReadback()
+        self._limits, self._clippings = AsyncReadback(), AsyncReadback()
         self.recorder = StatsRecorder(self.stats)
         self.reset_stats()
         self.failed = False
@@ -256,12 +247,10 @@ class BucketEngine(Engine):
         return layer_rows(self.plan.layers, self.asked.layers, self.shapes, buckets, self.world_size, *errors)
 
     @property
-    def slot_bytes(self) -> int:
-        return self.slots.num_bytes
-
-    @property
     def foreseen_bytes(self) -> int:
-        return slot_bytes(self.plan.layers, self.shapes)
+        # A layer takes as much in any bucket.
+        layers = self.plan.layers.items()
+        return sum(slot_bytes(Placement([ShardedLayer(name, self.shapes[name])]), {name: c}) for name, c in layers)
 
     def sent_bytes(self, site: Site) -> int:
         if site != "gradients":
@@ -404,7 +393,7 @@ class BucketEngine(Engine):
     def _note_simulated(self, mean: Tensor, layers: BucketLayers) -> None:
         """Note whether a simulated step's mean is finite: if not, no slot changes in it. Slots that depend on the mean
         follow it: before, a rank saw only its own gradient."""
-        self.note_result(mean)
+        self.note_mean(mean)
         start = 0
         for name, shape in layers:
             numel = math.prod(shape)
@@ -460,7 +449,7 @@ class BucketEngine(Engine):
     def discard_step(self) -> None:
         """Leave residuals as they were before the last step, whose means are not used."""
         self.executor.wait_idle()
-        self._finite.read()
+        self._means.read()
         self.slots.discard()
         if self.unsent:
             self.unsent.keep()
@@ -471,7 +460,7 @@ class BucketEngine(Engine):
         Other slots, such as factors that all ranks share, are reset on all of them.
         """
         former.executor.wait_idle()
-        former._end()
+        former.settle()
         residuals = {}
         for name, compressor in self.plan.layers.items():
             if RESIDUAL in compressor.slots:
@@ -482,18 +471,16 @@ class BucketEngine(Engine):
 
     # Checkpoints, between two steps.
 
-    def collect(self) -> dict[str, Tensor]:
-        self._end()
-        options = {"step": self.step, "seed": self.seed, "rank": self.rank, "shares": self.shares}
-        return checkpoint.write(self.slots, self.plan, self.shapes, **options)
-
-    def template(self, plan: Plan, world_size: int) -> dict[str, Tensor]:
-        return checkpoint.template(plan, self.shapes, world_size)
-
     def read(self, state: Mapping[str, Tensor]) -> checkpoint.Checked:
         algorithm = self.adapter.saved_algorithm(state) if self.adapter is not None else self.algorithm
         shares = self.shares_of(algorithm)
-        loaded = checkpoint.read(state, self.plan, self.shapes, self.rank, shares)
+
+        def owners_of(name: str, compressor: Compressor, old_shares: Sequence[int]) -> Owners:
+            like = torch.zeros(math.prod(self.shapes[name]), dtype=torch.float64, device="cpu")
+            mine = mean_weights(name, compressor, like, self.rank, shares)
+            return Owners(lambda rank: mean_weights(name, compressor, like, rank, old_shares), mine, self.world_size)
+
+        loaded = checkpoint.read(state, self.plan, self.shapes, self.rank, shares, owners_of)
 
         def adopt() -> None:
             self.alone(lambda: self._adopt(loaded, algorithm))
@@ -504,13 +491,12 @@ class BucketEngine(Engine):
         return checkpoint.Checked(loaded.record(), {} if self.simulated else loaded.shared(), adopt)
 
     def _adopt(self, loaded: checkpoint.Loaded, algorithm: Algorithm) -> None:
-        self.plan, self.step = loaded.plan, loaded.step
-        self.channel.seed, self.channel.algorithm = loaded.seed, algorithm
+        self._take_over(loaded)
+        self.channel.algorithm = algorithm
         self.channel.forget(self._buckets)
         self._buckets.clear()
         self._step_plan.forget()
         self.unsent = None
-        self.slots.replace(loaded.slots)
         agree(self.record(loaded.step), self.transport)
 
     def alone(self, job: Callable[[], _T]) -> _T:
@@ -521,9 +507,7 @@ class BucketEngine(Engine):
 
     def record(self, step: int) -> dict[str, str]:
         """Return the facts that must be equal on all ranks, in the order in which a difference is best reported."""
-        record = {
-            "thinwire version": library_version(),
-            "wire format": str(FORMAT_VERSION),
+        facts = {
             "algorithm": f"{self.algorithm} on nodes {self.channel.world.nodes}",
             "seed": str(self.seed),
             "start": str(self.start),
@@ -531,8 +515,7 @@ class BucketEngine(Engine):
             "measure": str(self.measure),
             "step": str(step),
         }
-        record |= machine_record(self.plan.layers.values(), self.device)
-        return record | {f"layer {name}": str(compressor) for name, compressor in self.plan.layers.items()}
+        return agreed_facts(self.plan, facts, self.device)
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -564,7 +547,7 @@ class BucketEngine(Engine):
 
         A layer keeps its residual. If its new compressor has none, the residual is sent with its next gradient.
         """
-        self._end()
+        self.settle()
         if algorithm != self.algorithm:
             self._release(set(self._buckets))
         old_shares, self.channel.algorithm = self.shares, algorithm
@@ -583,10 +566,9 @@ class BucketEngine(Engine):
         self.stats.plan_changes += 1
         agree({"step": str(self.step), "plan": plan.hash, "algorithm": str(algorithm)}, self.transport)
 
-    def note_result(self, flat: Tensor) -> None:
-        """Note whether a mean is finite: if one of a step's is not, no slot changes in it, on any rank."""
+    def note_mean(self, flat: Tensor) -> None:
         if self.plan.has_slots:
-            self._finite.note(not_finite(flat))
+            super().note_mean(flat)
 
     def note_limits(self, route: Route, state: State | None) -> None:
         """Count the values that the last messages and sums could not hold."""
@@ -603,10 +585,12 @@ class BucketEngine(Engine):
 
     def open(self, key: Hashable, route: Route, flat: Tensor, loss_scale: float) -> State:
         """Open the slots of a bucket for this step, whose gradients are multiplied by ``loss_scale``; return them."""
-        self._buckets[key].route = route
+        known = self._buckets[key]
+        known.route = route
         self._loss_scale = loss_scale
         self._poison.note_gradients(flat)
-        state = self.slots.state(key, route.layout, loss_scale, flat.device)
+        compressors = {layer.name: layer.compressor for layer in known.contents.layers}
+        state = self.slots.state(key, known.placement, compressors, loss_scale, flat.device)
         if not self.learning_rates and self.learning_rate is None:
             return state
         rate = 1.0 if self.learning_rate is None else self.learning_rate
@@ -669,32 +653,26 @@ class BucketEngine(Engine):
         """Begin a step with its first bucket."""
         if not self._count_step():
             return
-        self._end()
-        if self._poison.suspected and self._poison.confirmed(self.transport):
-            self.slots.reset()
+        self.settle()
+        if self._reset_if_poisoned(self.step, self._on_all_ranks):
             self._step_plan.forget()
-            self.stats.state_resets += 1
-            self._poison.warn(self.step)
         self._step_plan.follow(self.plan, self.step - self.start, self.learning_rate)
         # DDP rebuilds its buckets once or twice; the buffers of the old ones are freed.
         self._release({key for key, known in self._buckets.items() if known.last_step < self.step - _STALE_STEPS})
 
-    def _end(self) -> None:
-        """Commit what the last step wrote to the slots, unless the step failed or some rank met NaN or Inf in it."""
+    def _on_all_ranks(self, condition: bool) -> bool:
+        return bool(self.transport.all_gather(torch.tensor([condition], dtype=torch.bool, device="cpu")).all())
+
+    def settle(self) -> None:
         self.recorder.end_measure()
         self._count_limits()
-        means = self._finite.read()
-        finite = all(bool(torch.isfinite(value)) for value in means)
-        if means and not self.failed:
+        noted, finite = bool(self._means), self._means.read_finite()
+        if noted and not self.failed:
             self._poison.end_step(finite=finite)
-        if finite and not self.failed:
+        finite, self.failed = finite and not self.failed, False
+        if finite:
             self._end_compressors()
-            self.slots.keep_rest(self.used)
-            self.slots.commit()
-        else:
-            self.slots.discard()
-            self.stats.nonfinite_steps += 1
-        self.failed, self.used = False, {}
+        self._commit(finite=finite)
         self._follow_optimizer()
 
     def _follow_optimizer(self) -> None:
@@ -710,9 +688,9 @@ class BucketEngine(Engine):
     def _end_compressors(self) -> None:
         """Let compressors decide what their layers decide together."""
         together: dict[Compressor, list[LayerState]] = {}
-        for layer, layer_state in self.slots.touched_layers():
+        for name, layer_state in self.slots.touched_layers():
             # The plan's compressor counts: a layer's form in this step may differ from the others'.
-            compressor = self.plan[layer.name]
+            compressor = self.plan[name]
             if find_mixin(compressor, StepEnd) is not None:
                 together.setdefault(compressor, []).append(layer_state)
         for compressor, layers in together.items():
@@ -727,7 +705,8 @@ class BucketEngine(Engine):
         if known is None:
             self._let_go_of_buckets_before(layers, flat.dtype)
             contents = Contents(key, self._layers_of(flat, layers))
-            known = self._buckets[key] = _Known(layers, flat.dtype, contents, self.step)
+            placement = Placement([ShardedLayer(name, shape) for name, shape in layers])
+            known = self._buckets[key] = _Known(layers, flat.dtype, contents, placement, self.step)
         known.last_step = self.step
         return known.contents
 
@@ -743,7 +722,6 @@ class BucketEngine(Engine):
         self._release({key for key, old in self._buckets.items() if replaced(old)})
 
     def _release(self, keys: Set[Hashable]) -> None:
-        self.slots.release(keys)
         self.channel.forget(keys)
         for key in keys:
             del self._buckets[key]

@@ -29,10 +29,19 @@ from thinwire.collectives import (
 )
 from thinwire.kernels import derive_key
 from thinwire.runtime.consistency import agree
-from thinwire.runtime.exchange import Contents, Exchange, Key, Kind
+from thinwire.runtime.exchange import (
+    Contents,
+    DeviceRoute,
+    Exchange,
+    HostRoute,
+    Key,
+    Kind,
+    Route,
+    dense_bytes,
+    sent_bytes_of,
+)
 from thinwire.runtime.executor import Executor, Job, StreamExecutor, ThreadExecutor
 from thinwire.runtime.probe import settle
-from thinwire.runtime.route import DeviceRoute, HostRoute, Route, dense_bytes, sent_bytes_of
 from thinwire.runtime.stats import ProfilerRanges, TrafficStats
 
 _S = TypeVar("_S", bound=TrafficStats)

@@ -18,7 +18,7 @@ from thinwire.compressors import Compressor, Slot
 from thinwire.kernels import FORMAT_VERSION
 from thinwire.plan import Plan
 from thinwire.runtime.consistency import agree, signed_checksum
-from thinwire.runtime.slots import Slots, reshard
+from thinwire.runtime.slots import Owners, Slots, reshard
 
 _SPEC_ROOM = 128
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -67,14 +67,6 @@ def _key(rank: int, slot: str, name: str) -> str:
     return f"rank{rank}/{slot}/{name}"
 
 
-class Values(Protocol):
-    """A container from which slots are read."""
-
-    def value(self, layer: str, slot: Slot, shape: Sequence[int]) -> Tensor:
-        """Return a copy of a slot of a layer of this shape, with as many elements as the slot has."""
-        ...
-
-
 Read = Mapping[str, Mapping[str, Tensor]]
 """Moments by parameter and name."""
 
@@ -99,34 +91,8 @@ class Moments(Protocol):
         ...
 
 
-class _Stateful(Protocol):
-    def gather_state_dict(self) -> dict[str, Tensor]: ...
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
-
-
-class Checkpointable:
-    """A Wire for libraries that call ``state_dict()`` on every rank and write what rank 0 returns, and load that on
-    every rank: ``Accelerator.register_for_checkpointing``."""
-
-    def __init__(self, wire: _Stateful) -> None:
-        self._wire = wire
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the states of all ranks. A collective call."""
-        return self._wire.gather_state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a state, on every rank."""
-        self._wire.load_state_dict(state)
-
-
-Reshard = Callable[[Mapping[int, Tensor], Slot, Compressor, str, int, Sequence[int], Sequence[int]], Tensor]
-"""Type of `thinwire.runtime.slots.reshard`: a rank's slot of a layer from those of all ranks of a former world."""
-
-
 def write(
-    slots: Values,
+    slots: Slots,
     plan: Plan,
     shapes: Mapping[str, Sequence[int]],
     *,
@@ -233,9 +199,12 @@ def read(
     shapes: Mapping[str, Sequence[int]],
     rank: int,
     shares: Sequence[int],
-    reshard: Reshard = reshard,
+    owners_of: Callable[[str, Compressor, Sequence[int]], Owners],
 ) -> Loaded:
-    """Return ``rank``'s part of a state in a world whose ranks own these shares. See `Wire.load_state_dict`."""
+    """Return ``rank``'s part of a state in a world whose ranks own these shares. See `Wire.load_state_dict`.
+
+    ``owners_of`` says who holds what of a layer's residual, given its compressor and the shares of the state's world.
+    """
     missing = set(_SHARED) - set(state)
     if missing:
         raise ValueError(f"this is not the state of a Wire: {', '.join(sorted(missing))} missing")
@@ -254,17 +223,23 @@ def read(
         raise ValueError(f"the state says that its ranks owned {old_shares} of each layer, which no world does")
     slots = {}
     resharded = old_shares != list(shares)
-    for r in range(len(old_shares)) if resharded else (rank,):
+    ranks = range(len(old_shares)) if resharded else (rank,)
+    for r in ranks:
         _check_slots(state, saved, r)
     for name, compressor in saved.layers.items():
         for slot in _saved(compressor):
-            if not resharded:
-                value = _find(state, rank, slot, name, shapes[name])
-            else:
-                values = {r: _find(state, r, slot, name, shapes[name]) for r in range(len(old_shares))}
-                value = reshard(values, slot, compressor, name, rank, old_shares, shares)
-            slots[name, slot.name] = value
+            values = [_find(state, r, slot, name, shapes[name]) for r in ranks]
+            owners = owners_of(name, compressor, old_shares)
+            for r, value in zip(ranks, values, strict=True) if slot.shape is None and owners.in_chunks else ():
+                check_held(value, owners.before(r) if resharded else owners.mine, _key(r, slot.name, name))
+            slots[name, slot.name] = reshard(values, slot, owners) if resharded else values[0]
     return Loaded(step, seed, saved, slots)
+
+
+def check_held(value: Tensor, weights: Tensor, key: str) -> None:
+    """Raise ``ValueError`` unless the entry ``key`` of a state is zero where the rank that it is of holds nothing."""
+    if bool((value[weights == 0] != 0).any()):
+        raise ValueError(f"{key} in the state is of another shard: its mesh had the ranks in another order")
 
 
 def plan_of(state: Mapping[str, Tensor], plan: Plan) -> Plan:

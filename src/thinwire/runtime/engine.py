@@ -1,24 +1,96 @@
-"""The base of a `Wire`'s engines, which those for all kinds of models share."""
+"""The base of a `Wire`'s engines: what a step, its slots and checkpoints need, whatever kind of model it is."""
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from thinwire.collectives import Algorithm, Transport
+from thinwire.arguments import check_int
+from thinwire.collectives import Algorithm, ScatterReduceAllGather, Transport
+from thinwire.compressors import not_finite
+from thinwire.kernels import FORMAT_VERSION
 from thinwire.plan import Plan, Site
+from thinwire.policies import Policy
 from thinwire.runtime import checkpoint
 from thinwire.runtime.adapt import Adapter
 from thinwire.runtime.channel import Channel
+from thinwire.runtime.consistency import library_version, machine_record
+from thinwire.runtime.executor import AsyncReadback
+from thinwire.runtime.slots import Slots
 from thinwire.runtime.stats import Stats
 
 _T = TypeVar("_T")
+_SUSPECT_AFTER = 3
+
+
+@dataclass(frozen=True)
+class WireSettings:
+    """Settings of a `Wire`'s communication.
+
+    Raises:
+        ValueError: ``seed`` or ``start`` is out of range.
+    """
+
+    seed: int = 0
+    """Seed of the random draws."""
+    start: int = 0
+    """Number of steps at the beginning that stay uncompressed."""
+    skip_if_slower: bool = False
+    """Whether to measure, and leave raw what would not be faster compressed."""
+    algorithm: Algorithm = field(default_factory=ScatterReduceAllGather)
+    """The collective algorithm."""
+    adapt: Policy | None = None
+    """Policy that changes the plan during training."""
+
+    def __post_init__(self) -> None:
+        check_int("start", self.start, 0)
+        check_int("seed", self.seed, 0, 2**63 - 1)
+
+
+class PoisonMonitor:
+    """Detects that the state of compressors, rather than a gradient, makes means non-finite.
+
+    A gradient of 1e38 is finite, and so may be the residual or the factor that it leaves behind. Yet what later steps
+    compute with it may overflow, in every one of them: steps that are not finite leave slots as they were. All ranks
+    see the same means, so they count alike. After `_SUSPECT_AFTER` steps in a row without a finite mean they compare
+    whether their own gradients were finite in them; each rank looks at its own only while it counts.
+    """
+
+    def __init__(self) -> None:
+        self._nonfinite_steps = 0
+        self._finite_gradients = True
+        self._gradients = AsyncReadback()
+
+    def note_gradients(self, flat: Tensor) -> None:
+        """Note whether this rank's gradients are finite, before anything is added to them, if the last mean was not."""
+        if self._nonfinite_steps:
+            self._gradients.note(not_finite(flat))
+
+    def end_step(self, *, finite: bool) -> None:
+        """Count a step whose means are known."""
+        noted = self._gradients.read_finite()
+        if finite:
+            self._nonfinite_steps, self._finite_gradients = 0, True
+            return
+        self._nonfinite_steps += 1
+        self._finite_gradients &= noted
+
+    @property
+    def suspected(self) -> bool:
+        """Whether ranks should compare what they know. The answer is the same on all of them."""
+        return self._nonfinite_steps >= _SUSPECT_AFTER
+
+    def take_finite_gradients(self) -> bool:
+        """Return whether this rank's gradients were finite while it looked at them, and restart counting."""
+        mine, self._finite_gradients, self._nonfinite_steps = self._finite_gradients, True, 1
+        return mine
 
 
 class Engine(ABC):
@@ -49,6 +121,12 @@ class Engine(ABC):
         self.step = -1
         """Index of the last backward pass that communicated; −1 before the first."""
         self.adapter: Adapter | None = None
+        self.slots = Slots()
+        self.used: dict[str, Tensor] = {}
+        """Share (0 to 1) of the last step's result that was used, by layer."""
+        self._poison = PoisonMonitor()
+        # On a device the host reads these when the next step begins: by then they have long been computed.
+        self._means = AsyncReadback()
         self.stats = Stats()
         """Totals so far, which grow during training."""
 
@@ -59,6 +137,11 @@ class Engine(ABC):
     @property
     def algorithm(self) -> Algorithm:
         return self.channels[0].algorithm
+
+    @property
+    @abstractmethod
+    def shares(self) -> Sequence[int]:
+        """What each rank owns, in proportion, as far as slots depend on it: checkpoints have it."""
 
     def reset_stats(self) -> None:
         """Start counting from zero."""
@@ -75,9 +158,9 @@ class Engine(ABC):
         return total
 
     @property
-    @abstractmethod
     def slot_bytes(self) -> int:
         """Bytes of memory that slots, and other state kept between steps, take now."""
+        return self.slots.num_bytes
 
     @property
     @abstractmethod
@@ -93,19 +176,61 @@ class Engine(ABC):
         """Return the layers as a table. ``declined`` are raw because compressing them would have been slower, or, where
         they are in ``loaded``, because they were raw in a checkpoint."""
 
+    # The end of a step, before the next one begins.
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Commit what the last step wrote to the slots, unless it failed or some rank met NaN or Inf in it."""
+
+    def note_mean(self, flat: Tensor) -> None:
+        """Note whether a mean is finite: if one of a step's is not, no slot changes in it, on any rank."""
+        self._means.note(not_finite(flat))
+
+    def _commit(self, *, finite: bool) -> None:
+        if finite:
+            self.slots.keep_rest(self.used)
+            self.slots.commit()
+        else:
+            self.slots.discard()
+            self.stats.nonfinite_steps += 1
+        self.used = {}
+
+    def _reset_if_poisoned(self, step: int, on_all_ranks: Callable[[bool], bool]) -> bool:
+        """Reset slots if means were not finite although all ranks' gradients were; return whether that is so."""
+        if not self._poison.suspected or not on_all_ranks(self._poison.take_finite_gradients()):
+            return False
+        self.slots.reset()
+        self.stats.state_resets += 1
+        warnings.warn(
+            f"before step {step}, {_SUSPECT_AFTER} means in a row were not finite although all ranks' gradients were: "
+            "a large gradient has left residuals or factors with which sums overflow. They start anew on all ranks "
+            "(wire.stats.state_resets counts it)",
+            stacklevel=2,
+        )
+        return True
+
     # Checkpoints, between two steps.
 
-    @abstractmethod
     def collect(self) -> dict[str, Tensor]:
         """Return the state without an optimizer's moments and without a policy's entries."""
+        self.settle()
+        options = {"step": self.step, "seed": self.seed, "rank": self.rank, "shares": self.shares}
+        return checkpoint.write(self.slots, self.plan, self.shapes, **options)
 
-    @abstractmethod
     def template(self, plan: Plan, world_size: int) -> dict[str, Tensor]:
         """Return what `collect` returns on all ranks of a world of this size, merged, with slots of zeros."""
+        return checkpoint.template(plan, self.shapes, world_size)
 
     @abstractmethod
     def read(self, state: Mapping[str, Tensor]) -> checkpoint.Checked:
         """Return a state that is valid on this rank, before it is compared between ranks. Raises ``ValueError``."""
+
+    def _take_over(self, loaded: checkpoint.Loaded) -> None:
+        self.plan, self.step = loaded.plan, loaded.step
+        self.used = {}
+        self.slots.replace(loaded.slots)
+        for channel in self.channels:
+            channel.seed = loaded.seed
 
     def alone(self, job: Callable[[], _T]) -> _T:
         """Run a job while no exchange is under way, and return its result."""
@@ -125,3 +250,10 @@ class Engine(ABC):
         """Accept no more exchanges, and close connections once those submitted have ended."""
         for channel in self.channels:
             channel.close()
+
+
+def agreed_facts(plan: Plan, facts: Mapping[str, str], device: torch.device | None = None) -> dict[str, str]:
+    """Return what must be equal on all ranks, in the order in which a difference is best reported."""
+    record = {"thinwire version": library_version(), "wire format": str(FORMAT_VERSION)}
+    record |= {**facts, **machine_record(plan.layers.values(), device)}
+    return record | {f"layer {name}": str(compressor) for name, compressor in plan.layers.items()}

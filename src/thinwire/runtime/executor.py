@@ -335,6 +335,10 @@ class AsyncReadback:
     def __init__(self) -> None:
         self._noted: list[tuple[Tensor, torch.cuda.Event | None]] = []
 
+    def __len__(self) -> int:
+        """Return the number of tensors noted since the last call of `read`."""
+        return len(self._noted)
+
     def note(self, values: Tensor) -> None:
         """Send ``values`` to the host when the current stream has computed them."""
         here = values.to("cpu", non_blocking=True)  # into pinned memory, where PyTorch puts it by itself
@@ -351,6 +355,10 @@ class AsyncReadback:
             if event is not None:
                 event.synchronize()
         return [values for values, _ in noted]
+
+    def read_finite(self) -> bool:
+        """Return whether all values noted since the last call are finite."""
+        return all(bool(torch.isfinite(values)) for values in self.read())
 
 
 def elapsed(run: Callable[[], object], device: torch.device) -> float:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from thinwire.compressors import CodecCall, Coded, Compressor, Key, MaxAbs, Piece, Segments, Slot
+from thinwire.runtime.placement import LayerSpan, Placement
 
 _PACKED_BITS = 8
 _PACKED = MaxAbs(bits=_PACKED_BITS, bucket=128, rounding="stochastic")
 _EXACT = MaxAbs(bits=_PACKED_BITS, bucket=128, rounding="nearest")
 """Coder with the same levels: what was packed once is packed again without an error, as a resumed run needs it."""
-
-LayerSpan = tuple[str, int, int]
-"""Name, start and size of a layer, or a part of one, in a flat tensor."""
 
 
 class FlatSlot:
@@ -129,10 +127,9 @@ def is_packed(slot: Slot, compressors: Iterable[Compressor]) -> bool:
 
 
 def flat_slot(
-    slot: Slot, compressors: Sequence[Compressor], numel: int, pieces: Sequence[LayerSpan], device: torch.device
+    slot: Slot, placement: Placement, compressors: Mapping[str, Compressor], device: torch.device
 ) -> FlatSlot:
-    """Return a slot of zeros for a flat tensor of ``numel`` elements whose ``pieces`` these compressors have."""
-    if not is_packed(slot, compressors):
-        return FlatSlot(numel, slot.dtype, device)
-    having = [piece for piece, c in zip(pieces, compressors, strict=True) if slot in c.slots]
-    return PackedSlot(numel, having, device)
+    """Return a slot of zeros for a buffer in which the layers with these compressors have it."""
+    if not is_packed(slot, compressors.values()):
+        return FlatSlot(placement.numel, slot.dtype, device)
+    return PackedSlot(placement.numel, [span for name in compressors for span in placement.spans(name)], device)

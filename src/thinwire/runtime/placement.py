@@ -1,10 +1,10 @@
-"""The positions of layers in flat buffers of which every rank has a part."""
+"""The positions of layers in flat buffers: whole, as in a DDP bucket, or cut into a part for every rank."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -12,6 +12,9 @@ from torch import Tensor
 
 from thinwire.collectives import Shard
 from thinwire.compressors import Coded
+
+LayerSpan = tuple[str, int, int]
+"""Name, start and size of a layer, or a part of one, in a flat tensor."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class ShardedLayer:
 
     name: str
     shape: tuple[int, ...]
-    num_ranks: int
+    num_ranks: int = 1
     dim: int = 0
 
     @cached_property
@@ -35,6 +38,8 @@ class ShardedLayer:
 
     def shape_of(self, rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's chunk."""
+        if self.num_ranks == 1:
+            return self.shape
         return (*self.shape[: self.dim], self.rows[rank], *self.shape[self.dim + 1 :])
 
     def numel_of(self, rank: int) -> int:
@@ -42,6 +47,8 @@ class ShardedLayer:
 
     def cut(self, whole: Tensor, rank: int) -> Tensor:
         """Return a rank's chunk of a tensor of the layer's shape, flat."""
+        if self.num_ranks == 1:
+            return whole.reshape(-1)
         return whole.narrow(self.dim, sum(self.rows[:rank]), self.rows[rank]).reshape(-1)
 
     def spread(self, chunk: Tensor, rank: int) -> Tensor:
@@ -63,7 +70,7 @@ class ShardedLayer:
 
     def part_name(self, rank: int) -> str:
         """Return the name of a rank's shard where it is a layer of its own."""
-        return f"{self.name}, part {rank}"
+        return self.name if self.num_ranks == 1 else f"{self.name}, part {rank}"
 
     @property
     def padded_numel(self) -> int:
@@ -72,11 +79,16 @@ class ShardedLayer:
 
 
 class Placement:
-    """The positions of layers' shards in a flat buffer that has a part for each rank."""
+    """The positions of layers in a flat buffer that has a part for each rank, one after the other.
 
-    def __init__(self, layers: Sequence[ShardedLayer], num_ranks: int) -> None:
+    A DDP bucket has one part, with whole layers. A buffer may also have the part of one rank alone (``only``): there
+    the rest of every layer is zero.
+    """
+
+    def __init__(self, layers: Sequence[ShardedLayer], num_ranks: int = 1, *, only: int | None = None) -> None:
         self.layers = tuple(layers)
         self.num_ranks = num_ranks
+        self.only = only
         self.starts: dict[str, int] = {}
         self.part_numel = 0
         for layer in layers:
@@ -84,22 +96,24 @@ class Placement:
             self.part_numel += layer.padded_numel
         self.by_name = {layer.name: layer for layer in layers}
 
-    def part_of(self, rank: int) -> Placement:
-        """Return the positions in a rank's part alone, each of whose chunks is a layer of its own."""
-        layers = [replace(layer, shape=(layer.numel_of(rank),), num_ranks=1, dim=0) for layer in self.layers]
-        part = Placement(layers, 1)
-        part.starts, part.part_numel = self.starts, self.part_numel
-        return part
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Ranks whose parts are in the buffer."""
+        return range(self.num_ranks) if self.only is None else (self.only,)
 
     @property
     def numel(self) -> int:
         """Number of elements of the whole buffer."""
-        return self.part_numel * self.num_ranks
+        return self.part_numel * len(self.ranks)
 
-    @property
-    def padded(self) -> bool:
-        """Whether some elements of the buffer belong to no layer."""
-        return self.numel > sum(math.prod(layer.shape) for layer in self.layers)
+    def spans(self, name: str) -> list[LayerSpan]:
+        """Return the positions of a layer in the buffer, one for each part that has elements of it."""
+        layer, start = self.by_name[name], self.starts[name]
+        spans = [
+            (layer.part_name(rank), start + i * self.part_numel, layer.numel_of(rank))
+            for i, rank in enumerate(self.ranks)
+        ]
+        return [span for span in spans if span[2]]
 
     def shards(self, compressors: Mapping[str, Coded]) -> tuple[tuple[Shard, ...], ...]:
         """Return the shards of each rank's part."""
@@ -109,12 +123,13 @@ class Placement:
                 for layer in self.layers
                 if layer.numel_of(rank)
             )
-            for rank in range(self.num_ranks)
+            for rank in self.ranks
         )
 
     def part(self, flat: Tensor, rank: int) -> Tensor:
         """Return a rank's part of a flat buffer."""
-        return flat[rank * self.part_numel : (rank + 1) * self.part_numel]
+        at = (rank if self.only is None else 0) * self.part_numel
+        return flat[at : at + self.part_numel]
 
     def shard(self, flat: Tensor, name: str, rank: int) -> Tensor:
         """Return a rank's shard of a layer in a flat buffer, in the shard's shape."""
@@ -126,13 +141,16 @@ class Placement:
         return part[start : start + layer.numel_of(rank)].view(layer.shape_of(rank))
 
     def whole(self, flat: Tensor, name: str) -> Tensor:
-        """Return a copy of a layer in its own shape, joined from all parts."""
-        shards = [self.shard(flat, name, rank) for rank in range(self.num_ranks)]
-        return torch.cat(shards, self.by_name[name].dim)
+        """Return a layer in its own shape, joined from all parts; where there is one part, it is a view."""
+        layer = self.by_name[name]
+        shards = [self.shard(flat, name, rank) for rank in self.ranks]
+        if self.only is not None:
+            return layer.spread(shards[0].reshape(-1), self.only)
+        return shards[0] if self.num_ranks == 1 else torch.cat(shards, layer.dim)
 
     def write(self, flat: Tensor, name: str, value: Tensor) -> None:
         """Write a layer (in its own shape, or flat) to the buffer."""
         layer = self.by_name[name]
-        parts = value.view(layer.shape).split(list(layer.rows), layer.dim)
-        for rank, part in enumerate(parts):
-            self.shard(flat, name, rank).copy_(part)
+        for rank in self.ranks:
+            shard = self.shard(flat, name, rank)
+            shard.copy_(layer.cut(value.view(layer.shape), rank).view(shard.shape))

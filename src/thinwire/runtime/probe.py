@@ -50,7 +50,6 @@ _LAST_PROBE_BYTES = 16 << 20
 _LONG_ENOUGH_S, _LONG_ENOUGH_LATENCIES = 0.02, 8
 """Least duration, in seconds and latencies, of messages that give a bandwidth: TCP begins slowly on any link."""
 _ALL_PAIRS = 8
-_ROUNDS = 4
 _CURVE_FROM_BYTES, _CURVE_TO_BYTES = 4 << 10, 16 << 20
 _CURVE_LONG_S = 0.15
 _CURVE_REPEATS = 2
@@ -88,10 +87,9 @@ def find_nodes(transport: Transport) -> tuple[int, ...]:
     return number_nodes([bytes(row.tolist()) for row in transport.all_gather(node_identity())])
 
 
-def measure_link(transport: Transport) -> tuple[float, float]:
-    """Return the bytes per second that every rank sends while all send, and the seconds of an empty exchange."""
-    everybody = range(transport.world_size)
-    return _speed(transport, [(rank, other) for rank in everybody for other in everybody if other != rank])
+def _all_pairs(transport: Transport) -> list[tuple[int, int]]:
+    ranks = range(transport.world_size)
+    return [(rank, other) for rank in ranks for other in ranks if other != rank]
 
 
 def measure_native(transport: Transport) -> float:
@@ -164,22 +162,15 @@ def measure_pairs(transport: Transport) -> list[Pair]:
     return pairs
 
 
-def measure_links(
-    transport: Transport, rounds: int = _ROUNDS, long_s: float = _CURVE_LONG_S, world: World | None = None
-) -> list[Links]:
-    """Measure the seconds of all-reduces and exchanges by their bytes, ``rounds`` times.
+def measure_links(transport: Transport, long_s: float = _CURVE_LONG_S, world: World | None = None) -> Links:
+    """Measure the seconds of all-reduces and exchanges by their bytes.
 
     Messages grow to 16 MB, or until one takes ``long_s`` seconds. With a ``world``, messages along a hierarchy are
     measured as well if its nodes can form one, and so is each rank's link if each of at most 16 ranks has a node of its
     own. The result is the same on every rank.
     """
-    return [_links(transport, long_s, world) for _ in range(rounds)]
-
-
-def _links(transport: Transport, long_s: float, world: World | None) -> Links:
     device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
-    everybody = range(transport.world_size)
-    pairs = [(rank, other) for rank in everybody for other in everybody if other != rank]
+    pairs = _all_pairs(transport)
 
     def all_reduce(num_bytes: int) -> _Took:
         x = torch.zeros(num_bytes // 4, dtype=torch.float32, device=device)
@@ -314,17 +305,12 @@ def measure_speeds(
     Raises:
         TransportError: A rank has failed or does not answer.
     """
-    ordered = sorted(compressors, key=str)
-    device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
-    passes = [codec_passes(compressor, device) for compressor in ordered]
-    mine = [codec_seconds(c, transport.world_size, seconds) for c, seconds in zip(ordered, passes, strict=True)]
-    bandwidth, latency = measure_link(transport)
+    passes = measure_codecs(compressors, transport)
+    codec_s = {c: codec_seconds(c, transport.world_size, {"encode": e, "decode": d}) for c, (e, d) in passes.items()}
+    bandwidth, latency = _speed(transport, _all_pairs(transport))
     # The slowest rank decides for all.
-    figures = torch.tensor(
-        [*mine, 1 / bandwidth, latency, 1 / measure_native(transport)], dtype=torch.float64, device="cpu"
-    )
-    *slowest, per_byte, latency, per_native_byte = transport.all_gather(figures).amax(0).tolist()
-    codec_s = dict(zip(ordered, slowest, strict=True))
+    figures = torch.tensor([1 / bandwidth, latency, 1 / measure_native(transport)], dtype=torch.float64, device="cpu")
+    per_byte, latency, per_native_byte = transport.all_gather(figures).amax(0).tolist()
     crossings = algorithm.crossings(world)
     return Speeds(codec_s, 1 / per_byte, latency, transport.world_size, crossings, native=1 / per_native_byte)
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from thinwire.collectives import Algorithm, Layer, ScatterReduceAllGather, Transport
-from thinwire.compressors import Coded, Compressor, Delta, Raw, Slot, coder_of, not_finite
-from thinwire.kernels import FORMAT_VERSION, derive_key
+from thinwire.collectives import ScatterReduceAllGather, Transport, TransportError
+from thinwire.compressors import Compressor, Delta, Raw, State, coder_of
+from thinwire.kernels import derive_key
 from thinwire.plan import Plan, Site, Speeds, at_site, declined
 from thinwire.plan.sites import SITES
 from thinwire.policies import Evidence, Policy
@@ -20,20 +21,102 @@ from thinwire.policies.balance import balanced
 from thinwire.runtime import checkpoint
 from thinwire.runtime.adapt import Adapter
 from thinwire.runtime.channel import Channel
-from thinwire.runtime.consistency import library_version, machine_record
-from thinwire.runtime.engine import Engine
-from thinwire.runtime.exchange import Contents, Kind
-from thinwire.runtime.executor import AsyncReadback
-from thinwire.runtime.poison import PoisonMonitor
+from thinwire.runtime.engine import Engine, WireSettings, agreed_facts
+from thinwire.runtime.exchange import Exchange, Kind, Route
+from thinwire.runtime.placement import ShardedLayer
 from thinwire.runtime.probe import measure_speeds
-from thinwire.runtime.settings import WireSettings
-from thinwire.runtime.sharded_slots import own_chunk, reshard_mean, reshard_residual, residual_bytes
+from thinwire.runtime.slots import Owners, mean_weights, slot_bytes
 from thinwire.runtime.stats import Stats
 from thinwire.runtime.table import layer_table
-from thinwire.runtime.units import Future, GradientReduction, LayerGroup, ReplicaMean, ShardChannel, Unit, WeightGather
+from thinwire.runtime.units import LayerGroup, Replica, Unit
 
+Future = torch.futures.Future
 _VERSIONS, _EXCHANGES, _CHECKSUMS = "versions", "exchanges", "counts/checksums"
 _FILLED, _ARRIVED, _ARRIVED_CHECKSUMS = "arrived/units", "arrived", "arrived/checksums"
+
+
+@dataclass(kw_only=True)
+class _Sharded(Exchange):
+    """An exchange of a unit's layers, with the slots of their compressors."""
+
+    engine: ShardedEngine
+    flat: Tensor
+    members: LayerGroup
+    compressed: bool
+    """Whether the present compressors encode the values, which are sent as they are otherwise."""
+    since: int
+    """Steps since the first compressed one."""
+    loss_scale: float = 1.0
+    again: bool = False
+    """Whether the unit was reduced in this step before: its residuals are those that the first reduction left."""
+
+    def start(self, route: Route) -> tuple[Tensor, State | None]:
+        engine, members = self.engine, self.members
+        if not self.compressed:
+            return self.flat, None
+        if not members.has_slots:
+            return self.flat, State({}, {}, self.loss_scale)
+        if self.again:
+            engine.slots.commit([self.contents.key])
+        args = self.contents.key, members.placement, members.compressors, self.loss_scale, self.flat.device
+        state = engine.slots.state(*args)
+        if learning := members.learning(self.since, engine.slots):
+            started = time.perf_counter()
+            members.learn(self.flat, learning, state)
+            engine.stats.learn_s += time.perf_counter() - started
+        return self.flat, state
+
+    def finish(self, x: Tensor, route: Route) -> None:
+        if self.members.has_slots:
+            self.engine.slots.close(self.contents.key, derive_key(self.draw or 0, self.members.rank))
+
+
+@dataclass(kw_only=True)
+class WeightGather(_Sharded):
+    """An all-gather of a unit's weights."""
+
+    keep: Callable[[Tensor], object] | None
+    """Function that gets this rank's part as it was sent, which takes the place of its weights (``master=False``)."""
+    replica: Replica | None
+    """Replica to which the message is a change."""
+    whole: bool
+    """Whether weights are sent in place of their change."""
+
+    def start(self, route: Route) -> tuple[Tensor, State | None]:
+        if self.replica is not None and not self.whole:
+            self.replica.subtract(self.flat)
+        return super().start(route)
+
+    def finish(self, x: Tensor, route: Route) -> None:
+        super().finish(x, route)
+        if self.replica is not None:
+            self.replica.add(x, whole=self.whole)
+        if self.keep is not None:
+            self.keep(self.members.placement.part(x, self.members.rank))
+
+
+@dataclass(kw_only=True)
+class Reduction(_Sharded):
+    """A reduce-scatter of a unit's gradients, or the mean of what that has left over the replicas of a shard."""
+
+    keeps: bool
+    """Whether residuals are kept, for which the result must be finite."""
+    after: Future[Tensor] | None = None
+    """Reduction among shards that fills ``flat``, where that is not over yet."""
+
+    def begin(self) -> None:
+        try:
+            if self.after is not None:
+                self.after.wait()
+        except TransportError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the replicas are told
+            self.failed = error
+
+    def finish(self, x: Tensor, route: Route) -> None:
+        super().finish(x, route)
+        if self.keeps:
+            self.engine.note_mean(x if self.out is None else self.out)
 
 
 class ShardedEngine(Engine):
@@ -60,32 +143,36 @@ class ShardedEngine(Engine):
         self._waiting: tuple[Callable[[], bool], Plan] | None = None
         self.gathers = self.reductions = 0
         """Totals over all units since training began, including before it was resumed."""
-        self._finite, self._nonfinite_flags = True, AsyncReadback()
-        self._poison = PoisonMonitor()
         self._ended = True
-        self._touched: list[LayerGroup] = []
-        self._dropped: set[str] = set()
-        self._contents: dict[object, Contents] = {}
-        record = _record(plan, units, settings, master=master)
-        transports = list({id(unit.transport): unit.transport for unit in units}.values())
-        self._channels = {id(t): _connect(t, settings.algorithm, settings.seed, record) for t in transports}
-        star = ScatterReduceAllGather()
-        self.across = _connect(replicas, star, settings.seed, record) if replicas is not None else None
-        """Channel that takes means over replicas."""
+        self._keeping: set[Hashable] = set()
+        """Keys of the contents whose residuals this step has written."""
+        facts = {name: str(getattr(settings, name)) for name in ("seed", "start", "adapt")} | {"master": str(master)}
+        for unit in units:
+            layers = (f"{layer.name} {layer.shape} along {layer.dim}" for layer in unit.layers)
+            facts[f"module {unit.name or '(root)'}"] = ", ".join(layers)
+        options = {"seed": settings.seed, "record": agreed_facts(plan, facts)}
+        transports = {id(unit.transport): unit.transport for unit in units}
+        self._channels = {
+            key: Channel.connect(t, Stats(), algorithm=settings.algorithm, **options) for key, t in transports.items()
+        }
+        self.across: Channel[Stats] | None = None
+        """Channel that takes means over replicas; None if there are none."""
+        if replicas is not None:
+            self.across = Channel.connect(replicas, Stats(), algorithm=ScatterReduceAllGather(), **options)
         channels = [*self._channels.values(), *([self.across] if self.across else [])]
-        shapes = {at_site(site, layer.name): layer.shape for unit in units for layer in unit.layers for site in SITES}
+        self._at: dict[str, tuple[Unit, ShardedLayer]] = {
+            at_site(site, layer.name): (unit, layer) for unit in units for layer in unit.layers for site in SITES
+        }
+        shapes = {name: layer.shape for name, (_, layer) in self._at.items()}
         super().__init__(plan, shapes, channels, start=settings.start, rank=rank, world_size=world_size)
-        self.weights: list[LayerGroup] = []
-        self.gradients: list[LayerGroup] = []
-        self.means: list[LayerGroup] = []
-        """Groups for means of gradients over replicas; without layers where there are none."""
         for index, unit in enumerate(self.units):
             unit.index = index
-            self.weights.append(LayerGroup("weights", unit.layers, unit.transport))
-            self.gradients.append(self._group_of("gradients", unit, unit.trained))
-            self.means.append(self._group_of("across", unit, unit.trained if self.across else ()))
-        self._plans: list[Plan] = []
-        self.take(plan)
+        self.groups: dict[Site, list[LayerGroup]] = {
+            "weights": [LayerGroup("weights", unit, [layer.name for layer in unit.layers], plan) for unit in units],
+            "gradients": [LayerGroup("gradients", unit, unit.trained, plan) for unit in units],
+            "across": [LayerGroup("across", unit, unit.trained if self.across else (), plan) for unit in units],
+        }
+        """Groups of each unit by site; those for means over replicas are without layers where there are none."""
         if settings.skip_if_slower:
             self.take(self._declined())
         if settings.adapt is not None:
@@ -123,94 +210,45 @@ class ShardedEngine(Engine):
         )
 
     def table(self, declined: Mapping[str, str], loaded: Collection[str]) -> str:
-        shapes, crossings = self.shapes, {}
-        for unit in self.units:
-            shards = unit.transport.world_size
-            replicas = self.across.transport.world_size if self.across is not None else 1
-            once = {"weights": (shards - 1) / shards, "gradients": (shards - 1) / shards}
-            once["across"] = 2 * (replicas - 1) / replicas / shards
-            crossings |= {at_site(site, layer.name): once[site] for layer in unit.layers for site in SITES}
+        replicas = self.across.transport.world_size if self.across is not None else 1
 
         def sent(name: str, compressor: Compressor) -> float:
-            return crossings[name] * compressor.wire_bytes(shapes[name], torch.float32)
+            shards = self._at[name][0].transport.world_size
+            crossings = (shards - 1) / shards
+            if name.startswith(at_site("across", "")):
+                crossings = 2 * (replicas - 1) / replicas / shards
+            return crossings * compressor.wire_bytes(self.shapes[name], torch.float32)
 
         title = f"Wire of {self.world_size} ranks"
-        return layer_table(title, self.plan, shapes, declined, loaded, sent, unit="bytes each time")
+        return layer_table(title, self.plan, self.shapes, declined, loaded, sent, unit="bytes each time")
 
     def take(self, plan: Plan) -> None:
         """Give every unit this plan from now on, between steps."""
         self.plan = plan
-        self._plans = [plan] * len(self.units)
-        for members in self.members():
+        for members in chain(*self.groups.values()):
             members.follow(plan)
-
-    def restart(self, plan: Plan, *, step: int, seed: int) -> None:
-        """Continue from a checkpoint, between steps."""
-        self.step = step
-        self._touched.clear()
-        self._dropped.clear()
-        self._finite = self._ended = True
-        for unit in self.units:
-            unit.kept.clear()
-        self.take(plan)
-        for channel in self.channels:
-            channel.seed = seed
-
-    def members(self) -> Iterable[LayerGroup]:
-        yield from self.weights
-        yield from self.gradients
-        yield from self.means
-
-    def members_of(self, name: str) -> LayerGroup | None:
-        """Return the group that the layer ``name`` of the plan belongs to, or None."""
-        return next((members for members in self.members() if name in members.placement.by_name), None)
 
     @property
     def slot_bytes(self) -> int:
-        return sum(m.slots.num_bytes + (m.replica.num_bytes if m.replica else 0) for m in self.members())
+        return super().slot_bytes + sum(
+            members.replica.num_bytes for members in self.groups["weights"] if members.replica
+        )
 
     @property
     def foreseen_bytes(self) -> int:
-        plans = ((m.placement, {name: self.plan[name] for name in m.placement.by_name}) for m in self.members())
-        slots = sum(residual_bytes(placement, compressors) for placement, compressors in plans)
-        return slots + sum(4 * m.placement.numel for m in self.weights if m.changing(self.plan))
-
-    def value(self, layer: str, slot: Slot, shape: Sequence[int]) -> Tensor:
-        """Return a flat copy of a slot."""
-        members = self.members_of(layer)
-        if members is None:
-            return slot.first(shape, layer).reshape(-1)
-        value = members.slots.value(layer, slot)
-        if members.site == "across":
-            value = members.sharded[layer].spread(value, self._shard_of(layer))
-        return value.reshape(-1)
-
-    def _shard_of(self, layer: str) -> int:
-        """Return this rank's index among the shards of a layer."""
-        return next(
-            unit.transport.rank
-            for unit, members in zip(self.units, self.means, strict=True)
-            if layer in members.placement.by_name
-        )
+        groups = chain(*self.groups.values())
+        slots = sum(slot_bytes(m.placement, {name: self.plan[name] for name in m.placement.by_name}) for m in groups)
+        return slots + sum(4 * m.placement.numel for m in self.groups["weights"] if m.changing(self.plan))
 
     def sent_bytes(self, site: Site) -> int:
         kinds: dict[Site, Kind] = {"weights": "all_gather", "gradients": "reduce_scatter", "across": "all_reduce"}
-        groups = {"weights": self.weights, "gradients": self.gradients, "across": self.means}[site]
         total = 0
-        for unit, members in zip(self.units, groups, strict=True):
+        for unit, members in zip(self.units, self.groups[site], strict=True):
             channel = self.across if site == "across" else self._channels[id(unit.transport)]
             if members.names and channel is not None:
-                contents = self._contents_of(unit, members, self.plan, compressed=True)
+                contents = members.contents_of(members.compressors_of(self.plan))
                 total += channel.sent_bytes(kinds[site], contents, torch.float32)
         return total
-
-    def reset_stats(self) -> None:
-        super().reset_stats()
-        for members in self.members():
-            members.slots.learn_s = 0.0
-
-    def present_stats(self) -> Stats:
-        return replace(super().present_stats(), learn_s=sum(members.slots.learn_s for members in self.members()))
 
     def note(self, *, local_gathers: int = 0, overlapped: int = 0) -> None:
         """Count what the attachment did itself."""
@@ -236,29 +274,27 @@ class ShardedEngine(Engine):
         This rank's own part, too, becomes what it sent of it. ``keep`` is called with that part, where only what was
         sent is kept of the weights.
         """
-        members, rank = self.weights[unit.index], unit.transport.rank
-        draw = self.passes
+        members, draw = self.groups["weights"][unit.index], self.passes
         replica = members.replica if draw >= self.start else None
         whole = replica is not None and not replica.filled
         if replica is not None:
             replica.filled = True
         compressed = draw >= self.start and not whole
-        contents = self._contents_of(unit, members, self._plans[unit.index], compressed=compressed)
-        since = draw - self.start
         quantized = compressed and not self.master
         self.gathers += 1
         self.stats.gathers += 1
         gather = WeightGather(
             kind="all_gather",
             dtype=flat.dtype,
-            contents=contents,
+            contents=members.coded if compressed else members.raw,
             scale=1.0,
             draw=draw,
             kept=unit.kept if quantized else None,
+            engine=self,
             flat=flat,
             members=members,
-            rank=rank,
-            since=since if compressed else None,
+            compressed=compressed,
+            since=draw - self.start,
             keep=keep if quantized else None,
             replica=replica,
             whole=whole,
@@ -286,47 +322,20 @@ class ShardedEngine(Engine):
         members = self._follow_trained(unit, trained)
         if self.adapter is not None and self.adapter.watches(self.step):
             self._observe(self.adapter, members, flat, loss_scale, weights() if weights is not None else {})
-        again = unit.last_step == self.step
         unit.last_step = self.step
-        draw = self.passes
-        unit.compressed = compressed = draw >= self.start
-        if self._plans[unit.index] is not self.plan:
+        unit.compressed = self.passes >= self.start
+        if self.groups["weights"][unit.index].plan is not self.plan:
             # The plan changes here, not earlier: weights of this backward pass were gathered with the plan before.
-            self._plans[unit.index] = self.plan
             unit.kept.clear()
-            members.follow(self.plan)
-            self.weights[unit.index].follow(self.plan)
-            self.means[unit.index].follow(self.plan)
-        contents = self._contents_of(unit, members, self.plan, compressed=compressed)
-        keeps = compressed and members.slots.keeps_residuals
-        # The second use of a module in a step takes up the residual of the first.
-        again &= any(members is other for other in self._touched)
-        if keeps and not again:
-            self._touched.append(members)
-        since = draw - self.start
-        reduction = GradientReduction(
-            kind="reduce_scatter",
-            dtype=flat.dtype,
-            contents=contents,
-            scale=scale,
-            draw=derive_key(unit.reductions, unit.first_rank),
-            out=out,
-            flat=flat,
-            members=members,
-            loss_scale=loss_scale,
-            again=again,
-            since=since if compressed else None,
-            note=self._note if keeps else None,
-        )
-        if keeps:
-            self._poison.note_gradients(flat)
+            for groups in self.groups.values():
+                groups[unit.index].follow(self.plan)
+        draw = derive_key(unit.reductions, unit.first_rank)
         unit.reductions += 1
         self.reductions += 1
         self.stats.reductions += 1
         channel = self._channels[id(unit.transport)]
-        if again and keeps:
-            channel.executor.wait_idle()  # until the first use has written its residual
-        return channel.submit(reduction)
+        options = {"scale": scale, "out": out, "loss_scale": loss_scale}
+        return self._reduce(channel, "reduce_scatter", unit, members, flat, draw=draw, **options)
 
     def reduce_across(
         self,
@@ -343,29 +352,53 @@ class ShardedEngine(Engine):
         """
         assert self.across is not None
         self._follow_trained(unit, trained)
-        members, compressed = self.means[unit.index], unit.compressed
-        keeps = compressed and members.slots.keeps_residuals
-        again = any(members is other for other in self._touched)
-        if keeps and not again:
-            self._touched.append(members)
-        flat = part.view(-1)
-        mean = ReplicaMean(
-            kind="all_reduce",
+        draw = derive_key(unit.across, unit.transport.rank)
+        unit.across += 1
+        members, options = self.groups["across"][unit.index], {"loss_scale": loss_scale, "after": after}
+        return self._reduce(self.across, "all_reduce", unit, members, part.view(-1), draw=draw, **options)
+
+    def _reduce(
+        self,
+        channel: Channel[Stats],
+        kind: Kind,
+        unit: Unit,
+        members: LayerGroup,
+        flat: Tensor,
+        *,
+        draw: int,
+        loss_scale: float,
+        scale: float | None = None,
+        out: Tensor | None = None,
+        after: Future[Tensor] | None = None,
+    ) -> Future[Tensor]:
+        contents = members.coded if unit.compressed else members.raw
+        keeps = unit.compressed and members.keeps_residuals
+        # The second use of a module in a step takes up the residual of the first.
+        again = contents.key in self._keeping
+        if again:
+            channel.executor.wait_idle()  # until the first use has written its residual
+        if keeps:
+            self._keeping.add(contents.key)
+            if kind == "reduce_scatter":
+                self._poison.note_gradients(flat)
+        reduction = Reduction(
+            kind=kind,
             dtype=flat.dtype,
-            contents=self._contents_of(unit, members, self.plan, compressed=compressed),
-            draw=derive_key(unit.across, unit.transport.rank),
+            contents=contents,
+            scale=scale,
+            draw=draw,
+            out=out,
+            engine=self,
             flat=flat,
             members=members,
+            compressed=unit.compressed,
+            since=self.passes - self.start,
             loss_scale=loss_scale,
             again=again,
-            since=self.passes - self.start if compressed else None,
-            note=self._note if keeps else None,
+            keeps=keeps,
             after=after,
         )
-        unit.across += 1
-        if again and keeps:
-            self.across.executor.wait_idle()
-        return self.across.submit(mean)
+        return channel.submit(reduction)
 
     @property
     def passes(self) -> int:
@@ -413,81 +446,32 @@ class ShardedEngine(Engine):
 
     def drop(self, layers: Iterable[str]) -> None:
         """Leave residuals of ``layers`` as they were before the last pass, because its gradients are not applied."""
-        layers = set(layers)
-        self._dropped.update(at_site(site, layer) for site in SITES for layer in layers)
-        for unit, members in zip(self.units, self.gradients, strict=True):
+        layers, nothing = set(layers), torch.zeros((), dtype=torch.float32, device="cpu")
+        self.used |= {at_site(site, layer): nothing for site in SITES for layer in layers}
+        for unit, members in zip(self.units, self.groups["gradients"], strict=True):
             if layers.issuperset(members.names):
                 # A process that has not used the unit yet, as after a resume, reduces and draws nothing for it.
                 unit.reductions, unit.across = unit.before
 
     def _follow_trained(self, unit: Unit, trained: Sequence[str]) -> LayerGroup:
         """Return the members of a unit's next reduction, in which these layers are, in this order."""
-        if tuple(trained) != self.gradients[unit.index].names:
-            self.gradients[unit.index] = self._group_of("gradients", unit, trained, self.gradients[unit.index])
+        if tuple(trained) != self.groups["gradients"][unit.index].names:
+            self.groups["gradients"][unit.index] = LayerGroup("gradients", unit, trained, self.plan)
             if self.across is not None:
-                self.means[unit.index] = self._group_of("across", unit, trained, self.means[unit.index])
-        return self.gradients[unit.index]
-
-    def _group_of(self, site: Site, unit: Unit, trained: Sequence[str], before: LayerGroup | None = None) -> LayerGroup:
-        """Return the members of reductions of these layers; they take over the residuals of ``before``."""
-        members = LayerGroup(site, [layer for layer in unit.layers if layer.name in trained], unit.transport)
-        members.follow(self.plan)
-        if before is None:
-            return members
-        for name, compressor in members.compressors(self.plan).items():
-            for slot in compressor.slots:
-                if before.slots.has(name, slot):
-                    members.slots.load(name, slot, before.slots.value(name, slot))
-        return members
-
-    def _contents_of(self, unit: Unit, members: LayerGroup, plan: Plan, *, compressed: bool) -> Contents:
-        compressors: dict[str, Coded] = members.compressors(plan) if compressed else {}
-        key = (members.site, unit.index, members.names, tuple(compressors.values()))
-        if key not in self._contents:
-            placement = members.placement
-            chosen = compressors or dict.fromkeys(placement.by_name, Raw())
-            if members.site == "across":
-                layers = (
-                    Layer(name, placement.starts[name], layer.shape, chosen[name])
-                    for name, layer in placement.by_name.items()
-                    if layer.numel_of(0)
-                )
-                self._contents[key] = Contents(key, tuple(layers))
-            else:
-                self._contents[key] = Contents(key, (), placement.shards(chosen), placement.part_numel)
-        return self._contents[key]
-
-    def _note(self, out: Tensor) -> None:
-        if out.device.type == "cpu":
-            if not math.isfinite(float(not_finite(out))):  # two threads may note at once
-                self._finite = False
-        else:
-            self._nonfinite_flags.note(not_finite(out))
+                self.groups["across"][unit.index] = LayerGroup("across", unit, trained, self.plan)
+        return self.groups["gradients"][unit.index]
 
     def settle(self) -> None:
-        """Commit what the last pass wrote to residuals, unless some rank met NaN or Inf in it."""
-        if not self._touched:
-            self._dropped.clear()
+        if not self._keeping:
+            self.used = {}
             return
         for channel in self.channels:
             channel.alone(lambda: None)
-        for value in self._nonfinite_flags.read():
-            self._finite &= bool(torch.isfinite(value))
-        nonfinite = self._is_on_any_rank(not self._finite)
-        if not nonfinite:
-            for members in self._touched:
-                members.slots.commit(without=self._dropped)
-        else:
-            self.stats.nonfinite_steps += 1
-        self._touched.clear()
-        self._dropped.clear()
-        self._finite = True
-        self._poison.end_step(finite=not nonfinite)
-        if self._poison.suspected and not self._is_on_any_rank(not self._poison.take_finite_gradients()):
-            for members in self.members():
-                members.slots.reset()
-            self.stats.state_resets += 1
-            self._poison.warn(self.step + 1)
+        finite = not self._is_on_any_rank(not self._means.read_finite())
+        self._commit(finite=finite)
+        self._keeping.clear()
+        self._poison.end_step(finite=finite)
+        self._reset_if_poisoned(self.step + 1, lambda mine: not self._is_on_any_rank(not mine))
 
     def _is_on_any_rank(self, condition: bool) -> bool:
         return bool(self.on_any_rank(torch.tensor([condition], dtype=torch.bool, device="cpu")))
@@ -495,17 +479,17 @@ class ShardedEngine(Engine):
     # Checkpoints, between two steps.
 
     @property
-    def _shares(self) -> list[int]:
-        """Ownership that a state belongs to: for every rank, the number of ranks that layers are sharded over."""
+    def shares(self) -> Sequence[int]:
+        """For every rank, the number of ranks that layers are sharded over."""
         return [self.units[0].transport.world_size] * self.world_size
 
     def collect(self) -> dict[str, Tensor]:
-        self.settle()
-        options = {"step": self.step, "seed": self.seed, "rank": self.rank}
-        state = checkpoint.write(self, self.plan, self.shapes, **options, shares=self._shares)
+        state = super().collect()
         rows = [
-            [unit.reductions, weights.slots.learned_at, gradients.slots.learned_at, unit.across]
-            for unit, weights, gradients in zip(self.units, self.weights, self.gradients, strict=True)
+            [unit.reductions, weights.learned_at, gradients.learned_at, unit.across]
+            for unit, weights, gradients in zip(
+                self.units, self.groups["weights"], self.groups["gradients"], strict=True
+            )
         ]
         counts = {
             _VERSIONS: torch.tensor(rows, dtype=torch.int64, device="cpu"),
@@ -515,7 +499,7 @@ class ShardedEngine(Engine):
 
     def _arrived(self) -> dict[str, Tensor]:
         """Return the weights that have arrived, where only changes are sent: the same on all ranks."""
-        replicas = [members.replica for members in self.weights]
+        replicas = [members.replica for members in self.groups["weights"]]
         if not any(replica is not None for replica in replicas):
             return {}
         for channel in self.channels:
@@ -532,10 +516,10 @@ class ShardedEngine(Engine):
         return self._world
 
     def template(self, plan: Plan, world_size: int) -> dict[str, Tensor]:
-        state = checkpoint.template(plan, self.shapes, world_size)
+        state = super().template(plan, world_size)
         versions = torch.zeros(len(self.units), 4, dtype=torch.int64, device="cpu")
         counts = {_VERSIONS: versions, _EXCHANGES: torch.zeros(2, dtype=torch.int64, device="cpu")}
-        changing = [name for members in self.weights for name in members.changing(plan)]
+        changing = [name for members in self.groups["weights"] for name in members.changing(plan)]
         entries = {
             f"{_ARRIVED}/{name}": torch.zeros(self.shapes[name], dtype=torch.float32, device="cpu") for name in changing
         }
@@ -546,7 +530,7 @@ class ShardedEngine(Engine):
 
     def _read_arrived(self, state: Mapping[str, Tensor], plan: Plan) -> tuple[dict[str, Tensor], Callable[[], None]]:
         """Check weights that had arrived where only changes are sent; return their entries, and what adopts them."""
-        keys = {name: f"{_ARRIVED}/{name}" for members in self.weights for name in members.changing(plan)}
+        keys = {name: f"{_ARRIVED}/{name}" for members in self.groups["weights"] for name in members.changing(plan)}
         if not keys:
             return {}, lambda: None
         for name in keys:
@@ -562,7 +546,7 @@ class ShardedEngine(Engine):
                 raise ValueError(f"{key} in the state is not finite or not of shape {self.shapes[name]}")
 
         def adopt() -> None:
-            for members, was_filled in zip(self.weights, filled, strict=True):
+            for members, was_filled in zip(self.groups["weights"], filled, strict=True):
                 if members.replica is not None:
                     members.replica.filled = bool(was_filled)
                     for name in members.replica.names:
@@ -578,46 +562,31 @@ class ShardedEngine(Engine):
                 "this is not the state of a Wire of this model: shard its modules as they were when it was saved"
             )
 
-        def resharded(saved: Mapping[int, Tensor], slot: Slot, compressor: Compressor, name: str, *_: object) -> Tensor:
-            members = self.members_of(name)
-            if members is None:
-                return saved[0]
-            if members.site == "across" and self.across is not None:
-                replica = self.across.transport.rank, self.across.transport.world_size
-                layer, shard = members.sharded[name], self._shard_of(name)
-                old_shards = checkpoint.integers(state, "shares", None)[0]
-                return reshard_mean(saved, slot, compressor, name, layer, old_shards, shard, replica)
-            return reshard_residual(saved, slot, name, members.slots.rank, members.placement)
-
         counts = checkpoint.integers(state, _EXCHANGES, 2)
         integers = checkpoint.integers(state, _VERSIONS, 4 * len(self.units))
-        loaded = checkpoint.read(state, self.plan, self.shapes, self.rank, self._shares, resharded)
+        loaded = checkpoint.read(state, self.plan, self.shapes, self.rank, self.shares, self._owners)
         checkpoint.check_sealed(state, (_VERSIONS, _EXCHANGES), _CHECKSUMS)
         arrived, adopt_arrived = self._read_arrived(state, loaded.plan)
         alike = int(state["shares"].numel()) == self.world_size
         if self.adapter is not None and alike:
             self.adapter.saved_algorithm(state)
 
-        chunks = {
-            (name, slot_name): own_chunk(members.sharded[name], value, self._shard_of(name), name)
-            for (name, slot_name), value in loaded.slots.items()
-            if (members := self.members_of(name)) is not None and members.site == "across"
-        }
-
         def adopt() -> None:
-            self.restart(loaded.plan, step=loaded.step, seed=loaded.seed)
+            self._take_over(loaded)
+            self._ended = True
+            self._keeping.clear()
+            self._means.read()
+            self.take(loaded.plan)
             self.gathers, self.reductions = counts
             adopt_arrived()
             rows = [integers[i : i + 4] for i in range(0, len(integers), 4)]
-            for unit, row, *sites in zip(self.units, rows, self.weights, self.gradients, strict=True):
+            for unit, row, *sites in zip(
+                self.units, rows, self.groups["weights"], self.groups["gradients"], strict=True
+            ):
+                unit.kept.clear()
                 unit.reductions, unit.last_step, unit.across = row[0], loaded.step, row[3]
                 for members, learned_at in zip(sites, row[1:3], strict=True):
-                    members.slots.learned_at = learned_at
-            for (name, slot_name), value in loaded.slots.items():
-                members = self.members_of(name)
-                slot = next(slot for slot in self.plan[name].slots if slot.name == slot_name)
-                if members is not None:
-                    members.slots.load(name, slot, chunks.get((name, slot_name), value))
+                    members.learned_at = learned_at
             if self.adapter is not None:
                 self.adapter.load(state if alike else {}, self.plan, None)
 
@@ -625,12 +594,37 @@ class ShardedEngine(Engine):
         shared = loaded.shared(learned=False) | {key: state[key] for key in (_VERSIONS, _EXCHANGES)} | arrived
         return checkpoint.Checked(loaded.record(), shared, adopt)
 
+    def _owners(self, name: str, compressor: Compressor, old_shares: Sequence[int]) -> Owners:
+        """Return the ranks that hold a layer's residual. A rank holds nothing of its own chunk of gradients, which it
+        adds exactly, and nothing but its own chunk of means over replicas."""
+        unit, layer = self._at[name]
+        shards, shard = unit.transport.world_size, unit.transport.rank
+        if self.across is None or not name.startswith(at_site("across", "")):
+            mine = torch.full(layer.shape, 1 / shards, dtype=torch.float64, device="cpu")
+            mine.narrow(layer.dim, sum(layer.rows[:shard]), layer.rows[shard]).zero_()
+            everywhere = torch.tensor(1 / len(old_shares), dtype=torch.float64, device="cpu")
+            return Owners(lambda _: everywhere, mine.reshape(-1), shards - 1)
+
+        def of_replica(cut: ShardedLayer, chunk: int, replica: int, num_replicas: int) -> Tensor:
+            like = torch.zeros(cut.numel_of(chunk), dtype=torch.float64, device="cpu")
+            weights = mean_weights(name, compressor, like, replica, [1] * num_replicas)
+            return cut.spread(weights, chunk).reshape(-1)
+
+        replicas, old = self.across.transport, old_shares[0]
+        before = replace(layer, num_ranks=old)
+        return Owners(
+            lambda rank: of_replica(before, rank % old, rank // old, len(old_shares) // old),
+            of_replica(layer, shard, replicas.rank, replicas.world_size),
+            replicas.world_size,
+            in_chunks=True,
+        )
+
     def close(self) -> None:
         super().close()
         if self._world is not None:
             self._world.close()
 
-    def _slowest_speeds(self, compressors: Collection[Compressor], links: ShardChannel) -> Speeds | None:
+    def _slowest_speeds(self, compressors: Collection[Compressor], links: Channel[Stats]) -> Speeds | None:
         """Return the speeds of a channel's links on the slowest rank; None if there is nothing to measure."""
         if links.transport.world_size == 1 or not compressors:
             return None
@@ -662,19 +656,3 @@ class ShardedEngine(Engine):
                 fast = declined(Plan(coders), replace(speeds, native=0.0)).layers
                 layers |= {name: Raw() if isinstance(fast[name], Raw) else c for name, c in mine.items()}
         return replace(self.plan, layers=layers)
-
-
-def _record(plan: Plan, units: Sequence[Unit], settings: WireSettings, *, master: bool) -> dict[str, str]:
-    """Return the facts that must be equal on all ranks, in the order in which a difference is best reported."""
-    record = {"thinwire version": library_version(), "wire format": str(FORMAT_VERSION)}
-    record |= {"seed": str(settings.seed), "start": str(settings.start)}
-    record |= {"master": str(master), "adapt": str(settings.adapt)}
-    record |= machine_record(plan.layers.values())
-    for unit in units:
-        layers = (f"{layer.name} {layer.shape} along {layer.dim}" for layer in unit.layers)
-        record[f"module {unit.name or '(root)'}"] = ", ".join(layers)
-    return record | {f"layer {name}": str(compressor) for name, compressor in plan.layers.items()}
-
-
-def _connect(transport: Transport, algorithm: Algorithm, seed: int, record: Mapping[str, str]) -> ShardChannel:
-    return Channel.connect(transport, Stats(), algorithm=algorithm, seed=seed, record=record)

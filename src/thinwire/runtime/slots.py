@@ -1,41 +1,59 @@
-"""The state of compressors under DistributedDataParallel: slots by parameter, allocated by bucket."""
+"""The state of compressors: slots by parameter, allocated for the flat buffers in which parameters are sent."""
 
 from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from thinwire.collectives import Layer, Layout, Transport, owned_parts
-from thinwire.compressors import RESIDUAL, Coded, Compressor, LayerState, Slot, State, not_finite, unwrap
-from thinwire.runtime.bucket import BucketLayers, bucket_parts
-from thinwire.runtime.executor import AsyncReadback
+from thinwire.collectives import Transport, owned_parts
+from thinwire.compressors import RESIDUAL, Coded, Compressor, LayerState, Slot, State, unwrap
 from thinwire.runtime.flat_slots import FlatSlot, flat_slot, is_packed, opened, packed_bytes
+from thinwire.runtime.placement import Placement
 
 
 @dataclass
-class _BucketSlots:
-    """The slots of one flat tensor: slots with a value for each element are flat, too, the others are kept by layer."""
+class _Place:
+    """The slots of one buffer: those with a value for each element are like the buffer, the others are by layer."""
 
-    layers: tuple[Layer, ...]
+    placement: Placement
+    compressors: Mapping[str, Compressor]
+    """The layers that have slots."""
     flat: dict[str, FlatSlot] = field(default_factory=dict)
     shaped: dict[str, LayerState] = field(default_factory=dict)
+
+    def states(self) -> Mapping[str, LayerState]:
+        """Return the slots by layer. Shards that are layers of their own share those of their layer."""
+        if self.placement.num_ranks == 1:
+            return self.shaped
+        layers = {name: self.placement.by_name[name] for name in self.shaped}
+        parts = {layer.part_name(r): self.shaped[name] for name, layer in layers.items() for r in self.placement.ranks}
+        return self.shaped | parts
+
+    def held(self, layer: str, slot: str) -> Tensor | None:
+        """Return the present values of a layer's slot, flat; None if there are none."""
+        state = self.shaped.get(layer)
+        if state is not None and slot in state.now:
+            return state.now[slot].reshape(-1)
+        flat = self.flat.get(slot)
+        return None if flat is None else self.placement.whole(flat.read(), layer).reshape(-1)
 
 
 class Slots:
     """The slots of all layers of one rank.
 
-    Slots with one value for each element are tensors aligned with the flat gradients of a DDP bucket, so that one
-    kernel call serves all its layers. When DDP rebuilds its buckets, values follow their parameter. The new values of a
-    step take effect when it is committed.
+    Slots with one value for each element are tensors aligned with the buffers in which layers are sent, so that one
+    kernel call serves all layers of a buffer. When a layer is sent in another buffer, as when DDP rebuilds its buckets,
+    its values follow it. The new values of a step take effect when it is committed.
     """
 
     def __init__(self) -> None:
-        self._places: dict[Hashable, _BucketSlots] = {}
+        self._places: dict[Hashable, _Place] = {}
         self._place_of: dict[str, Hashable] = {}
         self._kept: dict[tuple[str, str], Tensor] = {}
         self._touched: set[Hashable] = set()
@@ -43,25 +61,34 @@ class Slots:
     @property
     def num_bytes(self) -> int:
         """Bytes of memory in use."""
-        flat = sum(slot.num_bytes for place in self._places.values() for slot in place.flat.values())
-        states = [state for place in self._places.values() for state in place.shaped.values()]
+        places = list(self._places.values())
+        states = [state for place in places for state in list(place.shaped.values())]
         tensors = [
             t for state in states for t in {id(t): t for t in (*state.now.values(), *state.next.values())}.values()
         ]
-        return flat + sum(t.numel() * t.element_size() for t in (*tensors, *self._kept.values()))
+        flat = sum(slot.num_bytes for place in places for slot in list(place.flat.values()))
+        return flat + sum(t.numel() * t.element_size() for t in (*tensors, *list(self._kept.values())))
 
-    def state(self, key: Hashable, layout: Layout, loss_scale: float, device: torch.device) -> State:
-        """Return the slots of the flat tensor ``key`` for one step. `close` ends their use."""
-        if not layout.slots:
+    def state(
+        self,
+        key: Hashable,
+        placement: Placement,
+        compressors: Mapping[str, Compressor],
+        loss_scale: float,
+        device: torch.device,
+    ) -> State:
+        """Return the slots of the buffer ``key`` for one step. `close` ends their use."""
+        having = {name: compressor for name, compressor in compressors.items() if compressor.slots}
+        if not having:
             return State({}, {}, loss_scale)
-        place = self._places.get(key)
-        if place is None or any(self._place_of.get(layer.name) != key for layer in place.layers):
-            place = self._gather(key, layout, device)
+        if any(self._place_of.get(name) != key for name in having):
+            self._gather(key, placement, having, device)
+        place = self._places[key]
         self._touched.add(key)
-        return State(*opened(place.flat), loss_scale, place.shaped)
+        return State(*opened(place.flat), loss_scale, place.states())
 
     def close(self, key: Hashable, draws: int) -> None:
-        """Keep what a step has written to the slots of the flat tensor ``key``, until it is committed or discarded.
+        """Keep what a step has written to the slots of the buffer ``key``, until it is committed or discarded.
 
         ``draws`` is the key of the random draws with which residuals are packed.
         """
@@ -69,15 +96,13 @@ class Slots:
             for slot in self._places[key].flat.values():
                 slot.close(draws)
 
-    def touched_layers(self) -> list[tuple[Layer, LayerState]]:
+    def touched_layers(self) -> list[tuple[str, LayerState]]:
         """Return the layers of the present step that have slots with a shape of their own."""
-        places = [self._places[key] for key in self._touched]
-        return [(layer, p.shaped[layer.name]) for p in places for layer in p.layers if layer.name in p.shaped]
+        return [layer for key in self._touched for layer in self._places[key].shaped.items()]
 
     def layer(self, name: str) -> LayerState | None:
         """Return the slots of a layer that have a shape of their own, or None before its first step."""
-        key = self._place_of.get(name)
-        return None if key is None else self._places[key].shaped.get(name)
+        return None if (key := self._place_of.get(name)) is None else self._places[key].shaped.get(name)
 
     def keep_rest(self, used: Mapping[str, Tensor]) -> None:
         """Correct the residuals, momenta and velocities of layers of whose last message only a share was used.
@@ -85,26 +110,27 @@ class Slots:
         With the residual ``e`` before and ``e'`` after a step, the message has delivered ``e − e'``. If a share c of it
         was used, the residual is ``c·e' + (1 − c)·e``. ``used`` maps layer names to scalar tensors c.
         """
-        for name, share in used.items():
-            key = self._place_of.get(name)
-            if key is None or key not in self._touched or (share.device.type == "cpu" and float(share) == 1.0):
-                continue
-            place = self._places[key]
-            layer = next(layer for layer in place.layers if layer.name == name)
-            at = slice(layer.start, layer.start + layer.numel)
-            for slot in (place.flat[slot.name] for slot in layer.compressor.slots if slot.shape is None):
+        shares = {name: c for name, c in used.items() if c.device.type != "cpu" or float(c) != 1.0}
+        for place in [self._places[key] for key in self._touched] if shares else ():
+            for slot_name, slot in place.flat.items():
+                mine = [n for n, c in place.compressors.items() if n in shares and _flat_slot_of(c, slot_name)]
+                if not mine:
+                    continue
                 before, after = slot.read(), slot.read(after=True)
-                torch.lerp(before[at], after[at], share.to(before), out=after[at])
+                for name, rank in ((name, rank) for name in mine for rank in place.placement.ranks):
+                    was, now = (place.placement.shard(values, name, rank) for values in (before, after))
+                    torch.lerp(was, now, shares[name].to(was), out=now)
                 slot.write(after, after=True)
 
-    def commit(self) -> None:
-        """Make the values that were written since the last commit the present ones."""
-        for key in self._touched:
-            place = self._places[key]
+    def commit(self, keys: Iterable[Hashable] | None = None) -> None:
+        """Make the values that were written since the last commit the present ones; of the buffers ``keys`` alone, if
+        they are given."""
+        done = self._touched.copy() if keys is None else self._touched.intersection(keys)
+        for place in [self._places[key] for key in done]:
             for slot in place.flat.values():
                 slot.swap()
             place.shaped = {name: LayerState(state.next, state.now) for name, state in place.shaped.items()}
-        self._touched.clear()
+        self._touched -= done
 
     def discard(self) -> None:
         """Discard the values that were written since the last commit."""
@@ -112,17 +138,17 @@ class Slots:
 
     def value(self, layer: str, slot: Slot, shape: Sequence[int]) -> Tensor:
         """Return a flat copy of a slot of a layer of this shape, or its initial value if it was never used."""
-        present = self._present(layer, slot, shape)
+        present = self._present(layer, slot.name)
         if present is not None and present.numel() == math.prod(slot.shape_of(shape)):
             return present.clone()
         first = slot.first(shape, layer)
         return first if present is None or not slot.columns else _columns_kept(first, present, slot.shape_of(shape))
 
-    def _present(self, layer: str, slot: Slot, shape: Sequence[int]) -> Tensor | None:
+    def _present(self, layer: str, slot: str) -> Tensor | None:
         """Return the flat values of a slot where they lie, or None if it was never used."""
         key = self._place_of.get(layer)
-        held = None if key is None else self._held(self._places[key], layer, slot.name)
-        return self._kept.get((layer, slot.name)) if held is None else held
+        held = None if key is None else self._places[key].held(layer, slot)
+        return self._kept.get((layer, slot)) if held is None else held
 
     def moved(self, layer: str, compressor: Compressor, shape: Sequence[int], *, learned: bool = False) -> bool:
         """Whether any slot of a layer differs from its initial value; with ``learned``, any that is learned."""
@@ -152,11 +178,12 @@ class Slots:
                 continue
             value = self.value(layer, slot, shape)
             if slot.name == RESIDUAL.name:
-                value *= _weights(layer, old, value, rank, old_shares) / _weights(layer, new, value, rank, shares)
+                weights = mean_weights(layer, old, value, rank, old_shares)
+                value *= weights / mean_weights(layer, new, value, rank, shares)
             kept[layer, slot.name] = value
         for name in [name for name in self._kept if name[0] == layer]:
             del self._kept[name]
-        self._place_of.pop(layer, None)
+        self._leave(layer)
         self._kept |= kept
 
     def unsent(
@@ -168,7 +195,7 @@ class Slots:
         ranks both together are ``(1/n) Σ δ_i + e``. A flat tensor.
         """
         value = self.value(layer, RESIDUAL, shape)
-        return value * (_weights(layer, compressor, value, rank, shares) * len(shares))
+        return value * (mean_weights(layer, compressor, value, rank, shares) * len(shares))
 
     def average_residual(self, layer: str, transport: Transport) -> None:
         """Set a layer's residual to the mean of all ranks' residuals, between two steps, on every rank.
@@ -176,33 +203,12 @@ class Slots:
         The sum over ranks is preserved. What summed compressors never send, because it cancels in that sum, may have
         grown without bound (see `thinwire.compressors.PowerSGD`).
         """
-        held = self._kept.get((layer, RESIDUAL.name))
-        if (key := self._place_of.get(layer)) is not None:
-            held = self._held(self._places[key], layer, RESIDUAL.name)
+        held = self._present(layer, RESIDUAL.name)
         if held is not None:
             mean = held / transport.world_size
             transport.all_reduce(mean)
+            self._leave(layer)
             self._kept[layer, RESIDUAL.name] = mean
-            self._place_of.pop(layer, None)
-
-    def _copy(self, layer: Layer, slot: Slot, out: Tensor) -> None:
-        """Copy a slot of a layer to ``out``, without another copy of it in between."""
-        present = self._present(layer.name, slot, layer.shape)
-        if present is not None and present.numel() == out.numel():
-            out.copy_(present)
-        elif present is not None or slot.initial is not None:
-            out.copy_(self.value(layer.name, slot, layer.shape))
-        else:
-            out.zero_()
-
-    @staticmethod
-    def _held(place: _BucketSlots, name: str, slot: str) -> Tensor | None:
-        state = place.shaped.get(name)
-        if state is not None and slot in state.now:
-            return state.now[slot].reshape(-1)
-        layer = next(layer for layer in place.layers if layer.name == name)
-        flat = place.flat.get(slot)
-        return None if flat is None else flat.read()[layer.start : layer.start + layer.numel]
 
     def replace(self, values: Mapping[tuple[str, str], Tensor]) -> None:
         """Replace all slots by ``values``, flat tensors by (parameter name, slot name)."""
@@ -216,71 +222,80 @@ class Slots:
         self._touched.clear()
         for place in self._places.values():
             whole = {name: slot.read() for name, slot in place.flat.items()}
-            for layer in place.layers:
-                for slot in layer.compressor.slots:
-                    first = slot.first(layer.shape, layer.name)
+            for name, compressor in place.compressors.items():
+                for slot in compressor.slots:
+                    first = slot.first(place.placement.by_name[name].shape, name)
                     if slot.shape is None:
-                        whole[slot.name][layer.start : layer.start + layer.numel] = first.to(whole[slot.name])
+                        place.placement.write(whole[slot.name], name, first)
                     elif not slot.learned:
-                        now = place.shaped[layer.name].now[slot.name]
+                        now = place.shaped[name].now[slot.name]
                         now.copy_(first.view(now.shape))
             for name, values in whole.items():
                 place.flat[name].write(values)
-        # Values kept for layers that no bucket has now are rare enough to lose learned ones, too.
+        # Values kept for layers that no buffer has now are rare enough to lose learned ones, too.
         self._kept.clear()
 
-    def release(self, keys: Iterable[Hashable]) -> None:
-        """Free the slots of flat tensors that are no longer used; values that have not moved are kept."""
+    def _release(self, keys: Iterable[Hashable]) -> None:
+        """Free the slots of buffers that are not used any more; the values of their layers are kept."""
         for key in keys:
             place = self._places.pop(key, None)
+            self._touched.discard(key)
             if place is None:
                 continue
             for slot in place.flat.values():
                 slot.forget_next()
-            for layer in place.layers:
-                if self._place_of.get(layer.name) == key:
-                    del self._place_of[layer.name]
-                    self._keep(place, layer)
+            for name, compressor in place.compressors.items():
+                if self._place_of.get(name) != key:
+                    continue
+                del self._place_of[name]
+                for slot in compressor.slots:
+                    held = place.held(name, slot.name)
+                    if held is not None and not slot.scratch:
+                        self._kept[name, slot.name] = _parked(held)
 
-    def _keep(self, place: _BucketSlots, layer: Layer) -> None:
-        for slot in layer.compressor.slots:
-            held = self._held(place, layer.name, slot.name)
-            if held is not None and not slot.scratch:
-                self._kept[layer.name, slot.name] = _parked(held)
+    def _leave(self, layer: str) -> None:
+        """Take a layer out of its buffer, which is freed if no other layer of it has slots there."""
+        key = self._place_of.pop(layer, None)
+        if key is not None and key not in self._place_of.values():
+            self._release([key])
 
-    def _gather(self, key: Hashable, layout: Layout, device: torch.device) -> _BucketSlots:
-        layers = tuple(layer for layer in layout.layers if layer.compressor.slots)
-        place = self._places.get(key) or _BucketSlots(layers)
-        compressors = [layer.compressor for layer in layers]
-        pieces = [(layer.name, layer.start, layer.numel) for layer in layers]
-        whole = {name: slot.read() for name, slot in place.flat.items()}
-        for slot in layout.slots:
-            if slot.shape is None:
-                place.flat[slot.name] = flat_slot(slot, compressors, layout.numel, pieces, device)
-                whole.setdefault(slot.name, place.flat[slot.name].read())
-        for layer in layers:
-            if self._place_of.get(layer.name) == key:
-                continue
-            slots = layer.compressor.slots
-            shaped = {
-                s.name: self.value(layer.name, s, layer.shape).to(device).view(s.shape_of(layer.shape))
-                for s in slots
-                if s.shape is not None
-            }
+    def _gather(
+        self, key: Hashable, placement: Placement, compressors: Mapping[str, Compressor], device: torch.device
+    ) -> None:
+        """Allocate the slots of a buffer, and move the values of its layers there."""
+        self._release({key} | {self._place_of[name] for name in compressors if name in self._place_of})
+        place = self._places[key] = _Place(placement, compressors)
+        shapes = {name: placement.by_name[name].shape for name in compressors}
+        for slot in {s.name: s for c in compressors.values() for s in c.slots if s.shape is None}.values():
+            having = {name: c for name, c in compressors.items() if _flat_slot_of(c, slot.name)}
+            made = place.flat[slot.name] = flat_slot(slot, placement, having, device)
+            values = made.read()
+            for name in having:
+                kept = self._kept.pop((name, slot.name), None)
+                if kept is not None or slot.initial is not None:
+                    placement.write(values, name, slot.first(shapes[name], name) if kept is None else kept)
+            made.write(values)
+        for name, compressor in compressors.items():
+            shaped, steady = {}, set[str]()
+            for slot in (slot for slot in compressor.slots if slot.shape is not None):
+                value = self.value(name, slot, shapes[name])
+                shaped[slot.name] = value.to(device).view(slot.shape_of(shapes[name]))
+                self._kept.pop((name, slot.name), None)
+                if _is_steady(slot, placement):
+                    steady.add(slot.name)
             if shaped:
-                steady = {s.name for s in slots if s.learned or s.scratch}
-                place.shaped[layer.name] = LayerState(
-                    shaped, {name: v if name in steady else v.clone() for name, v in shaped.items()}
-                )
-            for slot in slots:
-                if slot.shape is None:
-                    self._copy(layer, slot, whole[slot.name][layer.start : layer.start + layer.numel])
-                self._kept.pop((layer.name, slot.name), None)
-            self._place_of[layer.name] = key
-        for name, values in whole.items():
-            place.flat[name].write(values)
-        self._places[key] = place
-        return place
+                after = {slot: value if slot in steady else value.clone() for slot, value in shaped.items()}
+                place.shaped[name] = LayerState(shaped, after)
+            self._place_of[name] = key
+
+
+def _flat_slot_of(compressor: Compressor, name: str) -> bool:
+    return any(slot.name == name and slot.shape is None for slot in compressor.slots)
+
+
+def _is_steady(slot: Slot, placement: Placement) -> bool:
+    """Whether a slot with a shape of its own has one value, which is written in place."""
+    return slot.learned or slot.scratch or placement.num_ranks > 1
 
 
 def _parked(values: Tensor) -> Tensor:
@@ -293,19 +308,23 @@ def _parked(values: Tensor) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, values.nbytes, flags=mmap.MAP_PRIVATE), dtype=values.dtype).copy_(values)
 
 
-def slot_bytes(compressors: Mapping[str, Compressor], shapes: Mapping[str, Sequence[int]]) -> int:
-    """Return the bytes of the slots of layers with these compressors and shapes: present values and the next ones."""
+def slot_bytes(placement: Placement, compressors: Mapping[str, Compressor]) -> int:
+    """Return the bytes of the slots of a buffer's layers with these compressors: present values and the next ones."""
     total = 0
+    for slot in {s.name: s for c in compressors.values() for s in c.slots if s.shape is None}.values():
+        having = {name: c for name, c in compressors.items() if _flat_slot_of(c, slot.name)}
+        if is_packed(slot, having.values()):
+            total += 2 * sum(packed_bytes(numel) for name in having for _, _, numel in placement.spans(name))
+        else:
+            total += 2 * slot.dtype.itemsize * placement.numel
     for name, compressor in compressors.items():
-        for slot in compressor.slots:
-            numel = math.prod(slot.shape_of(shapes[name]))
-            copies = 1 if slot.shape is not None and (slot.learned or slot.scratch) else 2
-            packed = slot.shape is None and is_packed(slot, [compressor])
-            total += copies * (packed_bytes(numel) if packed else numel * slot.dtype.itemsize)
+        for slot in (slot for slot in compressor.slots if slot.shape is not None):
+            numel = math.prod(slot.shape_of(placement.by_name[name].shape))
+            total += (1 if _is_steady(slot, placement) else 2) * numel * slot.dtype.itemsize
     return total
 
 
-def _weights(name: str, compressor: Compressor, like: Tensor, rank: int, shares: Sequence[int]) -> Tensor:
+def mean_weights(name: str, compressor: Compressor, like: Tensor, rank: int, shares: Sequence[int]) -> Tensor:
     """Return the weight of each element of this rank's residual in the mean: 1 where it is the owner, else 1/n."""
     weights = torch.full_like(like, 1 / len(shares))
     if isinstance(compressor, Coded) and not compressor.gathered and any(shares):
@@ -324,9 +343,38 @@ def moved_residual(
     does the residual e of the means that it owned: where it no longer owns an element, ``n'·e`` joins its own.
     """
     (old_rank, old_shares), (rank, shares) = old, new
-    owned = _weights(name, compressor, value, old_rank, old_shares) == 1
+    owned = mean_weights(name, compressor, value, old_rank, old_shares) == 1
     part = torch.where(owned, value.new_ones(()), 1 / len(shares))
-    return value * (part / _weights(name, compressor, value, rank, shares))
+    return value * (part / mean_weights(name, compressor, value, rank, shares))
+
+
+class Owners(NamedTuple):
+    """The ranks that hold a layer's residual, in the world that saved it and in the present one."""
+
+    before: Callable[[int], Tensor]
+    """Function that returns the weight of each element of a rank's residual in the mean of the world that saved it."""
+    mine: Tensor
+    """Weight of each element of this rank's in the mean of the present world; 0 where this rank holds nothing."""
+    holders: int
+    """Number of ranks of the present world that hold an element: each holds as much of the mean."""
+    in_chunks: bool = False
+    """Whether each rank holds the chunk of its shard alone."""
+
+
+def reshard(saved: Sequence[Tensor], slot: Slot, owners: Owners) -> Tensor:
+    """Return a rank's slot of one layer for another world size or other owners; the mean residual is preserved.
+
+    ``saved`` has the slots of all ranks that saved it, flat. Slots that ranks share are copied, and others with a shape
+    of their own are averaged.
+    """
+    if slot.shared:
+        return saved[0].clone()
+    if slot.shape is not None:
+        return torch.stack([value.double() for value in saved]).mean(0).to(saved[0].dtype)
+    residual = torch.zeros_like(saved[0], dtype=torch.float64)
+    for rank, value in enumerate(saved):
+        residual += value.double() * owners.before(rank)
+    return torch.where(owners.mine > 0, residual / (owners.holders * owners.mine), 0.0).to(saved[0].dtype)
 
 
 def _columns_kept(first: Tensor, kept: Tensor, shape: Sequence[int]) -> Tensor:
@@ -338,86 +386,3 @@ def _columns_kept(first: Tensor, kept: Tensor, shape: Sequence[int]) -> Tensor:
     columns = min(columns_now.shape[1], before.shape[1])
     columns_now[:, :columns] = before[:, :columns]
     return columns_now.reshape(-1)
-
-
-def reshard(
-    saved: Mapping[int, Tensor],
-    slot: Slot,
-    compressor: Compressor,
-    name: str,
-    rank: int,
-    old_shares: Sequence[int],
-    shares: Sequence[int],
-) -> Tensor:
-    """Return a rank's slot of one layer for another world size or other owners; the mean residual is preserved.
-
-    ``saved`` has the slots of all ranks of the old world. Shared slots are copied. The mean residual of the old world
-    is ``(1/n) Σ δ_i + e``, where e is the residual of an element's owner. In the new world every rank gets it as its δ,
-    and an owner gets ``1/n'`` of it as e. Gathered layers have no owner.
-    """
-    old_size = len(saved)
-    if slot.shared:
-        return saved[0].clone()
-    mean_residual = torch.stack([saved[r].double() for r in range(old_size)]).mean(0).to(saved[0].dtype)
-    if slot.shape is not None or not isinstance(compressor, Coded) or compressor.gathered:
-        return mean_residual
-    if any(old_shares):
-        for owner, begin, end in owned_parts(name, compressor, mean_residual.numel(), old_shares):
-            mean_residual[begin:end] += saved[owner][begin:end] * (1 - 1 / old_size)
-    mine = mean_residual.clone()
-    if any(shares):
-        for owner, begin, end in owned_parts(name, compressor, mean_residual.numel(), shares):
-            if owner == rank:
-                mine[begin:end] /= len(shares)
-    return mine
-
-
-class UnsentResiduals:
-    """Residuals of layers that keep none from now on: each goes with its layer's gradients until a step is taken.
-
-    A step is not taken if one of its means is not finite: `torch.amp.GradScaler` skips the optimizer's step then.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, Tensor] = {}
-        self._sent: dict[str, Tensor] = {}
-        self._num_buckets = 0
-        # On a device the host reads these when the next step begins: by then they have long been computed.
-        self._means = AsyncReadback()
-
-    def __bool__(self) -> bool:
-        """Whether any residual waits, or is under way in a step of which it is not known whether it is taken."""
-        return bool(self._waiting or self._sent)
-
-    def add(self, layer: str, residual: Tensor) -> None:
-        """Send ``residual`` (flat, in the units of gradients) from the next step on."""
-        before = self._waiting.get(layer)
-        self._waiting[layer] = residual if before is None else before + residual
-
-    def send(self, flat: Tensor, layers: BucketLayers, loss_scale: float) -> None:
-        """Add residuals still to be sent to a bucket's gradients, which are multiplied by ``loss_scale``."""
-        self._num_buckets += 1
-        for name, values in bucket_parts(flat, layers):
-            if (residual := self._waiting.get(name)) is not None:
-                # In this order: another thread, which has the mean of a bucket, asks for the truth value meanwhile.
-                self._sent[name] = residual
-                del self._waiting[name]
-                values.add_(residual.to(values.device).view_as(values), alpha=loss_scale)
-
-    def note_mean(self, mean: Tensor) -> None:
-        """Note whether the mean of a bucket of this step is finite."""
-        self._means.note(not_finite(mean))
-
-    def end_step(self) -> None:
-        """End a step, between two of them: forget what it sent if it was taken; send it again if not."""
-        means = self._means.read()
-        if len(means) < self._num_buckets or not all(bool(torch.isfinite(mean)) for mean in means):
-            self.keep()
-        self._sent.clear()
-        self._num_buckets = 0
-
-    def keep(self) -> None:
-        """Send again what the last step sent, since its means are not used."""
-        for layer, residual in self._sent.items():
-            self.add(layer, residual)
-        self._sent.clear()

@@ -230,8 +230,7 @@ class StatsRecorder:
         """Count a bucket whose gradients take ``dense`` bytes; ``sent`` of them not through the transport."""
         self.stats.buckets += 1
         self.stats.dense_bytes += dense
-        self.stats.payload_sent_bytes += sent
-        self.stats.payload_received_bytes += sent
+        self.beside(sent)
 
     def beside(self, moved: int) -> None:
         """Count bytes that were sent and received in addition to buckets, and not through the transport."""

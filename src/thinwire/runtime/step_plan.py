@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from thinwire.compressors import Coded, Compressor, Raw, RawSum, Summed, at_step, cold_start, learns_at
+from thinwire.compressors import (
+    Coded,
+    Compressor,
+    Raw,
+    RawSum,
+    Scheduled,
+    Summed,
+    Wrapper,
+    at_step,
+    cold_start,
+    learns_at,
+)
 from thinwire.plan import Plan
 from thinwire.runtime.slots import Slots
 
@@ -19,8 +30,8 @@ class StepPlan:
         self._begun: set[str] = set()
         self._learned: set[str] = set()
         self._followed: Plan | None = None
-        self._distinct: tuple[Compressor, ...] = ()
-        self._in_step: tuple[Compressor, ...] | None = None
+        self._scheduled: list[Compressor] = []
+        self._in_step: list[Compressor] | None = None
         self._awaits_begin = False
         self._present = Plan({})
         self._raw_is_summed = False
@@ -39,9 +50,10 @@ class StepPlan:
         """Take the form of ``step``, counted from the first compressed one."""
         # A few compressors serve all layers, and most of them have no schedule: then nothing is done for each layer.
         if plan is not self._followed:
-            self._followed, self._distinct, self._in_step = plan, tuple(dict.fromkeys(plan.layers.values())), None
+            self._followed, self._in_step = plan, None
+            self._scheduled = [c for c in dict.fromkeys(plan.layers.values()) if isinstance(c, Scheduled | Wrapper)]
             self._learned.clear()
-        in_step = tuple(at_step(compressor, step, learning_rate) for compressor in self._distinct)
+        in_step = [at_step(compressor, step, learning_rate) for compressor in self._scheduled]
         if in_step == self._in_step and not self._awaits_begin:
             return
         self._in_step = in_step

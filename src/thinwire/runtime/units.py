@@ -1,22 +1,31 @@
-"""Parameters that FSDP2 moves together, and the collectives that move them."""
+"""Parameters that FSDP2 moves together, and what ranks keep of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from thinwire.collectives import DeviceTransport, Transport, TransportError
-from thinwire.compressors import Coded, Delta, State, coder_of, rounded_for
+from thinwire.collectives import DeviceTransport, Layer, Transport
+from thinwire.compressors import (
+    RESIDUAL,
+    Coded,
+    Delta,
+    Learned,
+    Raw,
+    State,
+    coder_of,
+    find_mixin,
+    learns_at,
+    rounded_for,
+    teaches,
+)
 from thinwire.plan import Plan, Site, at_site
-from thinwire.runtime.channel import Channel
-from thinwire.runtime.exchange import Exchange
+from thinwire.runtime.exchange import Contents
 from thinwire.runtime.placement import Placement, ShardedLayer
-from thinwire.runtime.route import Route
-from thinwire.runtime.sharded_slots import ShardedSlots
-from thinwire.runtime.stats import Stats
+from thinwire.runtime.slots import Slots
 
 
 class Replica:
@@ -31,8 +40,10 @@ class Replica:
         """``names`` are the layers whose changes are sent; others keep zeros here, and are sent as they are."""
         self._placement, self.names = placement, tuple(names)
         self._values = torch.zeros(placement.numel, dtype=torch.float32, device=device)
-        self._runs = [list(self._runs_of(r)) for r in range(placement.num_ranks)]
-        self._mine = self._runs[rank]
+        self._runs = [slice(at, at + numel) for name in names for _, at, numel in placement.spans(name)]
+        """Elements of these layers."""
+        begin, end = rank * placement.part_numel, (rank + 1) * placement.part_numel
+        self._mine = [run for run in self._runs if begin <= run.start < end]
         self.filled = False
         """Whether the first gather has begun."""
 
@@ -41,12 +52,6 @@ class Replica:
         """Bytes of memory in use."""
         return self._values.nbytes
 
-    def _runs_of(self, rank: int) -> Iterator[slice]:
-        """Yield the elements of a rank's part that belong to these layers."""
-        for name in self.names:
-            start = rank * self._placement.part_numel + self._placement.starts[name]
-            yield slice(start, start + self._placement.by_name[name].numel_of(rank))
-
     def subtract(self, flat: Tensor) -> None:
         """Replace this rank's part of ``flat``, the weights, by how they differ from what has arrived of them."""
         for run in self._mine:
@@ -54,19 +59,18 @@ class Replica:
 
     def add(self, flat: Tensor, *, whole: bool) -> None:
         """Add the changes in ``flat``, or take the weights in it if they are ``whole``, and leave the weights there."""
-        for runs in self._runs:
-            for run in runs:
-                held = self._values[run]
-                if whole:
-                    held.copy_(flat[run])
-                else:
-                    held.add_(flat[run])
-                    flat[run].copy_(held)
-                held.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        for run in self._runs:
+            held = self._values[run]
+            if whole:
+                held.copy_(flat[run])
+            else:
+                held.add_(flat[run])
+                flat[run].copy_(held)
+            held.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def value(self, name: str) -> Tensor:
         """Return a copy of a layer, in its shape."""
-        return self._placement.whole(self._values, name)
+        return self._placement.whole(self._values, name).clone()
 
     def load(self, name: str, value: Tensor) -> None:
         """Set a layer."""
@@ -74,34 +78,44 @@ class Replica:
 
 
 class LayerGroup:
-    """The layers of a unit that take part in one kind of collective, and their slots."""
+    """The layers of a unit that take part in one kind of collective, with the compressors of its present plan."""
 
-    def __init__(self, site: Site, layers: Sequence[ShardedLayer], transport: Transport) -> None:
+    def __init__(self, site: Site, unit: Unit, names: Collection[str], plan: Plan) -> None:
         self.site: Site = site
+        layers = [layer for layer in unit.layers if layer.name in names]
         self.names = tuple(layer.name for layer in layers)
-        self.sharded = {at_site(site, layer.name): layer for layer in layers}
-        """Layers as ranks share them out, by their names in the plan."""
-        num_ranks = layers[0].num_ranks if layers else 1
-        self.placement = Placement([replace(layer, name=at_site(site, layer.name)) for layer in layers], num_ranks)
-        if site == "across":  # replicas have the same shard
-            self.placement = self.placement.part_of(transport.rank)
-        self._rank = transport.rank
-        self._device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
-        self.slots = ShardedSlots(self.placement, transport.rank, self._device, sends_all=site != "weights")
+        self.rank, self._index = unit.transport.rank, unit.index
+        placed = [replace(layer, name=at_site(site, layer.name)) for layer in layers]
+        # Replicas have the same shard.
+        only = self.rank if site == "across" else None
+        self.placement = Placement(placed, layers[0].num_ranks if layers else 1, only=only)
+        self._device = unit.transport.device if isinstance(unit.transport, DeviceTransport) else torch.device("cpu")
         self.replica: Replica | None = None
         """Replica of the layers whose changes are sent; None if there are none."""
+        self.learned_at = -1
+        """Step in which slots were last learned, counted from the first compressed one."""
+        self._learned: set[str] = set()
+        """Layers whose learned slots have been learned."""
+        self.raw = self.contents_of({})
+        self.follow(plan)
 
     def follow(self, plan: Plan) -> None:
-        self.slots.follow(self.compressors(plan))
+        """Use the compressors of another plan, or other slots, from now on."""
+        self.plan, self.compressors = plan, self.compressors_of(plan)
+        self.coded = self.contents_of(self.compressors)
+        self.has_slots = any(compressor.slots for compressor in self.compressors.values())
+        self.keeps_residuals = any(RESIDUAL in compressor.slots for compressor in self.compressors.values())
+        self._learns_at = {name: steps for name, c in self.compressors.items() if (steps := learns_at(c))}
+        self._learned.clear()
         changing = self.changing(plan)
         if changing != (self.replica.names if self.replica is not None else ()):
-            self.replica = Replica(self.placement, changing, self._rank, self._device) if changing else None
+            self.replica = Replica(self.placement, changing, self.rank, self._device) if changing else None
 
     def changing(self, plan: Plan) -> tuple[str, ...]:
         """Return the layers whose changes are sent."""
         return tuple(name for name in self.placement.by_name if isinstance(plan[name], Delta))
 
-    def compressors(self, plan: Plan) -> dict[str, Coded]:
+    def compressors_of(self, plan: Plan) -> dict[str, Coded]:
         """Return the compressor of each layer by its name in the plan, which `sharded_plan` has checked."""
         compressors = {}
         for name in self.placement.by_name:
@@ -110,6 +124,49 @@ class LayerGroup:
             # A policy may have chosen fewer bits than the rules.
             compressors[name] = rounded_for("weights", compressor) if self.site == "weights" else compressor
         return compressors
+
+    def contents_of(self, compressors: Mapping[str, Coded]) -> Contents:
+        """Return what a buffer holds with these compressors; without any, values as they are."""
+        key = (self.site, self._index, self.names, tuple(compressors.values()))
+        placement, chosen = self.placement, compressors or dict.fromkeys(self.placement.by_name, Raw())
+        if self.site != "across":
+            return Contents(key, (), placement.shards(chosen), placement.part_numel)
+        layers = (
+            Layer(name, placement.starts[name], (numel,), chosen[name])
+            for name, layer in placement.by_name.items()
+            if (numel := layer.numel_of(self.rank))
+        )
+        return Contents(key, tuple(layers))
+
+    def learning(self, step: int, slots: Slots) -> list[str]:
+        """Return the layers that learn in ``step``: in their compressor's steps, and from the first on until they have
+        learned. Learned slots differ between ranks: each rank learns them from what it sends, and sends them."""
+        found = []
+        for name, steps in self._learns_at.items():
+            if step < min(steps):
+                continue
+            shape = self.placement.by_name[name].shape
+            if name not in self._learned and slots.moved(name, self.compressors[name], shape, learned=True):
+                self._learned.add(name)
+            if name not in self._learned or (step in steps and step != self.learned_at):
+                found.append(name)
+        if any(step in self._learns_at[name] for name in found):
+            self.learned_at = step  # not where layers learn late, which differ between ranks
+        return found
+
+    def learn(self, x: Tensor, learning: Sequence[str], state: State) -> None:
+        """Learn slots of layers from what this rank sends: all parts of gradients, its own part of weights."""
+        for name in learning:
+            own = self.site == "weights"
+            values = self.placement.shard(x, name, self.rank) if own else self.placement.whole(x, name)
+            values = values.reshape(-1).float() / state.loss_scale
+            if not teaches(values):
+                continue
+            slots, learned = state.layers[name].now, find_mixin(self.compressors[name], Learned)
+            assert learned is not None
+            for slot, value in learned.learn(values, slots).items():
+                slots[slot].copy_(value.view_as(slots[slot]))
+            self._learned.add(name)
 
 
 @dataclass
@@ -136,95 +193,4 @@ class Unit:
     compressed: bool = False
     """Whether the last reduction was compressed: ``start`` is over."""
     kept: dict[int, Tensor] = field(default_factory=dict)
-
-
-Future = torch.futures.Future
-ShardChannel = Channel[Stats]
-
-
-@dataclass(kw_only=True)
-class WeightGather(Exchange):
-    """An all-gather of a unit's weights."""
-
-    flat: Tensor
-    members: LayerGroup
-    rank: int
-    since: int | None
-    """Steps since the first compressed one; None before it."""
-    keep: Callable[[Tensor], object] | None
-    """Function that gets this rank's part as it was sent, which takes the place of its weights (``master=False``)."""
-    replica: Replica | None
-    """Replica to which the message is a change."""
-    whole: bool
-    """Whether weights are sent in place of their change."""
-
-    def start(self, route: Route) -> tuple[Tensor, State | None]:
-        if self.replica is not None and not self.whole:
-            self.replica.subtract(self.flat)
-        return self.flat, None if self.since is None else self.members.slots.state(self.flat, self.since, 1.0)
-
-    def finish(self, x: Tensor, route: Route) -> None:
-        self.members.slots.close(self.draw or 0)
-        if self.replica is not None:
-            self.replica.add(x, whole=self.whole)
-        if self.keep is not None:
-            self.keep(self.members.placement.part(x, self.rank))
-
-
-@dataclass(kw_only=True)
-class GradientReduction(Exchange):
-    """A reduce-scatter of a unit's gradients."""
-
-    flat: Tensor
-    members: LayerGroup
-    loss_scale: float
-    again: bool
-    """Whether the unit was reduced in this step before."""
-    since: int | None
-    """Steps since the first compressed one; None before it."""
-    note: Callable[[Tensor], object] | None
-    """Function that gets the result, to note whether it is finite."""
-
-    def start(self, route: Route) -> tuple[Tensor, State | None]:
-        if self.since is None:
-            return self.flat, None
-        return self.flat, self.members.slots.state(self.flat, self.since, self.loss_scale, again=self.again)
-
-    def finish(self, x: Tensor, route: Route) -> None:
-        self.members.slots.close(self.draw or 0)
-        if self.note is not None and self.out is not None:
-            self.note(self.out)
-
-
-@dataclass(kw_only=True)
-class ReplicaMean(Exchange):
-    """An all-reduce, over the replicas of a shard, of its gradients."""
-
-    flat: Tensor
-    members: LayerGroup
-    loss_scale: float
-    again: bool
-    since: int | None
-    note: Callable[[Tensor], object] | None
-    """Function that gets the result, to note whether it is finite."""
-    after: Future[Tensor] | None
-    """Reduction among shards that fills ``flat``, where that is not over yet."""
-
-    def begin(self) -> None:
-        try:
-            if self.after is not None:
-                self.after.wait()
-        except TransportError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the replicas are told
-            self.failed = error
-
-    def start(self, route: Route) -> tuple[Tensor, State | None]:
-        if self.since is None:
-            return self.flat, None
-        return self.flat, self.members.slots.state(self.flat, self.since, self.loss_scale, again=self.again)
-
-    def finish(self, x: Tensor, route: Route) -> None:
-        self.members.slots.close(self.draw or 0)
-        if self.note is not None:
-            self.note(x)
+    """Last messages of this rank's weights, where only what was sent is kept of them."""

@@ -6,23 +6,38 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from thinwire.arguments import warn_caller
 from thinwire.collectives import Algorithm
 from thinwire.compressors import Raw
 from thinwire.plan import Plan, Site
 from thinwire.runtime import checkpoint
 from thinwire.runtime.adapt import Decision
-from thinwire.runtime.checkpoint import Checkpointable
 from thinwire.runtime.consistency import agree_on_state, raise_together
 from thinwire.runtime.engine import Engine
 from thinwire.runtime.executor import CLOSED, on_the_host
 from thinwire.runtime.stats import Stats
-from thinwire.runtime.warning import warn_caller
 
 E = TypeVar("E", bound=Engine)
+
+
+class Checkpointable:
+    """A Wire for libraries that call ``state_dict()`` on every rank and write what rank 0 returns, and load that on
+    every rank: ``Accelerator.register_for_checkpointing``."""
+
+    def __init__(self, wire: Wire[Any]) -> None:
+        self._wire = wire
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the states of all ranks. A collective call."""
+        return self._wire.gather_state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from a state, on every rank."""
+        self._wire.load_state_dict(state)
 
 
 class Wire(Generic[E]):

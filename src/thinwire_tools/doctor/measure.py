@@ -33,6 +33,8 @@ from thinwire_tools.doctor.watched import DoctorError, Watched
 
 _ROUTES = Path("/proc/net/route")
 _INTERFACES = Path("/sys/class/net")
+_ROUNDS = 4
+"""Number of times that links are measured, whose spread is the verdict's doubt."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def measure(observer: Observer, compressors: Collection[Compressor], line_rate: 
         transport = with_shared_memory(host, host.timeout) if device is None else transport
         # Hierarchies and unequal shares are for messages over the host.
         world = World(len(nodes), nodes) if device is None else None
-        links = measure_links(transport, world=world)
+        links = [measure_links(transport, world=world) for _ in range(_ROUNDS)]
         codecs = measure_codecs(compressors, transport)
         rates = torch.tensor([line_rate or interface_rate() or 0.0], dtype=torch.float64, device="cpu")
         slowest = float(transport.all_gather(rates).min())
