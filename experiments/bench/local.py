@@ -14,7 +14,7 @@ from thinwire_tools import lab
 from thinwire_tools.compare.comparison import Run
 from thinwire_tools.compare.demo import MARGIN, TASK, Turns
 from thinwire_tools.compare.paired import train_in_turns
-from thinwire_tools.compare.statistics import estimate, relative_differences
+from thinwire_tools.compare.statistics import estimate, reached, relative_differences
 from thinwire_tools.compare.tasks import GPTTask
 from thinwire_tools.compare.variants import (
     LOCAL_EVERY,
@@ -116,14 +116,14 @@ def add_losses(results: Results, learned: Sequence[Mapping[str, Run]]) -> None:
         bounds = {} if len(learned) == 1 else {"lower": above.lower, "upper": above.upper}
         results.add(f"val_loss_above_fp32/{name}", above.mean, "", **bounds)
         taken = [steps_to(runs[name], SAME_LOSS * runs["fp32"].losses[-1]) for runs in learned]
-        reached = [steps for steps in taken if steps is not None]
-        if len(reached) == len(taken):
-            results.add(f"steps_to_same_loss/{name}", fmean(reached), "steps", by_seed=taken)
+        known = [steps for steps in taken if steps is not None]
+        if len(known) == len(taken):
+            results.add(f"steps_to_same_loss/{name}", fmean(known), "steps", by_seed=taken)
 
 
 def steps_to(run: Run, loss: float) -> float | None:
     """Steps until the probe's loss first reaches ``loss``, between probes by a straight line."""
-    return replace(run, step_s=[1.0] * len(run.step_s)).seconds_to(loss)
+    return reached([0, *run.probe_steps], run.losses, loss)
 
 
 def add_speeds(results: Results, rate: str, trained: Mapping[str, Run], num_steps: int) -> None:

@@ -22,15 +22,14 @@ from experiments.framework.pages import show
 from thinwire.local import DiLoCo, Nesterov
 from thinwire.local.fragments import FEW_BITS
 from thinwire_tools import lab
-from thinwire_tools.bench.allreduce_rank import sent_on_interface
-from thinwire_tools.bench.rank import serve
-from thinwire_tools.bench.ranks import run_ranks
+from thinwire_tools.bench.allreduce import sent_on_interface
 from thinwire_tools.compare.gpt import GPTConfig
 from thinwire_tools.compare.statistics import estimate, relative_differences
 from thinwire_tools.compare.tasks import GPTTask
 from thinwire_tools.compare.train import digest, learning_rate
 from thinwire_tools.lab.network import address
 from thinwire_tools.lab.units import format_rate, parse_rate
+from thinwire_tools.ranks import run_ranks
 from thinwire_tools.results import OutputFile, Results
 
 PEER, OTHER = "torchft", "hivemind"
@@ -93,7 +92,7 @@ def _run(method: str, task: GPTTask, every: int, seed: int, rate: str) -> dict[s
     config = {"method": method, "compressor": COMPRESSORS.get(method, "")}
     config |= {"task": asdict(task), "every": every, "seed": seed}
     with lab.Network(2, rate=rate) as network:
-        return run_ranks(__name__, config, 2, network)
+        return run_ranks(train, config, 2, network)
 
 
 def _add(results: Results, rate: str, runs: dict[str, list[dict[str, Any]]]) -> None:
@@ -232,7 +231,3 @@ def _hivemind(model: nn.Module, optimizer: torch.optim.Optimizer, every: int) ->
     dist.barrier()
     averager.shutdown()
     table.shutdown()
-
-
-def main() -> None:
-    serve(train)

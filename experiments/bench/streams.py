@@ -12,9 +12,8 @@ import torch.distributed as dist
 from experiments.framework.pages import show
 from thinwire.collectives import ProcessGroupTransport
 from thinwire_tools import lab
-from thinwire_tools.bench.allreduce_rank import Method, Stopwatch
-from thinwire_tools.bench.rank import TIMEOUT, serve
-from thinwire_tools.bench.ranks import run_ranks
+from thinwire_tools.bench.allreduce import Method, Stopwatch
+from thinwire_tools.ranks import TIMEOUT, run_ranks
 from thinwire_tools.results import OutputFile, Results
 
 PAUSES_S = (0.0, 1.0)
@@ -54,7 +53,7 @@ def streams(
     for link in links:
         rate, rtt, *loss = link.split("/")
         with lab.Network(2, rate=rate, rtt=rtt, loss=loss[0] if loss else None) as network:
-            answer: Any = run_ranks(__name__, config, 2, network)
+            answer: Any = run_ranks(measure, config, 2, network)
             results.about[link] = network.describe()
         for pause_s in PAUSES_S:
             times = {number: seconds for number, paused_s, seconds in answer if paused_s == pause_s}
@@ -90,7 +89,3 @@ def measure(
             values = x.clone()
             times[number, pause_s].append(stopwatch.time(lambda n=number, v=values: methods[n].run(v), pause_s))
     return [(number, pause_s, seconds) for (number, pause_s), seconds in times.items()]
-
-
-def main() -> None:
-    serve(measure)

@@ -13,7 +13,7 @@ from experiments.framework.findings import Finding, record, table
 from experiments.framework.study import Study
 from thinwire.runtime import ParityError
 from thinwire_tools import lab
-from thinwire_tools.compare.rank_processes import RankFailed
+from thinwire_tools.ranks import RankFailed
 
 
 def chosen_parts(asked: Sequence[str], known: Mapping[str, object]) -> list[str]:

@@ -8,11 +8,10 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
-from experiments.framework import rank as rank_module
-from experiments.framework.rank import Call, command
+from experiments.framework.rank import Call, Rank
 from experiments.framework.run_cache import RunCache
 from thinwire_tools import lab
-from thinwire_tools.compare.rank_processes import launch_ranks
+from thinwire_tools.ranks import launch_ranks
 
 _TIMEOUT_S = 180.0
 
@@ -39,7 +38,7 @@ class Ranks:
         with ExitStack() as stack:
             self.network = stack.enter_context(self._made)
             options: dict[str, Any] = {"name": self._name, "timeout_s": _TIMEOUT_S}
-            started = launch_ranks(rank_module, None, self.num_ranks, self.network, **options)
+            started = launch_ranks(Rank, self.num_ranks, self.network, **options)
             self._ranks, self.folder = stack.enter_context(started)
             self._stack = stack.pop_all()
         return self
@@ -67,7 +66,7 @@ class Ranks:
             if hear is not None and event["event"] == "step" and teller in (None, rank):
                 hear(event)
 
-        return self._ranks.run(command(function, arguments), on_event, _nothing)
+        return self._ranks.run(function, arguments, on_event)
 
     def kept(self, key: dict[str, Any], make: Callable[[], Any]) -> Any:
         """Return the result of ``make``, or the earlier one under the same key by as many ranks."""
@@ -97,7 +96,3 @@ def described(task: Any) -> dict[str, Any]:
 def telling(on_step: OnStep) -> Callable[[dict[str, Any]], None]:
     """Return a function that tells steps of training."""
     return lambda event: on_step(event["step"], event["loss"])
-
-
-def _nothing(*_: Any) -> None:
-    """Ignore the arguments."""

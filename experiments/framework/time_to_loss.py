@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from statistics import fmean, geometric_mean, median
 from typing import Any, Self
 
 from experiments.framework.verdicts import Judgment, faster
+from thinwire_tools.compare.statistics import reached
 
 Rounds = Mapping[str, Sequence[float]]
 """Seconds of a step, by method that was timed and round of turns."""
@@ -114,14 +114,3 @@ def sooner(ours: Course, other: Course, rounds: Rounds) -> Sooner:
     )
     step_s = (median(rounds[ours.usual]), median(rounds[other.usual]))
     return Sooner(ratios, (fmean(steps[0]), fmean(steps[1])), fmean(losses), step_s)
-
-
-def reached(at: Sequence[float], losses: Sequence[float], loss: float) -> float | None:
-    """Return the first of ``at``, steps or seconds, at which ``losses`` are at ``loss``, interpolated linearly; None if
-    they never are."""
-    if losses and losses[0] <= loss:
-        return at[0]
-    for (before_at, before), (after_at, after) in pairwise(zip(at, losses, strict=True)):
-        if after <= loss:
-            return before_at + (before - loss) / (before - after) * (after_at - before_at)
-    return None

@@ -14,7 +14,7 @@ from experiments.bench.gradients import Gradients, Moment, make_task, record
 from experiments.bench.passes import Pass, Quality, measure_quality
 from experiments.framework.pages import BENCHMARKS
 from thinwire.compressors import FFT, QSGD, TernGrad, TopK, parse, registered
-from thinwire_tools.compare import every
+from thinwire_tools.compare.variants import EVERY
 
 LAYERS = {"a": (48, 64), "b": (128, 40)}
 
@@ -80,7 +80,7 @@ def test_every_compressor_is_compared_and_the_page_names_what_is() -> None:
     assert not [n for n in registered() if n not in specs and n not in without]
     named = set(re.findall(r'^  ".+": "(.+)",$', (BENCHMARKS / "compressors.j2").read_text(), re.MULTILINE))
     assert "minmax(bits=4, bucket=128)" in named
-    for measured in (families.default_specs(), every.EVERY):
+    for measured in (families.default_specs(), EVERY):
         assert named <= {str(parse(spec)) for spec in measured}
 
 

@@ -11,7 +11,7 @@ from statistics import median, variance
 import pytest
 
 from experiments.framework.power import TASKS, Task, measured, power, powers
-from experiments.framework.time_to_loss import Course, reached, sooner
+from experiments.framework.time_to_loss import Course, sooner
 from experiments.framework.verdicts import (
     RUN_SCATTER,
     Judgment,
@@ -23,7 +23,7 @@ from experiments.framework.verdicts import (
     larger,
     matches,
 )
-from thinwire_tools.compare.statistics import estimate
+from thinwire_tools.compare.statistics import estimate, reached
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TASK = Task("task", "loss", "file", "loss/*", "loss/control*")

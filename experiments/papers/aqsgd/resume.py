@@ -18,7 +18,7 @@ from experiments.papers.aqsgd.methods import FP32, Method, aqsgd, direct
 from experiments.papers.aqsgd.study import NUM_STAGES, AQSGDScale, AQSGDStudy
 from experiments.papers.aqsgd.tasks import FineTuning
 from experiments.papers.aqsgd.trainings import Asked, Trained, Trainings
-from thinwire_tools.compare.rank_processes import RankFailed
+from thinwire_tools.ranks import RankFailed
 
 _STORES: tuple[Literal["memory", "disk"], ...] = ("memory", "disk")
 

@@ -17,7 +17,7 @@ from experiments.framework.claims import Row
 from experiments.framework.rank import Rank
 from experiments.framework.ranks import Ranks
 from experiments.framework.study import Scale
-from experiments.framework.time_to_loss import courses, reached, sooner
+from experiments.framework.time_to_loss import courses, sooner
 from experiments.framework.timing import Times, shown_rate
 from experiments.papers.aqsgd.judging import course, draw_runs, facts, held_out
 from experiments.papers.aqsgd.resume import checkpoint_every, killed, kills, steps_of
@@ -50,7 +50,7 @@ from experiments.tasks.images import load
 from experiments.tasks.models import Model
 from thinwire_tools import plots
 from thinwire_tools.compare.data import standard_library
-from thinwire_tools.compare.statistics import relative_differences
+from thinwire_tools.compare.statistics import reached, relative_differences
 from thinwire_tools.lab import parse_rate
 
 NUM_STAGES = 2

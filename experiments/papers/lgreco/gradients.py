@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from thinwire.compressors import Compressor, Raw
 from thinwire.plan import Plan, sent_bytes
 from thinwire.policies import Evidence, Policy, Proposal, Sync
-from thinwire.policies.errors import squared_errors
+from thinwire.policies.candidates import squared_errors
 from thinwire_tools.compare.train import learning_rate
 
 NUM_RANKS = 2

@@ -20,7 +20,7 @@ from thinwire.integrations.devices import device_of, on_device, trained
 from thinwire.integrations.options import Network
 from thinwire.integrations.transports import bare_transport
 from thinwire.plan.cost import codec_seconds
-from thinwire.plan.forecast.links import Links
+from thinwire.plan.forecast import Links
 from thinwire.runtime.probe import (
     Pair,
     find_nodes,
