@@ -1,4 +1,4 @@
-"""What commands write and show: the one JSON shape of ``--json``, and tables of figures."""
+"""Results of commands: the one JSON shape that each writes with ``--json``, and tables of figures."""
 
 from __future__ import annotations
 
