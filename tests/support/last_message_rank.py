@@ -11,7 +11,7 @@ from typing import TextIO
 import torch.distributed as dist
 
 from thinwire.collectives import Pending, ProcessGroupTransport
-from thinwire.collectives.traffic import Outgoing
+from thinwire.collectives.transport import Outgoing
 
 TIMEOUT = timedelta(seconds=10)
 STEPS = 3

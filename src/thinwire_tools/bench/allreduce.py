@@ -135,7 +135,7 @@ class Method:
         self.transport = transport
         layer = Layer("gradient", 0, (numel,), compressor)
         self.layout = Layout.build([layer], world, torch.float32, chosen)
-        self.gathers = self.layout.has_gathered
+        self.gathers = bool(self.layout.gathered)
         self.buffers = (
             gather_buffers(self.layout, transport) if self.gathers else transport.open(self.layout.reduction_traffic())
         )
