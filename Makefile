@@ -140,7 +140,6 @@ readme: .venv/ready
 
 # The documentation, strictly: a link or an anchor that leads nowhere is an error. Open build/site/index.html.
 docs: .venv/ready
-	$(BIN)/python tools/journey.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # An sdist, and from it a wheel for every Python from 3.11 on, in dist/.

@@ -22,7 +22,7 @@ from thinwire.local import DiLoCo, Nesterov, preset
 from thinwire.optim import CompressedAdamW, Muon, QuantizedAdam
 from thinwire.pipeline.message import Batch
 from thinwire.pipeline.options import PipelineOptions
-from thinwire.plan.forecast.links import Curve
+from thinwire.plan.forecast import Curve
 from thinwire.policies import Auto, ByLink, parse_policy
 from thinwire.policies.families import family
 from thinwire.runtime.engine import WireSettings

@@ -248,11 +248,16 @@ def speed(small: bool) -> Iterator[Figures]:
 
 def as_if_there_were_others() -> None:
     """Have the only rank compress and exchange what it would among several: it owns everything, and sends nothing."""
-    from thinwire.runtime.engine import BucketEngine
+    from thinwire.runtime.bucket_engine import Bucket, BucketEngine
 
-    def reduce(self, flat, layers, step, loss_scale, failed=None):
-        yield from self._communicate(flat, layers, step, loss_scale, failed)
-        return flat
+    usual = BucketEngine.reduce
+
+    def reduce(self, flat, layers, *, loss_scale=1.0):
+        if self.simulated or self.dense:
+            return usual(self, flat, layers, loss_scale=loss_scale)
+        made = self._make(flat, layers, loss_scale)
+        bucket = {"flat": flat, "layers": layers, "loss_scale": loss_scale, "made": made, "failed": None}
+        return self.channel.submit(Bucket(kind="all_reduce", dtype=flat.dtype, number=self.step, engine=self, **bucket))
 
     BucketEngine.reduce = reduce
 
@@ -260,31 +265,27 @@ def as_if_there_were_others() -> None:
 def trainer(small: bool, spec: str | None) -> tuple[Callable[[], Any], int, Any]:
     """What makes one step of a GPT on Python's own library and returns its loss, how many parameters, and its wire."""
     import torch
-    from torch.nn.parallel import DistributedDataParallel
 
     from thinwire.integrations.ddp import Options, attach_ddp
-    from thinwire_tools.compare.data import draw_offsets, standard_library, windows
-    from thinwire_tools.compare.gpt import GPT, GPTConfig, next_token_loss
+    from thinwire_tools.compare.gpt import GPTConfig
+    from thinwire_tools.compare.tasks import GPTTask
 
     device = place()
     large = not small and torch.cuda.get_device_properties(0).total_memory > 30e9
     width, layers, context, batch = (32, 2, 32, 2) if small else (1024, 8, 256, 16) if large else (512, 8, 256, 16)
     torch.set_float32_matmul_precision("high")
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(context=context, width=width, layers=layers, heads=max(2, width // 64))).to(device)
-    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    shape = GPTConfig(context=context, width=width, layers=layers, heads=max(2, width // 64))
+    task = GPTTask(shape, steps=300, batch=batch, bucket_cap_mb=25.0)
+    model = task.distribute(task.build(0).to(device))
     as_if_there_were_others()
     options = Options(compressor=spec, skip_if_slower=False, as_device=device.type == "cpu")
     wire = attach_ddp(model, options) if spec else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    text = standard_library().train
-    offsets = draw_offsets(len(text), steps=300, num_ranks=1, batch=batch, context=context, seed=0)
-    given = iter([tuple(part.to(device) for part in windows(text, row[0], context)) for row in offsets])
+    batches = iter([tuple(part.to(device) for part in pair) for pair in task.batches(0, 0, 1)])
 
     def step() -> Any:
-        tokens, targets = next(given)
         optimizer.zero_grad()
-        loss = next_token_loss(model(tokens), targets)
+        loss = task.loss(model, next(batches))
         loss.backward()
         optimizer.step()
         return loss.detach()

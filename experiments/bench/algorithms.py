@@ -15,10 +15,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from experiments.framework.pages import show
 from thinwire.collectives import ProcessGroupTransport
 from thinwire_tools import lab
-from thinwire_tools.bench.allreduce import add, measure
-from thinwire_tools.bench.allreduce_rank import Method, Stopwatch
-from thinwire_tools.bench.rank import TIMEOUT, serve
-from thinwire_tools.bench.ranks import run_ranks
+from thinwire_tools.bench.allreduce import Method, Stopwatch, add, measure
+from thinwire_tools.ranks import TIMEOUT, run_ranks
 from thinwire_tools.results import OutputFile, Results
 
 FLAT = ("sra", "ring", "tree", "allgather", "parameter_server")
@@ -151,7 +149,7 @@ def streams(
     for link in links:
         rate, rtt, *loss = link.split("/")
         with lab.Network(2, rate=rate, rtt=rtt, loss=loss[0] if loss else None) as network:
-            answer: Any = run_ranks(__name__, config, 2, network)
+            answer: Any = run_ranks(time_streams, config, 2, network)
             results.about[link] = network.describe()
         for pause_s in PAUSES_S:
             times = {number: seconds for number, paused_s, seconds in answer if paused_s == pause_s}
@@ -187,7 +185,3 @@ def time_streams(
             values = x.clone()
             times[number, pause_s].append(stopwatch.time(lambda n=number, v=values: methods[n].run(v), pause_s))
     return [(number, pause_s, seconds) for (number, pause_s), seconds in times.items()]
-
-
-def main() -> None:
-    serve(time_streams)

@@ -17,16 +17,14 @@ import thinwire
 from experiments.framework.pages import show
 from thinwire.plan import DEFAULT_RULES
 from thinwire_tools import lab
-from thinwire_tools.bench.rank import serve
-from thinwire_tools.bench.ranks import run_ranks
-from thinwire_tools.bench.turns import Turns, gpt, token_batch
+from thinwire_tools.bench.step import Turns, gpt, token_batch
 from thinwire_tools.compare.gpt import GPT, GPTConfig
+from thinwire_tools.doctor.examine import StopScript
 from thinwire_tools.doctor.measure import Measured
 from thinwire_tools.doctor.observer import Observer
-from thinwire_tools.doctor.predict import measure_for, predict_step
-from thinwire_tools.doctor.probe import StopScript
 from thinwire_tools.doctor.settings import Setting, ceiling
-from thinwire_tools.doctor.settings_sharded import ShardedSetting
+from thinwire_tools.doctor.settings_sharded import ShardedSetting, measure_for, predict_step
+from thinwire_tools.ranks import run_ranks
 from thinwire_tools.results import OutputFile, Results
 
 _RATES = ("100mbit", "200mbit", "500mbit", "1gbit")
@@ -92,7 +90,7 @@ def doctor(
             shape: dict[str, Any] = {"rate": rate} | ({} if rtt in ("0ms", "0") else {"rtt": rtt})
             cell = f"{rate}/{rtt}"
             with lab.Network(ranks, **shape) as network, console.status(f"{rate}, +{rtt} ..."):
-                answer = run_ranks(__name__, config, ranks, network)
+                answer = run_ranks(predict_and_take, config, ranks, network)
             results.about["cells"][cell] = {k: v for k, v in answer.items() if k not in ("predictions", "times")}
             _add(results, cell, answer)
     errors = [abs(row["value"]) for row in results.results if row["name"].startswith("error/")]
@@ -219,7 +217,3 @@ def predict_and_take(
         "native_cpu": middle.native_cpu,
         "exchange_cpu": middle.exchange_cpu,
     }
-
-
-def main() -> None:
-    serve(predict_and_take)

@@ -21,17 +21,16 @@ from thinwire.collectives import ProcessGroupTransport, ring_bytes
 from thinwire.plan import Filter
 from thinwire.runtime import BucketEngine
 from thinwire_tools import lab
-from thinwire_tools.bench.allreduce_rank import same_everywhere, sent_on_interface
-from thinwire_tools.bench.rank import TIMEOUT, serve
-from thinwire_tools.bench.ranks import run_ranks
+from thinwire_tools.bench.allreduce import same_everywhere, sent_on_interface
 from thinwire_tools.compare.compare import Bar, facts_of
-from thinwire_tools.compare.every import TINY
 from thinwire_tools.compare.paired import compare_training
+from thinwire_tools.compare.tasks import SIZES
 from thinwire_tools.compare.variants import ALONE
+from thinwire_tools.ranks import TIMEOUT, run_ranks
 from thinwire_tools.results import OutputFile, Results
 
 SPECS = ("intsgd(bits=8)", "intsgd(bits=4)", "intsgd(bits=2)", "intdiana(bits=2)")
-_TASKS = {"digits": ImageTask(steps=200, batch=16), "gpt": TINY}
+_TASKS = {"digits": ImageTask(steps=200, batch=16), "gpt": SIZES["tiny"]}
 """By momentum SGD, and by AdamW."""
 
 
@@ -101,7 +100,7 @@ def _time(results: Results, ranks: int, rate: str, size_mb: float, repeats: int)
     """Time all methods; the figures go to ``results``."""
     config: dict[str, Any] = {"specs": SPECS, "numel": int(size_mb * 1e6 / 4), "repeats": repeats}
     with lab.Network(ranks, rate=rate) as network:
-        answer = run_ranks(__name__, config, ranks, network)
+        answer = run_ranks(measure, config, ranks, network)
     for spec, figures in answer.items():
         results.add(f"seconds/{spec}", figures["seconds"], "s", all=figures["all"])
         results.add(f"sent_bytes/{spec}", figures["sent_bytes"], "B", interface=figures["interface_bytes"])
@@ -177,7 +176,3 @@ def _wire(spec: str, shapes: dict[str, tuple[int, ...]]) -> Wire:
     assert isinstance(lane, dist.ProcessGroup)
     transport = ProcessGroupTransport(group, TIMEOUT, lane)
     return Wire(BucketEngine(Plan.build(shapes, spec, Filter()), shapes, transport))
-
-
-def main() -> None:
-    serve(measure)

@@ -24,14 +24,12 @@ from experiments.framework.pages import show
 from thinwire.local import DiLoCo, Nesterov
 from thinwire.local.fragments import FEW_BITS
 from thinwire_tools import lab
-from thinwire_tools.bench.allreduce_rank import sent_on_interface
-from thinwire_tools.bench.rank import serve
-from thinwire_tools.bench.ranks import run_ranks
+from thinwire_tools.bench.allreduce import sent_on_interface
 from thinwire_tools.compare.comparison import Run
 from thinwire_tools.compare.demo import MARGIN, TASK, Turns
 from thinwire_tools.compare.gpt import GPTConfig
 from thinwire_tools.compare.paired import train_in_turns
-from thinwire_tools.compare.statistics import estimate, relative_differences
+from thinwire_tools.compare.statistics import estimate, reached, relative_differences
 from thinwire_tools.compare.tasks import GPTTask
 from thinwire_tools.compare.train import digest, learning_rate
 from thinwire_tools.compare.variants import (
@@ -44,6 +42,7 @@ from thinwire_tools.compare.variants import (
 )
 from thinwire_tools.lab.network import address
 from thinwire_tools.lab.units import format_rate, parse_rate
+from thinwire_tools.ranks import run_ranks
 from thinwire_tools.results import OutputFile, Results
 
 VARIANTS = {
@@ -136,14 +135,14 @@ def add_losses(results: Results, learned: Sequence[Mapping[str, Run]]) -> None:
         bounds = {} if len(learned) == 1 else {"lower": above.lower, "upper": above.upper}
         results.add(f"val_loss_above_fp32/{name}", above.mean, "", **bounds)
         taken = [steps_to(runs[name], SAME_LOSS * runs["fp32"].losses[-1]) for runs in learned]
-        reached = [steps for steps in taken if steps is not None]
-        if len(reached) == len(taken):
-            results.add(f"steps_to_same_loss/{name}", fmean(reached), "steps", by_seed=taken)
+        known = [steps for steps in taken if steps is not None]
+        if len(known) == len(taken):
+            results.add(f"steps_to_same_loss/{name}", fmean(known), "steps", by_seed=taken)
 
 
 def steps_to(run: Run, loss: float) -> float | None:
     """Steps until the probe's loss first reaches ``loss``, between probes by a straight line."""
-    return replace(run, step_s=[1.0] * len(run.step_s)).seconds_to(loss)
+    return reached([0, *run.probe_steps], run.losses, loss)
 
 
 def add_speeds(results: Results, rate: str, trained: Mapping[str, Run], num_steps: int) -> None:
@@ -226,7 +225,7 @@ def _run(method: str, task: GPTTask, every: int, seed: int, rate: str) -> dict[s
     config = {"method": method, "compressor": COMPRESSORS.get(method, "")}
     config |= {"task": asdict(task), "every": every, "seed": seed}
     with lab.Network(2, rate=rate) as network:
-        return run_ranks(__name__, config, 2, network)
+        return run_ranks(train, config, 2, network)
 
 
 def _add(results: Results, rate: str, runs: dict[str, list[dict[str, Any]]]) -> None:
@@ -365,7 +364,3 @@ def _hivemind(model: nn.Module, optimizer: torch.optim.Optimizer, every: int) ->
     dist.barrier()
     averager.shutdown()
     table.shutdown()
-
-
-def main() -> None:
-    serve(train)

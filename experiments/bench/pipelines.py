@@ -23,9 +23,8 @@ import thinwire
 from experiments.framework.pages import show
 from thinwire.store import Disk
 from thinwire_tools import lab
-from thinwire_tools.bench.rank import serve
-from thinwire_tools.bench.ranks import run_ranks
 from thinwire_tools.compare.statistics import estimate, relative_differences
+from thinwire_tools.ranks import run_ranks
 from thinwire_tools.results import OutputFile, Results
 
 RANKS, CHUNKS, BATCH, LENGTH, WIDTH = 4, 8, 2, 128, 512
@@ -85,7 +84,7 @@ def run(
     """Return the seconds of the steps that `measure` takes; ``network`` None: over loopback."""
     config = {"method": method, "schedule": schedule, "stages": stages, "chunks": CHUNKS, "batch": BATCH}
     config |= {"length": LENGTH, "width": WIDTH, "steps": steps}
-    return run_ranks(__name__, config, RANKS, network)["step_s"]
+    return run_ranks(measure, config, RANKS, network)["step_s"]
 
 
 # --- on a rank
@@ -225,10 +224,6 @@ def _compressed(stage: PipelineStage, method: list[Any], num_samples: int) -> th
     forward, backward, *folder = method
     store = Disk(*folder, num_samples=num_samples) if folder else None
     return thinwire.compress_stage(stage, forward=forward, backward=backward, store=store)
-
-
-def main() -> None:
-    serve(measure)
 
 
 KEEPING_SCHEDULES = ("gpipe", "1f1b")

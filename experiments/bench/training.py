@@ -20,12 +20,11 @@ import thinwire
 from thinwire.local import DiLoCo
 from thinwire.local.fragments import FEW_BITS
 from thinwire.optim import CompressedAdamW, Muon, QuantizedAdam
-from thinwire_tools.bench.rank import serve
-from thinwire_tools.bench.ranks import run_ranks
 from thinwire_tools.compare.gpt import GPTConfig
 from thinwire_tools.compare.statistics import estimate, relative_differences
 from thinwire_tools.compare.tasks import GPTTask
 from thinwire_tools.compare.train import digest, gradient_bytes, learning_rate, ring_factor
+from thinwire_tools.ranks import run_ranks
 from thinwire_tools.results import OutputFile, Results
 
 
@@ -152,7 +151,7 @@ def best_of(tried: Mapping[float, Mapping[str, float]]) -> float:
 
 def _run(method: Method, task: GPTTask, workers: int, seed: int, rate: float) -> dict[str, float]:
     config = {"method": asdict(method), "task": asdict(task), "lr": rate, "seed": seed}
-    return run_ranks(__name__, config, workers, None)
+    return run_ranks(train, config, workers, None)
 
 
 def _against(losses: Mapping[str, list[float]], name: str, results: Results) -> str:
@@ -236,7 +235,3 @@ def _optimizer(method: dict[str, Any], model: nn.Module, lr: float, steps: int) 
         case order:
             options = {"betas": _BETAS, "weight_decay": _WEIGHT_DECAY, "order": order}
             return CompressedAdamW(model.parameters(), lr, **options)
-
-
-def main() -> None:
-    serve(train)

@@ -19,9 +19,9 @@ from experiments.framework.study import Scale, Screen, Study
 from experiments.framework.verdicts import JUDGED
 from thinwire.runtime import ParityError
 from thinwire_tools import lab, plots
-from thinwire_tools.compare.rank_processes import RankFailed
 from thinwire_tools.compare.statistics import need_scipy
 from thinwire_tools.exits import ends_command
+from thinwire_tools.ranks import RankFailed
 from thinwire_tools.results import OutputFile
 
 

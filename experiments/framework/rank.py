@@ -1,4 +1,4 @@
-"""The one rank program: every rank calls the functions that its parent names, each with the rank's lasting objects.
+"""A rank: it calls the functions that its parent names, each with the rank's lasting objects.
 
 A function that ranks call takes its `Rank` first and returns plain values, which go back as JSON. Whatever trains is an
 attachment: replicas under DDP (`replicas`), shards under FSDP2 (`qsdp.trainings`), stages of a pipeline
@@ -7,16 +7,16 @@ attachment: replicas under DDP (`replicas`), shards under FSDP2 (`qsdp.trainings
 
 from __future__ import annotations
 
-import base64
 import gc
-import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import torch.distributed as dist
+
 from experiments.framework.replay import Clock, pin
-from thinwire_tools.compare.rank_program import Channel, join, run_rank
+from thinwire_tools.ranks import Channel
 
 
 class Timed(ABC):
@@ -49,9 +49,9 @@ class Timed(ABC):
 class Rank:
     """The rank's lasting objects over all calls: the process group, and the models that take turns."""
 
-    def __init__(self, setup: dict[str, Any], channel: Channel) -> None:
+    def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.rank, self.num_ranks = join(setup)
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.timed: list[Timed] = []
         self.slowdown, self.clock = 1, Clock(1)
 
@@ -100,22 +100,3 @@ class Rank:
 
 
 Call = Callable[..., dict[str, Any]]
-
-
-def command(function: Call, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the command to a rank to call ``function``, of a module's top, with its `Rank` and ``arguments``."""
-    pickled = base64.b64encode(pickle.dumps((function, arguments))).decode()
-    return {"do": f"{function.__module__}:{function.__qualname__}", "call": pickled}
-
-
-def _serve(channel: Channel) -> None:
-    rank = Rank(channel.receive(), channel)
-    channel.send("done")
-    while True:
-        # A message of the parent is as trusted as the parent.
-        function, arguments = pickle.loads(base64.b64decode(channel.receive()["call"]))
-        channel.send("done", **function(rank, **arguments))
-
-
-def main() -> None:
-    run_rank(_serve)

@@ -15,10 +15,9 @@ from types import TracebackType
 from typing import Any, Self
 
 import thinwire
-from experiments.framework import rank as rank_module
-from experiments.framework.rank import Call, command
+from experiments.framework.rank import Call, Rank
 from thinwire_tools import lab
-from thinwire_tools.compare.rank_processes import launch_ranks
+from thinwire_tools.ranks import launch_ranks
 
 _SUFFIXES = (".py", ".cpp", ".h")
 _MORE_SOURCES = ("native", "experiments/framework", "experiments/tasks")
@@ -95,7 +94,7 @@ class Ranks:
         with ExitStack() as stack:
             self.network = stack.enter_context(self._made)
             options: dict[str, Any] = {"name": self._name, "timeout_s": _TIMEOUT_S}
-            started = launch_ranks(rank_module, None, self.num_ranks, self.network, **options)
+            started = launch_ranks(Rank, self.num_ranks, self.network, **options)
             self._ranks, self.folder = stack.enter_context(started)
             self._stack = stack.pop_all()
         return self
@@ -123,7 +122,7 @@ class Ranks:
             if hear is not None and event["event"] == "step" and teller in (None, rank):
                 hear(event)
 
-        return self._ranks.run(command(function, arguments), on_event, _nothing)
+        return self._ranks.run(function, arguments, on_event)
 
     def kept(self, key: dict[str, Any], make: Callable[[], Any]) -> Any:
         """Return the result of ``make``, or the earlier one under the same key by as many ranks."""
@@ -153,7 +152,3 @@ def described(task: Any) -> dict[str, Any]:
 def telling(on_step: OnStep) -> Callable[[dict[str, Any]], None]:
     """Return a function that tells steps of training."""
     return lambda event: on_step(event["step"], event["loss"])
-
-
-def _nothing(*_: Any) -> None:
-    """Ignore the arguments."""

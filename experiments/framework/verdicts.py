@@ -11,11 +11,10 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from statistics import fmean, geometric_mean, median
 from typing import Any, Self
 
-from thinwire_tools.compare.statistics import CONFIDENCE, Estimate, estimate, need_scipy
+from thinwire_tools.compare.statistics import CONFIDENCE, Estimate, estimate, need_scipy, reached
 
 RUN_SCATTER = 0.083
 """Standard deviation, between runs of the same experiment, of the logarithm of a ratio of step times; pooled over the
@@ -313,14 +312,3 @@ def sooner(ours: Course, other: Course, rounds: Rounds) -> Sooner:
     )
     step_s = (median(rounds[ours.usual]), median(rounds[other.usual]))
     return Sooner(ratios, (fmean(steps[0]), fmean(steps[1])), fmean(losses), step_s)
-
-
-def reached(at: Sequence[float], losses: Sequence[float], loss: float) -> float | None:
-    """Return the first of ``at``, steps or seconds, at which ``losses`` are at ``loss``, interpolated linearly; None if
-    they never are."""
-    if losses and losses[0] <= loss:
-        return at[0]
-    for (before_at, before), (after_at, after) in pairwise(zip(at, losses, strict=True)):
-        if after <= loss:
-            return before_at + (before - loss) / (before - after) * (after_at - before_at)
-    return None

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from thinwire.policies import Evidence, LGreco, allocate
-from thinwire.policies.allocate import Array
-from thinwire.policies.budget import BudgetedPolicy
-from thinwire.policies.candidates import LayerCandidates
+from thinwire.policies import Evidence, LGreco
+from thinwire.policies.budget import BudgetedPolicy, Infeasible, total
+from thinwire.policies.candidates import Array, LayerCandidates
 from thinwire.policies.kmeans import MappedPolicy, ladder
 from thinwire.policies.policy import gradient_norm
 
@@ -68,7 +67,7 @@ class Bayes(BudgetedPolicy):
         start = np.array([_reference_rung(layer, rungs) for layer, rungs in zip(layers, ladders, strict=True)])
         # Before anything is learned: the reference, and all layers one candidate stronger and one weaker.
         tried = list(np.unique([np.clip(start + by, 0, most) for by in (0, -1, 1)], axis=0))
-        tried_errors = [allocate.total(errors, plan) for plan in tried]
+        tried_errors = [total(errors, plan) for plan in tried]
         tiny = 1e-12 * budget or 1e-30
         scales = kernels.Matern([1.0] * len(layers), (5e-2, 1e2), nu=2.5)  # pyright: ignore[reportArgumentType]
         kernel = kernels.ConstantKernel(1.0, (1e-2, 1e3)) * scales
@@ -87,13 +86,13 @@ class Bayes(BudgetedPolicy):
             kernel = process.kernel_
             mean, deviation = process.predict(plans / np.maximum(most, 1), return_std=True)
             within = norm.cdf((np.log(max(budget, tiny)) - mean) / np.maximum(deviation, 1e-9))
-            cost = np.array([allocate.total(costs, plan) for plan in plans])
-            now = allocate.total(costs, tried[best]) if best is not None else cost.max() * (1 + 1e-9)
+            cost = np.array([total(costs, plan) for plan in plans])
+            now = total(costs, tried[best]) if best is not None else cost.max() * (1 + 1e-9)
             tried.append(plans[int(np.argmax(np.maximum(now - cost, 0.0) * within))])
-            tried_errors.append(allocate.total(errors, tried[-1]))
+            tried_errors.append(total(errors, tried[-1]))
         best = _cheapest(tried, tried_errors, costs, budget)
         if best is None:
-            raise allocate.Infeasible(f"no plan that was tried keeps the error within {budget:.4g}")
+            raise Infeasible(f"no plan that was tried keeps the error within {budget:.4g}")
         return [int(rungs[k]) for rungs, k in zip(ladders, tried[best], strict=True)]
 
     def _proposals(self, draw: np.random.Generator, best: Array, most: Array, tried: Sequence[Array]) -> Array:
@@ -123,4 +122,4 @@ def _reference_rung(layer: LayerCandidates, rungs: Sequence[int]) -> int:
 def _cheapest(tried: Sequence[Array], errors: Sequence[float], costs: Sequence[Array], budget: float) -> int | None:
     """The cheapest plan within the budget."""
     within = [i for i, error in enumerate(errors) if error <= budget]
-    return min(within, key=lambda i: allocate.total(costs, tried[i]), default=None)
+    return min(within, key=lambda i: total(costs, tried[i]), default=None)

@@ -16,8 +16,7 @@ from experiments.policies.recording import Training
 from thinwire.compressors import Compressor, MinMax, PowerSGD, Raw, TopK, Unsuited, unwrap
 from thinwire.plan import Plan, sent_bytes
 from thinwire.policies import Evidence
-from thinwire.policies.candidates import LayerCandidates
-from thinwire.policies.errors import squared_errors
+from thinwire.policies.candidates import LayerCandidates, squared_errors
 
 
 @dataclass(frozen=True)

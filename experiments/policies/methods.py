@@ -12,8 +12,7 @@ from experiments.policies.baselines import Bayes, ByPriority, Linear
 from experiments.policies.candidates import Table
 from thinwire.compressors import Compressor, TopK, unwrap
 from thinwire.policies import Accordion, KMeans, LGreco
-from thinwire.policies.allocate import Infeasible
-from thinwire.policies.budget import BudgetedPolicy
+from thinwire.policies.budget import BudgetedPolicy, Infeasible
 
 Plan = Mapping[str, Compressor]
 Memory = Mapping[str, tuple[float, ...]]

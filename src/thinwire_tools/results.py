@@ -1,4 +1,4 @@
-"""The one JSON shape that every thinwire command writes with ``--json``."""
+"""Results of commands: the one JSON shape that each writes with ``--json``, and tables of figures."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
+from rich import box
+from rich.table import Table
 from tyro.constructors import PrimitiveConstructorSpec
 
 
@@ -124,4 +127,21 @@ class Results:
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the figures to ``path`` as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        write_record(self.to_dict(), path)
+
+
+def write_record(record: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write what `Results.to_dict` returned to ``path`` as JSON."""
+    Path(path).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def figures_table(label: str, figures: Sequence[str]) -> Table:
+    """Return an empty table: a column of labels, which wrap on a narrow terminal, and columns of figures, which do not.
+
+    A line break in a heading makes its column narrower.
+    """
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(label, overflow="fold", vertical="bottom")
+    for heading in figures:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table

@@ -11,7 +11,7 @@ from torch import Tensor
 from harness import run_threads
 from thinwire.collectives import LoopbackTransport
 from thinwire.collectives.transport import Pending
-from thinwire_tools.bench.allreduce_rank import Method
+from thinwire_tools.bench.allreduce import Method
 
 
 class _Noting(LoopbackTransport):

@@ -13,8 +13,7 @@ import pytest
 
 import thinwire
 from experiments.__main__ import EXPERIMENTS, main as experiments_main
-from thinwire_tools import cli, lab
-from thinwire_tools.compare import rank_processes
+from thinwire_tools import cli, lab, ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ["demo", "doctor", "run", "lab", "aggregator", "compare", "compare every"]
@@ -181,7 +180,7 @@ NOT_THERE = [
 def test_what_is_wrong_is_said_before_anything_runs(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(rank_processes, "RankProcesses", None)
+    monkeypatch.setattr(ranks, "RankProcesses", None)
     monkeypatch.chdir(tmp_path)
     for command, words in WRONG:
         if lab.unavailable() is not None and ("--rate" in command or "allreduce" in command):

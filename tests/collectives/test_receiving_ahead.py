@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness import run_ranks, run_threads
+from last_message_rank import main
 from thinwire.collectives import (
     Buffers,
     LoopbackTransport,
@@ -24,7 +27,7 @@ from thinwire.collectives import (
 from thinwire.collectives.message import HEADER_BYTES, Messages
 from thinwire.collectives.transport import Outgoing, Pending, Traffic
 from thinwire_tools import lab
-from thinwire_tools.bench.ranks import run_ranks as run_bench_ranks
+from thinwire_tools.ranks import ForkedProcess
 
 TIMEOUT = timedelta(seconds=20)
 UNAVAILABLE = lab.unavailable()
@@ -188,7 +191,12 @@ def test_a_program_ends_with_receives_posted(tmp_path) -> None:
 
 @pytest.mark.network
 @pytest.mark.skipif(UNAVAILABLE is not None, reason=UNAVAILABLE or "")
-def test_the_last_message_of_a_rank_that_ends_is_not_lost() -> None:
+def test_the_last_message_of_a_rank_that_ends_is_not_lost(tmp_path: Path) -> None:
     """It is still in the kernel of a rank that has ended, while this one ends another exchange."""
     with lab.Network(2, rate="2mbit", rtt="20ms") as network:
-        assert run_bench_ranks("last_message_rank", {}, 2, network) == "arrived"
+        ranks = [ForkedProcess(main, network.namespaces(rank), tmp_path / f"rank{rank}.log") for rank in range(2)]
+        try:
+            assert json.loads(ranks[0].stdout.readall()) == "arrived"
+        finally:
+            for rank in ranks:
+                rank.close()

@@ -18,7 +18,7 @@ from commands import shown_by
 from thinwire import parse
 from thinwire.compressors import registered
 from thinwire_tools import lab
-from thinwire_tools.compare import command, compare, every, paired, statistics, tasks
+from thinwire_tools.compare import command, compare, paired, statistics, tasks, variants
 from thinwire_tools.compare.comparison import Comparison, Run, Side
 from thinwire_tools.compare.statistics import Verdict, estimate, judge, relative_differences, seeds_needed
 from thinwire_tools.compare.tasks import probe_steps
@@ -228,12 +228,12 @@ def test_measuring_changes_no_bit_of_the_training() -> None:
 
 
 def test_the_list_has_every_compressor() -> None:
-    specs = [str(parse(spec)) for spec in every.EVERY]
+    specs = [str(parse(spec)) for spec in variants.EVERY]
     assert len(set(specs)) == len(specs)
     # raw is the baseline itself; delta and direct are for activations.
     names = [name for name in registered() if name not in ("raw", "delta", "direct")]
     assert not [name for name in names if not any(name in spec for spec in specs)]
-    for spec, bare in every.WITHOUT.items():
-        assert spec in every.EVERY
+    for spec, bare in variants.WITHOUT.items():
+        assert spec in variants.EVERY
         assert parse(spec).traits.wants_feedback
         assert replace(parse(spec), feedback=False) == parse(bare)  # pyright: ignore[reportCallIssue]

@@ -9,7 +9,7 @@ import pytest
 
 import thinwire
 from thinwire_tools.compare import paired, tasks
-from thinwire_tools.compare.compare_rank import plan_bytes
+from thinwire_tools.compare.paired import plan_bytes
 from thinwire_tools.results import Results
 
 TOPK = "topk(density=0.1)"

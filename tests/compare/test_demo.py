@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -11,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,11 @@ import pytest
 from aggregation import wait_until
 from commands import shown_by
 from thinwire_tools import lab
-from thinwire_tools.compare import command, demo as demo_module, rank_processes
-from thinwire_tools.compare.paired import Setup
-from thinwire_tools.compare.rank_processes import RankFailed, RankProcesses
-from thinwire_tools.compare.tasks import describe
+from thinwire_tools.compare import command, demo as demo_module
+from thinwire_tools.compare.paired import Rank
 from thinwire_tools.compare.variants import VARIANTS, Variant
 from thinwire_tools.lab import Loopback
+from thinwire_tools.ranks import RankFailed, RankProcesses
 
 SMOKE = demo_module.SMOKE
 UNAVAILABLE = lab.unavailable()
@@ -70,16 +69,15 @@ def _ignore(*_: Any) -> None:
 
 
 def _run(ranks: RankProcesses, variant: Variant, on_event: Callable[..., None] = _ignore) -> list[dict[str, Any]]:
-    asked = {"variant": dataclasses.asdict(variant), "seed": 0, "measure": 0}
-    ranks.run({"do": "begin", **asked})
-    ranks.run({"do": "train", "until": SMOKE.steps}, on_event)
-    return ranks.run({"do": "finish"})
+    ranks.run(Rank.begin, {"variant": variant, "seed": 0, "measure": 0})
+    ranks.run(Rank.train, {"until": SMOKE.steps}, on_event)
+    return ranks.run(Rank.finish, {})
 
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[RankProcesses]:
-    setup = Setup(**describe(SMOKE))
-    with RankProcesses(Loopback(2), setup, 2, folder=tmp_path, name="ranks", timeout_s=40) as ranks:
+    make = partial(Rank, task=SMOKE)
+    with RankProcesses(Loopback(2), make, 2, folder=tmp_path, name="ranks", timeout_s=40) as ranks:
         yield ranks
 
 
@@ -108,7 +106,7 @@ def test_a_rank_that_raises_is_reported_with_its_words_and_its_log(ranks: RankPr
 
 
 def test_a_silent_rank_is_an_error(ranks: RankProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks.timeout_s = 0.5
+    ranks.silence_s = 1.0
 
     def stop(rank: int, event: dict[str, Any]) -> None:
         ranks.process(1).send_signal(signal.SIGSTOP)
@@ -123,12 +121,12 @@ def test_over_loopback_time_is_not_compared_and_the_demo_goes_on_after_crashes(
     """The ranks of two variants die: two rows say so, and everything else is measured."""
     run = RankProcesses.run
 
-    def run_and_kill(ranks: RankProcesses, command: dict[str, Any], *args: Any) -> list[dict[str, Any]]:
-        if command.get("variant", {}).get("spec") in ("torch-powersgd", "bf16"):
+    def run_and_kill(ranks: RankProcesses, function: Any, arguments: Any, *args: Any) -> list[dict[str, Any]]:
+        if function is Rank.begin and arguments["variant"].spec in ("torch-powersgd", "bf16"):
             ranks.process(0).kill()
-        return run(ranks, command, *args)
+        return run(ranks, function, arguments, *args)
 
-    monkeypatch.setattr(rank_processes.RankProcesses, "run", run_and_kill)
+    monkeypatch.setattr(RankProcesses, "run", run_and_kill)
     monkeypatch.setattr(command.lab, "unavailable", lambda: "no [right] to make namespaces")
     assert command.demo(smoke=True, out=tmp_path, seed=3) == 1
     record, figures = json.loads((tmp_path / "demo.json").read_text()), _values(tmp_path / "demo.json")

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
+import echo
 from aggregation import wait_until
 from thinwire_tools import lab
-from thinwire_tools.compare.forked import ForkedProcess
 from thinwire_tools.lab import Loopback, NodeNamespaces
+from thinwire_tools.ranks import ForkedProcess
 
 UNAVAILABLE = lab.unavailable()
 Fork = Callable[[NodeNamespaces], ForkedProcess]
@@ -28,7 +29,7 @@ def fork(tmp_path: Path) -> Iterator[Fork]:
     started: list[ForkedProcess] = []
 
     def forked(namespaces: NodeNamespaces) -> ForkedProcess:
-        started.append(ForkedProcess("echo", namespaces, tmp_path / f"log{len(started)}"))
+        started.append(ForkedProcess(echo.main, namespaces, tmp_path / f"log{len(started)}"))
         return started[-1]
 
     yield forked
@@ -54,18 +55,23 @@ def ended(process: ForkedProcess) -> int | None:
 
 
 PARENT = """
-import signal, sys
+import signal, sys, time
 from multiprocessing import forkserver
 from pathlib import Path
-from thinwire_tools.compare.forked import ForkedProcess
+import echo
 from thinwire_tools.lab import Loopback
+from thinwire_tools.ranks import ForkedProcess
 folder = Path(sys.argv[1])
-print(ForkedProcess("echo", Loopback(1).namespaces(0), folder / "gone" / "log").wait())
+def wait(process):
+    while process.poll() is None:
+        time.sleep(0.01)
+    return process.poll()
+print(wait(ForkedProcess(echo.main, Loopback(1).namespaces(0), folder / "gone" / "log")))
 print(forkserver._forkserver._forkserver_pid, signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
-process = ForkedProcess("echo", Loopback(1).namespaces(0), folder / "log")
+process = ForkedProcess(echo.main, Loopback(1).namespaces(0), folder / "log")
 process.stdin.write(b"sleep\\n")
 print(process.pid, flush=True)
-process.wait()
+wait(process)
 """
 
 

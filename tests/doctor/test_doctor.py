@@ -21,8 +21,7 @@ from doctor_training import train
 from harness import run_ranks
 from thinwire.collectives import World
 from thinwire.compressors import parse
-from thinwire.plan.forecast.ddp import Bucket, Pace
-from thinwire.plan.forecast.links import Curve, Legs, Links
+from thinwire.plan.forecast import Bucket, Curve, Legs, Links, Pace
 from thinwire.runtime.probe import Pair
 from thinwire_tools import lab
 from thinwire_tools.doctor import examine, page

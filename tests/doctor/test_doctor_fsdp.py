@@ -22,7 +22,7 @@ import thinwire
 from doctor_fsdp_training import build, train
 from harness import run_ranks
 from thinwire.compressors import parse
-from thinwire.plan.forecast.links import Curve, Links
+from thinwire.plan.forecast import Curve, Links
 from thinwire.runtime.probe import Pair
 from thinwire_tools import lab
 from thinwire_tools.doctor import page, report

@@ -12,7 +12,7 @@ from experiments.bench import families
 from experiments.bench.passes import Gradients, Moment, Pass, Quality, make_task, measure_quality, record
 from experiments.framework.pages import BENCHMARKS
 from thinwire.compressors import parse, registered
-from thinwire_tools.compare import every
+from thinwire_tools.compare.variants import EVERY
 
 LAYERS = {"a": (48, 64), "b": (128, 40)}
 
@@ -78,5 +78,5 @@ def test_every_compressor_is_compared_and_the_page_names_what_is() -> None:
     assert not [n for n in registered() if n not in specs and n not in without]
     named = set(re.findall(r'^  ".+": "(.+)",$', (BENCHMARKS / "compressors/compressors.j2").read_text(), re.MULTILINE))
     assert "minmax(bits=4, bucket=128)" in named
-    for measured in (families.default_specs(), every.EVERY):
+    for measured in (families.default_specs(), EVERY):
         assert named <= {str(parse(spec)) for spec in measured}

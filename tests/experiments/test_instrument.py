@@ -16,7 +16,7 @@ from experiments.framework.timing import SeparateRuns, Times, Timing, joined, ra
 from experiments.tasks.images import TIMED_SMOKE
 from harness import run_ranks
 from thinwire_tools import lab
-from thinwire_tools.compare.rank_processes import RankProcesses
+from thinwire_tools.ranks import RankProcesses
 
 GPT, CNN = TIMED_SMOKE
 
@@ -219,10 +219,10 @@ def test_the_rate_at_which_a_step_takes_a_time() -> None:
 def test_a_rank_that_fails_costs_its_figure_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RankProcesses.run
 
-    def run_and_kill(ranks: RankProcesses, command: dict[str, Any], *args: Any) -> list[dict[str, Any]]:
-        if command["do"].endswith(":train"):
+    def run_and_kill(ranks: RankProcesses, function: Any, *args: Any) -> list[dict[str, Any]]:
+        if function.__qualname__ == "train":
             ranks.process(1).kill()
-        return run(ranks, command, *args)
+        return run(ranks, function, *args)
 
     monkeypatch.setattr(lab, "unavailable", lambda: "no right to make namespaces")
     monkeypatch.setattr(RankProcesses, "run", run_and_kill)

@@ -22,10 +22,9 @@ from experiments.framework.verdicts import (
     if_seen,
     larger,
     matches,
-    reached,
     sooner,
 )
-from thinwire_tools.compare.statistics import estimate
+from thinwire_tools.compare.statistics import estimate, reached
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TASK = Task("task", "loss", "file", "loss/*", "loss/control*")

@@ -54,8 +54,7 @@ from thinwire.compressors import (
     used_bytes,
 )
 from thinwire.plan import Filter, Speeds
-from thinwire.plan.forecast.ddp import Bucket, Pace
-from thinwire.plan.forecast.links import Curve, Links
+from thinwire.plan.forecast import Bucket, Curve, Links, Pace
 from thinwire.policies import Evidence, StepTime, Sync, choose_by_link, family, parse_policy
 from thinwire.runtime import BucketEngine, WireSettings
 

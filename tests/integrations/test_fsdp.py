@@ -13,13 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import thinwire
+from fsdp_link_training import measure
 from gathers import gathered
 from harness import on_ranks
 from ranks import alike, assert_alike
 from sharded import Net, Shared, batch, build, compress, train, whole
 from thinwire.compat import fill_unused
 from thinwire_tools import lab
-from thinwire_tools.bench.ranks import run_ranks as run_module
+from thinwire_tools.ranks import run_ranks
 
 W8G8 = "minmax(bits=8, bucket=1024)"
 COARSE = "ef(minmax(bits=2, bucket=128))"
@@ -271,7 +272,7 @@ def test_bytes_on_the_interface_are_those_of_the_formula() -> None:
     counted = [0]
     with lab.Network(2) as network:
         for steps in (2, 12):
-            by_formula = run_module("fsdp_link_training", {"steps": steps, **config}, 2, network)
+            by_formula = run_ranks(measure, {"steps": steps, **config}, 2, network)
             counted.append(sum(network.interface_bytes(rank)[0] for rank in range(2)))
     first, second = counted[1] - counted[0], counted[2] - counted[1]
     # What both runs do before they train, and after, cancels out. Full packets are 1514 bytes for 1448 of a message.

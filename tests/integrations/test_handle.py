@@ -28,9 +28,10 @@ class _Spectral(nn.Module):
 def test_a_wire_is_shown_as_a_table_of_its_layers_with_bytes_by_their_dtypes(rank: int) -> None:
     options = {"exclude": ["spectrum", "down.weight"], "min_numel": 0, "skip_if_slower": False}
     spectral = thinwire.compress(DistributedDataParallel(_Spectral()), "minmax(bits=4, bucket=128)", **options)
-    head, _, *rows = repr(spectral).splitlines()
+    head, _, *rows, memory = repr(spectral).splitlines()
     shown = {row.split()[0]: row.split()[-2:] for row in rows}
     assert shown == {"spectrum": ["32,768", "1.0x"], "up.weight": ["2,304", "7.1x"], "down.weight": ["8,192", "1.0x"]}
+    assert memory == f"  memory of the compressors' state: {spectral.memory} bytes on this rank"
     assert head.endswith("1 of 3 layers compressed, 43,264 bytes a step, 1.3 times less than uncompressed")
 
 

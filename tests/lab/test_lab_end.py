@@ -165,7 +165,7 @@ def test_a_signal_is_passed_on_and_leaves_nothing(outside: None, number: signal.
 
 def test_output_has_its_rank_before_it_and_bytes_are_reported(capfd: pytest.CaptureFixture[str]) -> None:
     rank = "import os, sys; print('out', os.environ['RANK'], end='\\r'); print('now'); print('err', file=sys.stderr)"
-    assert lab.run([*PYTHON, rank], num_ranks=2, rate="100mbit") == 0
+    assert lab.launch([*PYTHON, rank], num_ranks=2, rate="100mbit").exit_code == 0
     out, err = capfd.readouterr()
     assert sorted(out.splitlines()) == ["[0] now", "[1] now"]
     lines = err.splitlines()
@@ -183,7 +183,7 @@ def test_a_failing_rank_gives_the_code_and_the_others_end_by_themselves_or_are_e
     assert 0.5 <= time.monotonic() - start < 30
     assert "rank 1 failed with exit code 7" in capfd.readouterr().err
     rank = "import os, time; os.environ['RANK'] == '0' and os.kill(os.getpid(), 11); time.sleep(0.3); print('done')"
-    assert lab.run([*PYTHON, rank], num_ranks=2, grace_s=20.0) == 128 + signal.SIGSEGV
+    assert lab.launch([*PYTHON, rank], num_ranks=2, grace_s=20.0).exit_code == 128 + signal.SIGSEGV
     assert "[1] done" in capfd.readouterr().out
 
 
@@ -192,7 +192,7 @@ def test_a_rank_that_hears_nothing_is_killed_after_a_timeout(capfd: pytest.Captu
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(300)"
     )
     start = time.monotonic()
-    assert lab.run([*PYTHON, rank], num_ranks=1, timeout=1.0) == 124
+    assert lab.launch([*PYTHON, rank], num_ranks=1, timeout=1.0).exit_code == 124
     assert time.monotonic() - start < 40
     out, err = capfd.readouterr()
     assert "[0] deaf" in out

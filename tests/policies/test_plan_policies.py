@@ -15,8 +15,8 @@ from thinwire import parse
 from thinwire.compressors import Compressor, MinMax, Raw, Wrapper, ef, unwrap
 from thinwire.plan import Speeds, sent_bytes
 from thinwire.policies import Accordion, Auto, Evidence, KMeans, LGreco, Policy, Proposal, Sync
-from thinwire.policies.balance import balanced
-from thinwire.policies.errors import squared_errors
+from thinwire.policies.budget import balanced
+from thinwire.policies.candidates import squared_errors
 from thinwire.policies.families import family, parameter_value
 from thinwire.policies.policy import gradient_norm
 

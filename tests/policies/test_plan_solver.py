@@ -12,9 +12,9 @@ from hypothesis import assume, given, settings, strategies as st
 from experiments.papers.lgreco.speed import fit_quality
 from thinwire import parse
 from thinwire.compressors import ef
-from thinwire.policies import Sync, allocate, errors, family
-from thinwire.policies.candidates import LayerCandidates
-from thinwire.policies.errors import squared_errors
+from thinwire.policies import Sync, family
+from thinwire.policies.budget import Infeasible, dynamic_program, total
+from thinwire.policies.candidates import LARGEST_GRAM, Array, LayerCandidates, squared_errors
 from thinwire.policies.families import parameter_value
 from thinwire.policies.lgreco import seconds_per_byte
 
@@ -74,7 +74,7 @@ def test_ranks_err_what_singular_values_leave(shape: tuple[int, ...]) -> None:
 
 
 def test_power_steps_on_a_large_matrix_are_close_to_its_singular_values() -> None:
-    rows, columns = errors.LARGEST_GRAM + 16, errors.LARGEST_GRAM + 40
+    rows, columns = LARGEST_GRAM + 16, LARGEST_GRAM + 40
     gradient = normal(rows, 48) * torch.arange(1, 49) ** -1.0 @ normal(48, columns, seed=1)
     gradient += 0.002 * normal(rows, columns, seed=2)
     members = [parse(f"powersgd(rank={rank})") for rank in (2, 4, 8)]
@@ -125,7 +125,7 @@ tables = st.integers(1, 4).flatmap(
 )
 
 
-def arrays(table) -> tuple[list[allocate.Array], list[allocate.Array]]:
+def arrays(table) -> tuple[list[Array], list[Array]]:
     return tuple([np.array([pair[i] for pair in row], dtype=np.float64) for row in table] for i in (0, 1))  # type: ignore[return-value]
 
 
@@ -144,15 +144,15 @@ def test_the_program_finds_what_brute_force_finds(table, budget: int) -> None:
 
     def solve() -> list[int]:
         # As many steps as there are units of error: nothing is rounded.
-        return allocate.dynamic_program(of_errors, costs, budget, max(1, budget))
+        return dynamic_program(of_errors, costs, budget, max(1, budget))
 
     if expected is None:
-        with pytest.raises(allocate.Infeasible, match="no choice"):
+        with pytest.raises(Infeasible, match="no choice"):
             solve()
         return
     plan = solve()
-    assert allocate.total(of_errors, plan) <= budget
-    assert allocate.total(costs, plan) == expected
+    assert total(of_errors, plan) <= budget
+    assert total(costs, plan) == expected
 
 
 @settings(max_examples=50)
@@ -161,18 +161,16 @@ def test_no_plan_is_over_the_budget(seed: int, layers: int, choices: int, alpha:
     draw = np.random.default_rng(seed)
     of_errors = [draw.exponential(10 ** draw.uniform(-6, 6), choices) for _ in range(layers)]
     costs = [draw.exponential(10 ** draw.uniform(0, 6), choices) for _ in range(layers)]
-    budget = alpha * allocate.total(of_errors, [0] * layers)
+    budget = alpha * total(of_errors, [0] * layers)
     try:
-        plan = allocate.dynamic_program(of_errors, costs, budget, steps)
-    except allocate.Infeasible:
+        plan = dynamic_program(of_errors, costs, budget, steps)
+    except Infeasible:
         assume(False)
         return
-    assert allocate.total(of_errors, plan) <= budget * (1 + 1e-12)
+    assert total(of_errors, plan) <= budget * (1 + 1e-12)
 
 
-def realistic(
-    draw: np.random.Generator, layers: int, choices: int
-) -> tuple[list[allocate.Array], list[allocate.Array]]:
+def realistic(draw: np.random.Generator, layers: int, choices: int) -> tuple[list[Array], list[Array]]:
     """Errors that fall geometrically with the bits, of layers of all sizes and norms."""
     bits = np.linspace(2, 8, choices)
     sizes, norms = 10 ** draw.uniform(3, 6.5, layers), 10 ** draw.uniform(-3, 2, layers)
@@ -183,33 +181,33 @@ def realistic(
 def test_the_dynamic_program_is_within_a_hundredth_of_the_optimum() -> None:
     of_errors, costs = realistic(np.random.default_rng(0), 60, 16)
     reference = [5] * 60
-    budget = allocate.total(of_errors, reference)
-    found = allocate.dynamic_program(of_errors, costs, budget)
-    assert allocate.total(of_errors, found) <= budget * (1 + 1e-12)
+    budget = total(of_errors, reference)
+    found = dynamic_program(of_errors, costs, budget)
+    assert total(of_errors, found) <= budget * (1 + 1e-12)
     # No plan costs less than this for any price of an error.
     bound = max(
         sum(float(np.min(c + price * e)) for e, c in zip(of_errors, costs, strict=True)) - price * budget
         for price in np.geomspace(1e-6, 1e9, 2000) * sum(c.max() for c in costs) / budget
     )
-    assert bound <= allocate.total(costs, found) <= 1.01 * bound
-    assert allocate.total(costs, found) < 0.9 * allocate.total(costs, reference)
+    assert bound <= total(costs, found) <= 1.01 * bound
+    assert total(costs, found) < 0.9 * total(costs, reference)
 
 
 def test_budgets_at_the_edge_and_what_rounding_leaves_of_them() -> None:
     tiny = np.array([1e-9, 0.0, 0.0])
-    assert allocate.dynamic_program([tiny, tiny], [np.array([1.0, 3.0, 2.0])] * 2, 0.0) == [2, 2]
-    with pytest.raises(allocate.Infeasible):
-        allocate.dynamic_program([np.array([1e-9])], [np.array([1.0])], 0.0)
+    assert dynamic_program([tiny, tiny], [np.array([1.0, 3.0, 2.0])] * 2, 0.0) == [2, 2]
+    with pytest.raises(Infeasible):
+        dynamic_program([np.array([1e-9])], [np.array([1.0])], 0.0)
     of_errors = [np.array([np.inf, 1.0]), np.array([np.inf, 2.0])]
-    assert allocate.dynamic_program(of_errors, [np.array([1.0, 5.0])] * 2, 3.0) == [1, 1]
+    assert dynamic_program(of_errors, [np.array([1.0, 5.0])] * 2, 3.0) == [1, 1]
     of_errors = [np.array([0.3, 0.7]), np.array([0.1, 0.9])]
     costs = [np.array([2.0, 1.0]), np.array([2.0, 1.0])]
-    assert allocate.dynamic_program(of_errors, costs, 0.4) == [0, 0]
+    assert dynamic_program(of_errors, costs, 0.4) == [0, 0]
     # In steps of a tenth, 1/3 and 2/3 of the budget are 0.4 and 0.7 of it.
-    assert allocate.dynamic_program([np.array([1.0]), np.array([2.0])], [np.array([1.0])] * 2, 3.0, 10) == [0, 0]
+    assert dynamic_program([np.array([1.0]), np.array([2.0])], [np.array([1.0])] * 2, 3.0, 10) == [0, 0]
     # Ten steps: each layer's 0.11 counts as 0.2, so that only five of the eight that fit are taken.
     of_errors, costs = [np.array([0.0, 0.11])] * 9, [np.array([10.0, 1.0])] * 9
-    assert sum(allocate.dynamic_program(of_errors, costs, 1.0, 10)) == 9
+    assert sum(dynamic_program(of_errors, costs, 1.0, 10)) == 9
 
 
 def syncs(coefficients: tuple[float, ...], constant: float, plans: int, noise: float = 0.0) -> list[Sync]:

@@ -13,14 +13,13 @@ import pytest
 import torch
 
 import thinwire
-from auto_training import advance, wrapped
+from auto_training import advance, train, wrapped
 from harness import on_ranks
 from nets import assert_replicas_identical, fingerprint
-from thinwire.plan.forecast.ddp import Bucket, Pace
-from thinwire.plan.forecast.links import Curve, Links
+from thinwire.plan.forecast import Bucket, Curve, Links, Pace
 from thinwire.policies import Evidence, StepTime
 from thinwire_tools import lab
-from thinwire_tools.bench.ranks import run_ranks as run_in
+from thinwire_tools.ranks import run_ranks as run_in
 
 pytestmark = pytest.mark.alone
 SHAPE = (512, 512)
@@ -172,7 +171,7 @@ def test_resumes_between_asking_and_deciding(rank: int) -> None:
 @pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
 def test_is_on_over_a_slow_link() -> None:
     with lab.Network(2, rate="20mbit") as network:
-        answer = run_in("auto_training", {}, 2, network)
+        answer = run_in(train, {}, 2, network)
     first, second = answer["decisions"]
     assert (first["step"], second["step"]) == (6, 18)
     assert first["note"].startswith("on: a step takes")

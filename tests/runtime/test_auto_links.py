@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 import thinwire
+from auto_training import train
 from harness import on_threads, run_threads
 from states import resealed
 from thinwire.collectives import Algorithm, Hierarchical, ScatterReduceAllGather, World, parse_algorithm
 from thinwire.plan import Plan
-from thinwire.plan.forecast.ddp import Bucket, Pace, coded_transfer
-from thinwire.plan.forecast.links import Curve, Legs, Links
+from thinwire.plan.forecast import Bucket, Curve, Legs, Links, Pace, coded_transfer
 from thinwire.policies import Auto, Evidence, Policy, Proposal, StepTime
 from thinwire.runtime import BucketEngine, Wire, WireSettings
 from thinwire.runtime.checkpoint import sealed
 from thinwire.runtime.probe import measure_links
 from thinwire_tools import lab
-from thinwire_tools.bench.ranks import run_ranks as run_in
+from thinwire_tools.ranks import run_ranks as run_in
 
 SHAPE = (1024, 512)
 LAYERS = {"w": thinwire.parse("minmax(bits=4, bucket=128)")}
@@ -229,7 +229,7 @@ def test_links_of_a_world_with_nodes_are_measured_leg_by_leg(transport: Any) -> 
 @pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
 def test_two_ranks_on_each_of_two_nodes() -> None:
     with lab.Network(4, ranks_per_node=2, rate="20mbit") as network:
-        answer = run_in("auto_training", {}, 4, network)
+        answer = run_in(train, {}, 4, network)
     assert all("by hierarchical(inside=" in d["note"] for d in answer["decisions"])
     assert all(plan == answer["plans"][0] for plan in answer["plans"])
     stats = answer["stats"]

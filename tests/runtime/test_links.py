@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from harness import run_threads
+from link_probe import probe
 from thinwire.runtime.adapt import StepClock
 from thinwire.runtime.probe import measure_cores, measure_links, measure_pairs, shared_part
 from thinwire_tools import lab
-from thinwire_tools.bench.ranks import run_ranks
+from thinwire_tools.ranks import run_ranks
 
 UNAVAILABLE = lab.unavailable()
 LAYERS = (("w", (64, 32)), ("b", (32,)))
@@ -43,7 +44,7 @@ def test_links_are_the_same_on_every_rank() -> None:
 def test_a_long_link_is_as_fast_as_it_is() -> None:
     """What TCP sends in the first round trips says little of the rate."""
     with lab.Network(2, rate="50mbit", rtt="20ms") as network:
-        found = [pair for _ in range(3) for pair in run_ranks("link_probe", {}, 2, network)]
+        found = [pair for _ in range(3) for pair in run_ranks(probe, {}, 2, network)]
     # Of what the first round trips carry alone, a tenth of the rate would follow; other work may slow one probe.
     assert 0.3 < median(pair["bandwidth"] for pair in found) / (50e6 / 8) < 1.1
     assert 0.009 < median(pair["latency_s"] for pair in found) < 0.2

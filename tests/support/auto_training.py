@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire_tools.bench.rank import serve
 
 
 class Slow(nn.Module):
@@ -48,7 +47,3 @@ def train() -> dict[str, object]:
     plans: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(plans, [d["plan"] for d in decisions])
     return {"decisions": decisions, "plans": plans, "stats": wire.stats.to_dict()}
-
-
-def main() -> None:
-    serve(train)

@@ -1,4 +1,4 @@
-"""A module for `thinwire_tools.compare.forked`: answers each line with what it finds around it."""
+"""A function for `thinwire_tools.ranks.ForkedProcess`: answers each line with what it finds around it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import json
 import os
 import sys
 import time
+from typing import TextIO
 
-from thinwire_tools.compare.forked import command_streams
 
-
-def main() -> None:
-    commands, answers = command_streams()
+def main(commands: TextIO, answers: TextIO) -> None:
     sys.stderr.write("on standard error\n")
     sys.stderr.flush()
     for line in commands:

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from sharded import Net, build, compress, train
-from thinwire_tools.bench.rank import serve
 
 
 def measure(steps: int, weights: str, gradients: str) -> int:
@@ -19,7 +18,3 @@ def measure(steps: int, weights: str, gradients: str) -> int:
     num_bytes = torch.tensor([wire.sent_bytes("weights") + wire.sent_bytes()])
     dist.all_reduce(num_bytes)
     return int(num_bytes)
-
-
-def main() -> None:
-    serve(measure)

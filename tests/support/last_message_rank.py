@@ -6,12 +6,12 @@ import json
 import os
 import time
 from datetime import timedelta
+from typing import TextIO
 
 import torch.distributed as dist
 
 from thinwire.collectives import Pending, ProcessGroupTransport
 from thinwire.collectives.transport import Outgoing
-from thinwire_tools.compare.forked import command_streams
 
 TIMEOUT = timedelta(seconds=10)
 STEPS = 3
@@ -44,9 +44,7 @@ def exchange() -> str:
     return "arrived"
 
 
-def main() -> None:
-    commands, answers = command_streams()
-    commands.readline()
+def main(commands: TextIO, answers: TextIO) -> None:
     dist.init_process_group("gloo", timeout=TIMEOUT)
     answers.write(json.dumps(exchange()))
     answers.flush()

@@ -9,14 +9,10 @@ import torch.distributed as dist
 
 from thinwire.collectives import ProcessGroupTransport
 from thinwire.runtime.probe import measure_pairs
-from thinwire_tools.bench.rank import TIMEOUT, serve
+from thinwire_tools.ranks import TIMEOUT
 
 
 def probe() -> list[dict[str, Any]]:
     group = dist.group.WORLD
     assert group is not None
     return [asdict(pair) for pair in measure_pairs(ProcessGroupTransport(group, TIMEOUT))]
-
-
-def main() -> None:
-    serve(probe)

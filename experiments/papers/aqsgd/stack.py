@@ -15,7 +15,7 @@ from experiments.framework.rank import Rank
 from experiments.framework.ranks import Ranks
 from experiments.framework.study import draw_bars
 from experiments.framework.timing import Times
-from experiments.framework.verdicts import courses, reached, sooner
+from experiments.framework.verdicts import courses, sooner
 from experiments.papers.aqsgd import tasks
 from experiments.papers.aqsgd.methods import (
     ACTIVATIONS,
@@ -44,7 +44,7 @@ from experiments.papers.aqsgd.trainings import Trained, Trainings, train
 from experiments.tasks.images import Model, load
 from thinwire_tools import plots
 from thinwire_tools.compare.data import standard_library
-from thinwire_tools.compare.statistics import relative_differences
+from thinwire_tools.compare.statistics import reached, relative_differences
 
 NUM_STAGES = 2
 NUM_RANKS = NUM_STAGES * Stacked.replicas

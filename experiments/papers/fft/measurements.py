@@ -37,7 +37,7 @@ from experiments.papers.fft.reconstruct import (
 from experiments.tasks.images import Model
 from thinwire.compressors import FFT as Codec, parse
 from thinwire_tools import plots
-from thinwire_tools.doctor.payoff import minimal_ratio, useful_bandwidth
+from thinwire_tools.doctor.record import minimal_ratio, useful_bandwidth
 
 if TYPE_CHECKING:
     from experiments.papers.fft.paper import FFTScale

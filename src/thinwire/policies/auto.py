@@ -11,10 +11,12 @@ import numpy as np
 
 from thinwire.arguments import check_number
 from thinwire.collectives import Algorithm, Hierarchical, ScatterReduceAllGather, parse_algorithm
-from thinwire.compressors import Coded, Compressor, Raw, parse, unwrap
-from thinwire.plan.forecast.ddp import (
+from thinwire.compressors import Coded, Compressor, Raw, parse
+from thinwire.plan import Plan
+from thinwire.plan.forecast import (
     FEW_BITS,
     Bucket,
+    Links,
     Pace,
     coded_transfer,
     hiding_interval,
@@ -22,8 +24,7 @@ from thinwire.plan.forecast.ddp import (
     native_step,
     planned_step,
 )
-from thinwire.plan.forecast.links import Links
-from thinwire.policies import allocate
+from thinwire.policies.budget import cheapest_plans
 from thinwire.policies.candidates import LayerCandidates, usable_gradients, with_error_feedback
 from thinwire.policies.families import check_contracting
 from thinwire.policies.policy import Evidence, Policy, Proposal, StepTime
@@ -150,7 +151,7 @@ class Auto(Policy):
             note += f", by {model.algorithm}"
         rows = [row for row, _ in table]
         errors = {c.name: float(c.errors[c.candidates.index(chosen[c.name])]) for c in rows}
-        note += f"; {_summary(chosen)}, error {_relative(errors, rows):.3f} of {self.error:g}" if on else ""
+        note += f"; {Plan(chosen).summary()}, error {_relative(errors, rows):.3f} of {self.error:g}" if on else ""
         note += model.alternatives(step, evidence.reference)
         solve_s = time.perf_counter() - started - errors_s
         everything = dict.fromkeys(evidence.reference, memory)
@@ -180,21 +181,12 @@ class Auto(Policy):
 
     def _plans(self, table: Sequence[LayerCandidates]) -> list[dict[str, Compressor]]:
         """Return plans within the error: the cheapest of all candidates, and of each kind alone."""
-        kinds = dict.fromkeys(type(unwrap(c)) for layer in table for c in layer.candidates if not isinstance(c, Raw))
-        plans = []
-        for kind in (None, *kinds):
-            kept = [
-                [k for k, c in enumerate(layer.candidates) if kind is None or isinstance(unwrap(c), kind | Raw)]
-                for layer in table
-            ]
-            errors = [layer.errors[ks] for layer, ks in zip(table, kept, strict=True)]
-            costs = [layer.costs[ks] for layer, ks in zip(table, kept, strict=True)]
-            budget = self.error**2 * sum(layer.norm**2 for layer in table)
-            picked = allocate.dynamic_program(errors, costs, budget) if table else []
-            plans.append(
-                {layer.name: layer.candidates[ks[k]] for layer, ks, k in zip(table, kept, picked, strict=True)}
-            )
-        return plans
+        errors, costs = [layer.errors for layer in table], [layer.costs for layer in table]
+        budget = self.error**2 * sum(layer.norm**2 for layer in table)
+        return [
+            {layer.name: layer.candidates[k] for layer, k in zip(table, picked, strict=True)}
+            for picked in cheapest_plans(table, errors, costs, budget)
+        ]
 
     def _decide(self, evidence: Evidence, model: _StepModel, predicted: float) -> tuple[str, bool, tuple[float, ...]]:
         """Return the note, whether to compress, and what to remember: steps measured raw and compressed, each with
@@ -285,13 +277,6 @@ def _settled(algorithm: Algorithm, present: Algorithm) -> Algorithm:
 
 def _alike(link: float, then: float) -> bool:
     return then > 0 and abs(link / then - 1) <= _ALIKE
-
-
-def _summary(plan: Mapping[str, Compressor]) -> str:
-    counts: dict[str, int] = {}
-    for compressor in plan.values():
-        counts[str(compressor)] = counts.get(str(compressor), 0) + 1
-    return ", ".join(f"{count} x {spec}" for spec, count in sorted(counts.items()))
 
 
 def _relative(errors: Mapping[str, float], table: Sequence[LayerCandidates]) -> float:

@@ -1,4 +1,4 @@
-"""The candidates that policies choose from: compressors for each layer, with their errors and costs."""
+"""The candidates that policies choose from: compressors for each layer, with their errors (thesis, B.2) and costs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.compressors import Compressor, Unsuited, Wrapper, ef
-from thinwire.policies.allocate import Array
-from thinwire.policies.errors import squared_errors
+from thinwire import kernels
+from thinwire.compressors import Compressor, PowerSGD, TopK, Unsuited, Wrapper, ef
+from thinwire.compressors._core.schedule import rank_at
 from thinwire.policies.policy import gradient_norm
 
+Array = NDArray[np.float64]
 Price = Callable[[str, Compressor, Sequence[int]], float]
 """A function that returns a compressor's cost for a layer, given the layer's name, the compressor and a shape."""
+_POWER_STEPS = 5
+"""Number of power steps, enough for an error close to that of the best approximation (thesis, B.2.2)."""
+_OVERSAMPLING = 4
+LARGEST_GRAM = 1024
+"""Rows or columns up to which all singular values are taken: beyond, the ranks asked for are few in comparison."""
 
 
 @dataclass(frozen=True)
@@ -83,3 +91,79 @@ def with_error_feedback(candidates: Iterable[Compressor]) -> tuple[Compressor, .
     if not any(c.traits.wants_feedback or isinstance(c, Wrapper) for c in listed):
         return listed
     return tuple(c if isinstance(c, Wrapper) else ef(c) for c in listed)
+
+
+def squared_errors(gradient: Tensor, candidates: Sequence[Compressor]) -> list[float]:
+    """Return the squared L2 errors of ``candidates`` on a layer's gradient, without error feedback.
+
+    All densities of a top-k come from one selection and one sort, all ranks from one spectrum (thesis, B.2: from the
+    singular values where the range is wide, from power steps where the matrix is large); others are encoded and
+    decoded, one after the other. On the device of the gradient.
+
+    Args:
+        gradient: in the shape of its layer, any floating dtype.
+        candidates: compressors that take layers of this shape.
+    """
+    exact = gradient.detach().float()
+    inner = [c.coder if isinstance(c, Wrapper) else c for c in candidates]
+    errors: dict[Compressor, float] = {}
+    densities = [c for c in inner if type(c) is TopK]
+    if densities:
+        errors |= _density_errors(exact, densities)
+    ranks = [c for c in inner if type(c) is PowerSGD]
+    if ranks:
+        errors |= _rank_errors(exact, ranks)
+    for compressor in inner:
+        if compressor not in errors:
+            errors[compressor] = float((compressor.roundtrip(exact, 0) - exact).square().sum(dtype=torch.float64))
+    return [errors[compressor] for compressor in inner]
+
+
+def _density_errors(x: Tensor, candidates: Sequence[TopK]) -> dict[Compressor, float]:
+    """Return the energy without the largest k elements, for every k, from one sort of the largest ones."""
+    flat = x.reshape(-1).contiguous()
+    rooms = {c: c.room(flat.numel()) for c in candidates}
+    most = max(rooms.values())
+    _, values, *_ = kernels.select_topk(flat, 0, flat.numel(), most)
+    energy = _descending(values.square()).double().cumsum(0)
+    total = float(flat.square().sum(dtype=torch.float64))
+    ends = torch.tensor([rooms[c] for c in candidates], dtype=torch.int64, device="cpu").clamp_(max=energy.numel()) - 1
+    kept = energy[ends.to(energy.device)].tolist()
+    return {c: max(0.0, total - some) for c, some in zip(candidates, kept, strict=True)}
+
+
+def _descending(values: Tensor) -> Tensor:
+    if values.is_cuda:
+        return values.sort(descending=True).values
+    # PyTorch's sort also returns where each value was, at a tenth of the speed.
+    return torch.from_numpy(np.sort(values.numpy())).flip(0)
+
+
+def _rank_errors(x: Tensor, candidates: Sequence[PowerSGD]) -> dict[Compressor, float]:
+    """Return ``Σ σᵢ²`` of the singular values beyond each rank; of a schedule, beyond its first."""
+    ranks = {c: rank_at(c.rank, 0) for c in candidates}
+    matrix = x.reshape(x.shape[0], -1)
+    if matrix.shape[0] > matrix.shape[1]:
+        matrix = matrix.T
+    most = min(max(ranks.values()), matrix.shape[0])
+    if matrix.shape[0] <= LARGEST_GRAM:
+        # Eigenvalues of M Mᵀ: far less work than singular values, and good to 1e-7 of the largest's square.
+        squares = torch.linalg.eigvalsh((matrix @ matrix.T).double()).flip(0)
+    else:
+        squares = _leading_squares(matrix, most)
+    total = float(matrix.square().sum(dtype=torch.float64))
+    energy = squares.clamp_(min=0).cumsum(0).tolist()
+    return {c: max(0.0, total - energy[min(rank, len(energy)) - 1]) for c, rank in ranks.items()}
+
+
+def _leading_squares(matrix: Tensor, rank: int) -> Tensor:
+    """Return the squares of about the ``rank`` largest singular values, by power steps on a subspace."""
+    width = min(rank + _OVERSAMPLING, matrix.shape[0])
+    q = torch.randn(
+        matrix.shape[1], width, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+    ).to(matrix)
+    p = matrix @ q
+    for _ in range(_POWER_STEPS):
+        q = matrix.T @ torch.linalg.qr(p).Q
+        p = matrix @ torch.linalg.qr(q).Q
+    return torch.linalg.svdvals(torch.linalg.qr(p).Q.T @ matrix).double().square()

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from thinwire.arguments import check_int
 from thinwire.compressors import Compressor, Wrapper
-from thinwire.policies import allocate
-from thinwire.policies.allocate import Array
-from thinwire.policies.budget import Adjust, BudgetedPolicy, is_raw
-from thinwire.policies.candidates import LayerCandidates, usable_gradients
+from thinwire.policies.budget import Adjust, BudgetedPolicy, Infeasible, is_raw, total
+from thinwire.policies.candidates import Array, LayerCandidates, usable_gradients
 from thinwire.policies.families import check_contracting, parameter_value
 from thinwire.policies.policy import Evidence, gradient_norm
 
@@ -43,18 +41,18 @@ class MappedPolicy(BudgetedPolicy):
         grid = max(_LEAST_GRID, *(len(rungs) - 1 for rungs in ladders))
         budget, best = self.budget(layers), None
         # Layers that the reference leaves raw force both ends of a range up, and with them all others.
-        reference = allocate.total([layer.costs for layer in layers], [layer.reference for layer in layers])
+        reference = total([layer.costs for layer in layers], [layer.reference for layer in layers])
         cheapest = reference if self.alpha >= 1 else np.inf
         for low in range(grid + 1):
             for high in range(low, grid + 1):
                 share = (low + where * (high - low)) / grid
                 picked = [round(s * (len(rungs) - 1)) for s, rungs in zip(share, ladders, strict=True)]
-                cost = allocate.total(costs, picked)
-                if cost < cheapest and allocate.total(errors, picked) <= budget:
+                cost = total(costs, picked)
+                if cost < cheapest and total(errors, picked) <= budget:
                     best, cheapest = picked, cost
         if best is None:
             smaller = "" if cheapest == np.inf else " and sends less than the reference"
-            raise allocate.Infeasible(f"no range keeps the error within {budget:.4g}{smaller}")
+            raise Infeasible(f"no range keeps the error within {budget:.4g}{smaller}")
         return [int(rungs[k]) for rungs, k in zip(ladders, best, strict=True)]
 
 

@@ -12,12 +12,10 @@ from typing import Literal, get_args
 import numpy as np
 
 from thinwire.arguments import check_choice, check_int, check_type
-from thinwire.compressors import Compressor, Raw, parse, unwrap
+from thinwire.compressors import Compressor, parse
 from thinwire.plan.cost import Speeds
-from thinwire.policies import allocate
-from thinwire.policies.allocate import Array
-from thinwire.policies.budget import BudgetedPolicy, is_raw
-from thinwire.policies.candidates import LayerCandidates, Price, with_error_feedback
+from thinwire.policies.budget import STEPS, BudgetedPolicy, Infeasible, cheapest_plans, is_raw, kind_of, total
+from thinwire.policies.candidates import Array, LayerCandidates, Price, with_error_feedback
 from thinwire.policies.families import check_contracting, contracts, family, parameter_value
 from thinwire.policies.policy import Evidence, Policy, Proposal, Sync
 
@@ -27,11 +25,6 @@ _MOST_PLANS_PER_BUCKET = 4
 _LEAST_STEPS = 3
 _SKIPPED_STEPS = 2
 """Number of steps of a new plan that do not count, because they allocate messages."""
-
-
-def more_plans_help(num_buckets: int, trials: int) -> bool:
-    """Whether to try a plan after ``trials``, as long as times are not known. One bucket has nothing to compare."""
-    return num_buckets > 1 and trials < _MOST_PLANS_PER_BUCKET * num_buckets
 
 
 def seconds_per_byte(syncs: Sequence[Sync]) -> list[float] | None:
@@ -77,7 +70,7 @@ class LGreco(BudgetedPolicy):
     families: tuple[str, ...] = ()
     """Specs whose families are the candidates; if empty, the family of each layer's reference. Of several, each layer
     gets the best one (the thesis's future work), with error feedback around all if one wants it."""
-    steps: int = allocate.STEPS
+    steps: int = STEPS
     """Number of steps of the dynamic program: the thesis's D."""
     objective: Objective = "bytes"
     """``bytes``; ``error`` minimizes the error instead, subject to ``alpha`` times the bytes of the reference;
@@ -111,8 +104,8 @@ class LGreco(BudgetedPolicy):
         for compressor in set(reference.values()):
             candidates = [c for c in self.family(compressor) if not is_raw(c)]
             # Speeds hardly depend on the parameter: three of each kind stand for all.
-            for kind in {_kind(c) for c in candidates}:
-                alike = sorted((c for c in candidates if _kind(c) == kind), key=_value)
+            for kind in {kind_of(c) for c in candidates}:
+                alike = sorted((c for c in candidates if kind_of(c) == kind), key=_value)
                 timed |= {alike[0], alike[len(alike) // 2], alike[-1]}
         return frozenset(timed)
 
@@ -135,11 +128,10 @@ class LGreco(BudgetedPolicy):
         return (*filter(contracts, wrapped), reference)
 
     def base(self, evidence: Evidence) -> tuple[Mapping[str, Compressor], Mapping[str, tuple[float, ...]]]:
-        base, memory = evidence.reference, evidence.memory
-        if self.reference is not None:
-            chosen = self.reference.propose(evidence)
-            base, memory = chosen.layers, chosen.memory
-        return base, memory
+        if self.reference is None:
+            return super().base(evidence)
+        chosen = self.reference.propose(evidence)
+        return chosen.layers, chosen.memory
 
     def propose(self, evidence: Evidence) -> Proposal:
         proposal = super().propose(evidence)
@@ -195,34 +187,22 @@ class LGreco(BudgetedPolicy):
         costs = [layer.costs for layer in layers]
         if self.objective == "error":
             # The problem is the same with errors and costs exchanged.
-            picked = self._best(layers, costs, errors, self.alpha * allocate.total(costs, reference))
-            if allocate.total(errors, picked) >= allocate.total(errors, reference) and self.alpha == 1:
-                raise allocate.Infeasible("no plan errs less in no more bytes")
+            picked = self._best(layers, costs, errors, self.alpha * total(costs, reference))
+            if total(errors, picked) >= total(errors, reference) and self.alpha == 1:
+                raise Infeasible("no plan errs less in no more bytes")
             return picked
         budget = self.budget(layers)
         picked = self._best(layers, errors, costs, budget)
         # The reference can stay only where it is within the budget itself.
-        if allocate.total(costs, picked) >= allocate.total(costs, reference) and self.alpha == 1:
-            raise allocate.Infeasible("no plan is smaller at no more error")
+        if total(costs, picked) >= total(costs, reference) and self.alpha == 1:
+            raise Infeasible("no plan is smaller at no more error")
         return picked
 
     def _best(
         self, layers: Sequence[LayerCandidates], errors: Sequence[Array], costs: Sequence[Array], budget: float
     ) -> list[int]:
-        """Return the cheapest plan of all candidates and of each kind alone, which may be cheaper after rounding."""
-        plans = [allocate.dynamic_program(errors, costs, budget, self.steps)]
-        kinds = dict.fromkeys(_kind(c) for layer in layers for c in layer.candidates if not is_raw(c))
-        for kind in kinds if len(kinds) > 1 else ():
-            kept = [
-                [k for k, c in enumerate(layer.candidates) if k == layer.reference or _kind(c) in (kind, Raw)]
-                for layer in layers
-            ]
-            try:
-                picked = allocate.dynamic_program(_select(errors, kept), _select(costs, kept), budget, self.steps)
-            except allocate.Infeasible:
-                continue
-            plans.append([ks[k] for ks, k in zip(kept, picked, strict=True)])
-        return min(plans, key=lambda plan: allocate.total(costs, plan))
+        plans = cheapest_plans(layers, errors, costs, budget, self.steps)
+        return min(plans, key=lambda plan: total(costs, plan))
 
 
 def _num_buckets(evidence: Evidence) -> int:
@@ -236,15 +216,9 @@ def _times(evidence: Evidence) -> list[float] | None:
 
 
 def _tries(evidence: Evidence) -> bool:
-    return more_plans_help(_num_buckets(evidence), evidence.trials)
-
-
-def _select(values: Sequence[Array], kept: Sequence[Sequence[int]]) -> list[Array]:
-    return [array[list(ks)] for array, ks in zip(values, kept, strict=True)]
-
-
-def _kind(compressor: Compressor) -> type[Compressor]:
-    return type(unwrap(compressor))
+    """Whether to try another plan, as long as times are not known. One bucket has nothing to compare."""
+    num_buckets = _num_buckets(evidence)
+    return num_buckets > 1 and evidence.trials < _MOST_PLANS_PER_BUCKET * num_buckets
 
 
 def _value(compressor: Compressor) -> float:
@@ -259,7 +233,7 @@ def _link_seconds(speeds: Speeds, compressor: Compressor, shape: Sequence[int]) 
     """Return the predicted seconds of a layer, with the codec time of the nearest compressor that was measured."""
     codec_s = 0.0
     if not is_raw(compressor):
-        alike = [c for c in speeds.codec_s if _kind(c) == _kind(compressor)]
+        alike = [c for c in speeds.codec_s if kind_of(c) == kind_of(compressor)]
         if alike:
             nearest = min(alike, key=lambda c: abs(_value(c) - _value(compressor)))
             codec_s = speeds.codec_s[nearest]

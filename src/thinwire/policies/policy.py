@@ -1,4 +1,4 @@
-"""Policies, which choose other plans from time to time while a model trains."""
+"""Policies, which choose other plans from time to time while a model trains, and policies as text."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from thinwire.arguments import check_int
+from thinwire import policies
+from thinwire.arguments import Calls, check_int
 from thinwire.collectives import Algorithm, ScatterReduceAllGather
 from thinwire.compressors import Compressor
 
 if TYPE_CHECKING:
     from thinwire.plan.cost import Speeds
-    from thinwire.plan.forecast.ddp import Pace
-    from thinwire.plan.forecast.links import Links
+    from thinwire.plan.forecast import Links, Pace
 
 
 _TRIAL_STEPS = 50
@@ -197,3 +197,27 @@ def gradient_norm(gradient: Tensor) -> float:
     """Return the L2 norm; not finite where the gradient is not."""
     norm = float(gradient.detach().float().norm())
     return norm if math.isfinite(norm) else math.inf
+
+
+_POLICIES = {name.lower(): name for name in ("Accordion", "Auto", "KMeans", "LGreco")}
+"""Names of the classes in `thinwire.policies` by their names in texts."""
+_calls = Calls[Policy](
+    kind="policy",
+    what="policy",
+    example="lgreco(every=500)",
+    find=lambda name: getattr(policies, _POLICIES.get(name.lower(), ""), None),
+    names=lambda: _POLICIES,
+    nested=("Policy",),
+)
+
+
+def parse_policy(text: str | Policy) -> Policy:
+    """Return the policy of a text: ``"lgreco(every=500, reference=accordion())"``. Nothing in it is evaluated.
+
+    Raises:
+        ValueError: there is no such policy or parameter, or a value is out of its range.
+    """
+    try:
+        return text if isinstance(text, Policy) else _calls.parse(text)
+    except TypeError as error:
+        raise ValueError(f"{text!r} is not a policy: {error}") from None

@@ -23,8 +23,7 @@ from thinwire.collectives import Algorithm, ScatterReduceAllGather, Transport, W
 from thinwire.compressors import Compressor, Raw, Unsuited, parse
 from thinwire.plan import Plan, Speeds
 from thinwire.plan.cost import codec_seconds
-from thinwire.plan.forecast.ddp import Bucket, Pace
-from thinwire.plan.forecast.links import Links
+from thinwire.plan.forecast import Bucket, Links, Pace
 from thinwire.policies import Evidence, Policy, Proposal, StepTime, Sync
 from thinwire.policies.families import members_that_fit
 from thinwire.runtime.bucket import BucketLayers, bucket_parts

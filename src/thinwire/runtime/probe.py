@@ -40,7 +40,7 @@ from thinwire.compressors import (
     first_state,
 )
 from thinwire.plan.cost import Speeds, codec_seconds
-from thinwire.plan.forecast.links import Curve, Legs, Links
+from thinwire.plan.forecast import Curve, Legs, Links
 from thinwire.runtime.executor import elapsed
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -17,7 +17,7 @@ from thinwire.kernels import derive_key
 from thinwire.plan import Plan, Site, Speeds, at_site, declined
 from thinwire.plan.sites import SITES
 from thinwire.policies import Evidence, Policy
-from thinwire.policies.balance import balanced
+from thinwire.policies.budget import balanced
 from thinwire.runtime import checkpoint
 from thinwire.runtime.adapt import Adapter
 from thinwire.runtime.channel import Channel

@@ -62,8 +62,9 @@ class Wire(Generic[E]):
         weakref.finalize(self, engine.close).atexit = False
 
     def __repr__(self) -> str:
-        """Return a table of the layers: spec, or the reason why raw, and bytes."""
-        return self.engine.table(self.declined, self._raw_in_checkpoint())
+        """Return a table of the layers, with specs or reasons why raw, and bytes; and the `memory` that they take."""
+        table = self.engine.table(self.declined, self._raw_in_checkpoint())
+        return f"{table}\n  memory of the compressors' state: {self.memory:,} bytes on this rank"
 
     @property
     def rank(self) -> int:

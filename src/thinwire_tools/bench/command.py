@@ -141,8 +141,8 @@ def step(
         json: write the figures to this file.
     """
     from thinwire.compressors import parse
-    from thinwire_tools.bench.ranks import run_ranks
-    from thinwire_tools.bench.step import remarks, results_of, table_of
+    from thinwire_tools.bench.step import measure, remarks, results_of, table_of
+    from thinwire_tools.ranks import run_ranks
 
     console = Console(highlight=False)
     shaped = rate not in (None, "none")
@@ -167,7 +167,7 @@ def step(
         about = network.describe() if network else {"rate": "loopback"}
         where = rate if shaped else "loopback"
         stack.enter_context(console.status(f"{ranks} ranks, {where}: {rounds} turns for each batch size ..."))
-        answer = run_ranks("thinwire_tools.bench.step_rank", config, ranks, network)
+        answer = run_ranks(measure, config, ranks, network)
     console.print(f"A training step, {ranks} ranks, {where}, {compressor}")
     console.print(table_of(answer["measured"]))
     for line in remarks(answer):

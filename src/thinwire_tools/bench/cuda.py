@@ -25,8 +25,7 @@ from thinwire.collectives import (
 )
 from thinwire.compressors import CodecCall, Coded, Key, Piece, Segments, State, Summed, first_state, parse
 from thinwire.runtime.executor import elapsed
-from thinwire_tools.bench.tables import figures_table
-from thinwire_tools.results import Results
+from thinwire_tools.results import Results, figures_table
 
 SPECS = (
     *("minmax(bits=4)", "ef(minmax(bits=4))", "minmax(bits=8, bucket=1024)", "maxabs(bits=4)", "qsgd(bits=4)"),

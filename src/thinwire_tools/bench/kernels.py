@@ -17,8 +17,7 @@ from thinwire import kernels as core
 from thinwire.compressors import FFT, CodecCall, Piece, Segments
 from thinwire.compressors.gaussian import MAGNITUDES
 from thinwire.kernels import Format, reference
-from thinwire_tools.bench.tables import figures_table
-from thinwire_tools.results import Results
+from thinwire_tools.results import Results, figures_table
 
 _ROTATED = 4
 """Number of buffers that take turns, so that none of them is found in a cache."""

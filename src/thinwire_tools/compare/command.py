@@ -289,12 +289,12 @@ def every(
         json: write the figures to this file.
     """
     from thinwire_tools.compare.compare import conduct
-    from thinwire_tools.compare.every import EVERY, SMOKE, SMOKE_TASK, TINY, WITHOUT
     from thinwire_tools.compare.tasks import SIZES
-    from thinwire_tools.compare.variants import ALONE
+    from thinwire_tools.compare.variants import ALONE, EVERY, SOME, WITHOUT
 
-    specs = SMOKE if smoke else EVERY
-    task = SMOKE_TASK if smoke else {"tiny": TINY, "small": SIZES["small"]}[size]
+    specs, task = (SOME, SIZES["smoke"]) if smoke else (EVERY, SIZES[size])
+    if smoke:
+        task = replace(task, steps=20, probe_every=10, held_out_windows=32, probe_windows=8)
     if steps is not None:
         task = replace(task, steps=steps, probe_every=max(1, steps // 10))
     variants = [ALONE, *specs, *(WITHOUT[spec] for spec in specs if spec in WITHOUT)]

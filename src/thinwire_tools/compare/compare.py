@@ -19,9 +19,9 @@ from thinwire.runtime import ParityError
 from thinwire_tools.compare.comparison import Comparison, Run
 from thinwire_tools.compare.data import standard_library
 from thinwire_tools.compare.paired import Watcher, compare_training
-from thinwire_tools.compare.rank_processes import RankFailed
 from thinwire_tools.compare.tasks import SIZES, GPTTask
 from thinwire_tools.exits import FAILED, ends_command
+from thinwire_tools.ranks import RankFailed
 from thinwire_tools.results import OutputFile, Results
 
 

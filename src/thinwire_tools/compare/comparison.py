@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -59,7 +59,7 @@ class Run:
     accuracy: float | None = None
     """Share of right answers on the held-out set, of tasks that count them."""
     plans: list[dict[str, Any]] = field(default_factory=list)
-    """Decisions of a policy, in the order of steps; see `thinwire_tools.compare.compare_rank.decided`."""
+    """Decisions of a policy, in the order of steps; see `thinwire_tools.compare.paired.decided`."""
     adapt_s: float = 0.0
     """Seconds of the training thread that the policy took: summing gradients and changing plans."""
 
@@ -77,16 +77,6 @@ class Run:
     def probe_s(self) -> list[float]:
         """Seconds of training until each probe, first steps included."""
         return [sum(self.step_s[:step]) for step in [0, *self.probe_steps]]
-
-    def seconds_to(self, loss: float) -> float | None:
-        """Return the seconds of training until the probe's loss first reaches ``loss``, interpolated linearly."""
-        if self.losses[0] <= loss:
-            return 0.0
-        points = list(zip(self.probe_s, self.losses, strict=True))
-        for (before_s, before), (after_s, after) in pairwise(points):
-            if after <= loss:
-                return before_s + (before - loss) / (before - after) * (after_s - before_s)
-        return None
 
     def speedup(self, over: Run) -> Ratio:
         """Return the speed relative to ``over``, from the ratios of each turn's median steps."""
@@ -215,8 +205,8 @@ class Comparison:
         seconds = []
         for run, baseline in zip(side.runs, self.baseline.runs, strict=True):
             target = statistics.smoothed(baseline.losses)[-1] * (1 + self.margin)
-            clock = run.step_s if self.shaped else [1.0] * len(run.step_s)
-            seconds.append(replace(run, step_s=clock, losses=statistics.smoothed(run.losses)).seconds_to(target))
+            at = run.probe_s if self.shaped else [0, *run.probe_steps]
+            seconds.append(statistics.reached(at, statistics.smoothed(run.losses), target))
         return seconds
 
     def sides(self) -> Iterator[Side]:

@@ -5,21 +5,32 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from pathlib import Path
+from statistics import fmean
 from typing import Any, Self
 
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import thinwire
+from thinwire.plan import Plan, sent_bytes
 from thinwire.runtime import ParityError
 from thinwire_tools import lab
-from thinwire_tools.compare import compare_rank, statistics
+from thinwire_tools.compare import statistics
 from thinwire_tools.compare.comparison import Comparison, Run, Side
-from thinwire_tools.compare.rank_processes import RankFailed, RankProcesses, launch_ranks
 from thinwire_tools.compare.statistics import CONTROL
 from thinwire_tools.compare.tasks import Task, describe, probe_steps
+from thinwire_tools.compare.train import digest, learning_rate, train
 from thinwire_tools.compare.variants import BASELINE, Variant
 from thinwire_tools.lab.units import parse_rates
+from thinwire_tools.ranks import Channel, RankFailed, RankProcesses, launch_ranks
 
 _TIMEOUT_S = 180.0
 
@@ -153,6 +164,140 @@ def _check(
         parse_rates(rate, num_ranks)
 
 
+# --- on a rank
+
+
+class Rank:
+    """One rank of a comparison: its process group, task, and run under way.
+
+    A run is `begin` (build the model and evaluate it), `train` (until a step, and evaluate) and `finish` (evaluate on
+    all held-out data). Before and after the steps of `train` it waits until the parent releases all ranks together, so
+    that the parent can read the link's counters while nothing is sent.
+    """
+
+    def __init__(self, channel: Channel, task: Task) -> None:
+        self.channel, self.task = channel, task
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+
+    def begin(self, variant: Variant, seed: int, measure: int) -> dict[str, Any]:
+        """Start a run of ``variant`` from ``seed``."""
+        task = self.task
+        self.every, self.steps_done = variant.every, 0
+        self.model = task.build(seed)
+        ddp, optimizer = variant.prepare(task, self.model)
+        self.attached = variant.attach(ddp, optimizer, seed, measure)
+        self.asked = self.attached.wire.plan if self.attached.wire else None
+        # Random draws of training (dropout) are the same for every variant, too.
+        torch.manual_seed(seed * self.num_ranks + self.rank)
+        rate = task.learning_rate * variant.rate_factor
+        self.steps = train(
+            task,
+            ddp,
+            optimizer,
+            task.batches(seed, self.rank, self.num_ranks),
+            lambda step: learning_rate(rate, step, task.steps),
+        )
+        return {"probe": self._evaluate(probe=True)}
+
+    def train(self, until: int) -> dict[str, Any]:
+        """Train until step ``until``: return the seconds of each step, the bytes sent so far, this rank's sum of the
+        loss and its number of terms."""
+        step_s = []
+        self.channel.hold("train")
+        for step in range(self.steps_done + 1, until + 1):
+            loss, seconds = next(self.steps)
+            step_s.append(seconds)
+            self.channel.send("step", step=step, loss=loss)
+        if until == self.task.steps:
+            started = time.perf_counter()
+            self.attached.finish()
+            step_s[-1] += time.perf_counter() - started
+        self.channel.hold("trained")
+        self.steps_done = until
+        # An exchange is paid for by all steps of its round.
+        rounds = [step_s[first : first + self.every] for first in range(0, len(step_s), self.every)]
+        return {
+            "step_s": [fmean(steps) for steps in rounds for _ in steps],
+            "payload_bytes": self.attached.sent(until),
+            "probe": self._evaluate(probe=True),
+        }
+
+    def finish(self) -> dict[str, Any]:
+        """End the run: evaluate on all held-out data, hash the parameters, and return a policy's decisions.
+
+        Ranks that train alone each evaluate their share with weights of their own. ``right`` is the number of right
+        answers of a task that counts them.
+        """
+        wire = self.attached.wire
+        held_out, right = self._held_out()
+        result = {
+            "alpha": wire.stats.alpha if wire else [],
+            "plans": decided(wire, self.asked, self.model, self.num_ranks) if wire and self.asked else [],
+            "adapt_s": wire.stats.adapt_s if wire else 0.0,
+            "formula_bytes": self.attached.formula(),
+            "held_out": held_out,
+            "right": right,
+            "digest": digest(self.model),
+        }
+        self.attached.close()
+        del self.model, self.steps, self.attached, wire
+        gc.collect()
+        return result
+
+    @torch.no_grad()
+    def _evaluate(self, *, probe: bool) -> tuple[float, int]:
+        self.model.eval()
+        loss = self.task.evaluate(self.model, self.rank, self.num_ranks, probe=probe)
+        self.model.train()
+        return loss
+
+    @torch.no_grad()
+    def _held_out(self) -> tuple[tuple[float, int], int | None]:
+        """Return the loss over the whole held-out set as `_evaluate`, and the right answers, where they are counted."""
+        score = getattr(self.task, "score", None)
+        if score is None:
+            return self._evaluate(probe=False), None
+        self.model.eval()
+        total, right, count = score(self.model, self.rank, self.num_ranks, probe=False)
+        self.model.train()
+        return (total, count), right
+
+
+def plan_bytes(plan: Plan, shapes: Mapping[str, Sequence[int]], num_ranks: int) -> float:
+    """Return the bytes that a rank sends for all layers of a plan in one step, without the messages' headers."""
+    return sum(sent_bytes(compressor, shapes[name], num_ranks) for name, compressor in plan.layers.items())
+
+
+def decided(wire: thinwire.Wire, asked: Plan, model: nn.Module, num_ranks: int) -> list[dict[str, Any]]:
+    """Return the plans that a policy chose: from which step on, bytes a step (and those of ``asked``, which the rules
+    name), errors of plan and reference, each the sum of the layers' L2 norms (None where the policy takes none, or on
+    another rank), and seconds."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    reference_bytes = plan_bytes(asked, shapes, num_ranks)
+    return [
+        {
+            "step": decision.step,
+            "wire_bytes": plan_bytes(decision.plan, shapes, num_ranks),
+            "reference_wire_bytes": reference_bytes,
+            "error": _norms(decision.errors),
+            "reference_error": _norms(decision.reference_errors),
+            "errors_s": decision.errors_s,
+            "solve_s": decision.solve_s,
+            "waited_s": decision.waited_s,
+            "note": decision.note,
+        }
+        for decision in wire.decisions
+    ]
+
+
+def _norms(squared: Mapping[str, float]) -> float | None:
+    """Return the sum of the layers' error norms, from their squared errors; None where there are none."""
+    return math.fsum(math.sqrt(error) for error in squared.values()) if squared else None
+
+
+# --- on the parent
+
+
 class Training:
     """The run of ``variant``, called ``name``, by ``ranks``, turn by turn; ``network`` joins them (None: loopback)."""
 
@@ -166,7 +311,7 @@ class Training:
         **asked: Any,
     ) -> None:
         self._ranks, self._network, self._watcher = ranks, network, watcher
-        answers = ranks.run({"do": "begin", "variant": asdict(variant), **asked})
+        answers = ranks.run(Rank.begin, {"variant": variant, **asked})
         first, counted = _mean([answer["probe"] for answer in answers]), None if network is None else 0
         self.run = Run(name, losses=[first], payload_bytes=[0.0], wire_bytes=counted)
 
@@ -182,7 +327,7 @@ class Training:
             if self._network is not None:
                 counters.append(self._network.interface_bytes(0)[0])
 
-        answers = self._ranks.run({"do": "train", "until": until}, on_event, on_hold)
+        answers = self._ranks.run(Rank.train, {"until": until}, on_event, on_hold)
         run.step_s += answers[0]["step_s"]
         run.probe_steps.append(until)
         run.payload_bytes.append(answers[0]["payload_bytes"])
@@ -193,7 +338,7 @@ class Training:
 
     def finish(self) -> Run:
         """Evaluate on all held-out data."""
-        answers, run = self._ranks.run({"do": "finish"}), self.run
+        answers, run = self._ranks.run(Rank.finish, {}), self.run
         first = answers[0]
         run.val_loss = _mean([answer["held_out"] for answer in answers])
         run.formula_bytes, run.plans, run.adapt_s = first["formula_bytes"], first["plans"], float(first["adapt_s"])
@@ -228,8 +373,7 @@ def train_in_turns(
                 try:
                     if name not in trainings:
                         link = network if variant.on_link else None
-                        started = launch_ranks(compare_rank, _setup(task), num_ranks, link, timeout_s=_TIMEOUT_S)
-                        ranks, _ = stack.enter_context(started)
+                        ranks, _ = stack.enter_context(_launch(task, num_ranks, link))
                         asked = {"seed": seed, "measure": 0}
                         trainings[name] = Training(ranks, link, watcher, name, variant, **asked)
                     trainings[name].turn(until)
@@ -241,17 +385,8 @@ def train_in_turns(
     return {name: runs[name] for name in variants if name in runs}, failures
 
 
-@dataclass(frozen=True)
-class Setup:
-    """The task that is sent to a rank first; see `thinwire_tools.compare.tasks.describe`."""
-
-    module: str
-    name: str
-    fields: dict[str, Any]
-
-
-def _setup(task: Task) -> Any:
-    return Setup(**describe(task))
+def _launch(task: Task, num_ranks: int, link: lab.Network | None) -> AbstractContextManager[tuple[RankProcesses, Path]]:
+    return launch_ranks(partial(Rank, task=task), num_ranks, link, timeout_s=_TIMEOUT_S)
 
 
 class Runs:
@@ -266,10 +401,8 @@ class Runs:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             self._network = stack.enter_context(lab.Network(self._num_ranks)) if self._rate is not None else None
-            setup = _setup(self.task)
-            started = launch_ranks(compare_rank, setup, self._num_ranks, self._network, timeout_s=_TIMEOUT_S)
-            self._ranks, _ = stack.enter_context(started)
-            self.about = {"task": asdict(setup), "num_ranks": self._num_ranks, "link": "loopback"}
+            self.about = {"task": describe(self.task), "num_ranks": self._num_ranks, "link": "loopback"}
+            self._ranks, _ = stack.enter_context(_launch(self.task, self._num_ranks, self._network))
             self._stack = stack.pop_all()
         return self
 

@@ -2,27 +2,56 @@
 
 from __future__ import annotations
 
-import json as json_module
+import json
 import math
+import random
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+import torch
+
 from thinwire_tools import lab
 from thinwire_tools.compare.comparison import Comparison, Run, Side
 from thinwire_tools.compare.losses import NoLosses, compiled, final, loss_in, read_log
-from thinwire_tools.compare.rank_processes import RankFailed
-from thinwire_tools.compare.script_rank import Setup
-from thinwire_tools.compare.variants import BASELINE
+from thinwire_tools.compare.variants import BASELINE, Variant
+from thinwire_tools.ranks import RankFailed
 from thinwire_tools.results import Results
+from thinwire_tools.run.attachment import Attachment, Misused
+from thinwire_tools.run.command import run_script
 
 _LOG_LINES, _GRACE_S = 15, 10.0
 AS_IT_IS = "as it is"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Instructions for a rank.
+
+    Args:
+        script: arguments for python.
+        seed: seed of the global generators, for scripts that do not set them themselves.
+        variant: text for `Variant.parse`; None for the script as it is.
+        stats: file that rank 0 writes the bytes sent to, where there is a variant.
+    """
+
+    script: tuple[str, ...]
+    seed: int
+    variant: str | None
+    stats: str
+
+    def argv(self) -> list[str]:
+        """Return the command of such a rank."""
+        program = "import sys; from thinwire_tools.compare.script import train; sys.exit(train(sys.argv[1]))"
+        return [sys.executable, "-u", "-c", program, json.dumps(asdict(self))]
 
 
 class Runs:
@@ -74,7 +103,7 @@ class Runs:
             )
         losses, steps, sent = self._losses(printed, out), 1, math.nan
         if variant is not None:
-            told = json_module.loads(stats.read_text())
+            told = json.loads(stats.read_text())
             steps, sent = max(1, told["steps"]), told["sent"]
             self.dense_bytes = told["dense"] / steps
         # The run counts as one step, from start to end, the start of Python included.
@@ -176,3 +205,34 @@ def _end(ranks: Sequence[subprocess.Popen[Any]]) -> None:
         if process.poll() is None:
             process.kill()
         process.wait(_GRACE_S)
+
+
+# --- on a rank
+
+
+def train(text: str) -> int:
+    """Run one rank of the script: seeded, with compression or as it is."""
+    setup = Setup(**json.loads(text))
+    random.seed(setup.seed)
+    np.random.seed(setup.seed % 2**32)
+    torch.manual_seed(setup.seed)
+    if setup.variant is None:
+        run_script(setup.script)
+        return 0
+    variant = Variant.parse(setup.variant)
+    options = {"seed": setup.seed, "skip_if_slower": False}
+    if variant.policy is not None:
+        options["adapt"] = variant.policy
+    attached = Attachment(variant.spec, options, None, 1)
+    try:
+        with attached:
+            run_script(setup.script)
+    except Misused as error:
+        sys.stderr.write(f"{error}\n")
+        return 64
+    finally:
+        if attached.wire is not None and attached.wire.rank == 0:
+            stats = attached.wire.stats
+            counts = {"sent": stats.payload_sent_bytes, "dense": stats.dense_bytes, "steps": stats.steps}
+            Path(setup.stats).write_text(json.dumps(counts))
+    return 0

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 CONFIDENCE = 0.95
@@ -121,6 +122,17 @@ def smoothed(values: Sequence[float]) -> list[float]:
     """Return the mean of each value and the two before it, where there are as many."""
     parts = [values[max(0, end - 3) : end] for end in range(1, len(values) + 1)]
     return [math.fsum(part) / len(part) for part in parts]
+
+
+def reached(at: Sequence[float], losses: Sequence[float], loss: float) -> float | None:
+    """Return the first of ``at``, steps or seconds, at which ``losses`` are at ``loss``, interpolated linearly; None if
+    they never are."""
+    if losses and losses[0] <= loss:
+        return at[0]
+    for (before_at, before), (after_at, after) in pairwise(zip(at, losses, strict=True)):
+        if after <= loss:
+            return before_at + (before - loss) / (before - after) * (after_at - before_at)
+    return None
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:

@@ -4,7 +4,6 @@
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
@@ -22,8 +21,8 @@ _EVALUATION_BATCH = 32
 
 
 class Task(Protocol):
-    """One training, the same for every variant and seed. A dataclass of plain values at the top of a module: each rank
-    process imports the class and makes its own instance of the fields, which reach it as JSON."""
+    """One training, the same for every variant and seed. A dataclass at the top of a module that rank processes can
+    import: each gets a copy of it."""
 
     @property
     def steps(self) -> int:
@@ -38,11 +37,6 @@ class Task(Protocol):
     @property
     def probe_every(self) -> int:
         """Number of steps between two evaluations on a part of the held-out data."""
-        ...
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> Self:
-        """Return the task of ``dataclasses.asdict``."""
         ...
 
     def build(self, seed: int) -> nn.Module:
@@ -137,6 +131,7 @@ class GPTTask:
 
 
 SIZES = {
+    "tiny": GPTTask(model=GPTConfig(width=128, layers=2), batch=4, steps=150, probe_every=15),
     "small": GPTTask(),
     "demo": GPTTask(model=GPTConfig(), learning_rate=1e-3, bucket_cap_mb=5.0),
     "smoke": GPTTask(
@@ -173,7 +168,7 @@ def probe_steps(task: Task) -> list[int]:
 
 
 def describe(task: Task) -> dict[str, Any]:
-    """Return ``task`` as a rank process can make it again with `restore`.
+    """Return the class and the fields of ``task``, for records.
 
     Raises ``TypeError`` if the task is no dataclass at the top of a module that another process can import.
     """
@@ -184,9 +179,3 @@ def describe(task: Task) -> dict[str, Any]:
             "a task is a dataclass at the top of a module that they can import"
         )
     return {"module": kind.__module__, "name": kind.__qualname__, "fields": dataclasses.asdict(task)}
-
-
-def restore(description: dict[str, Any]) -> Task:
-    """Return the task that `describe` described."""
-    kind: type[Task] = getattr(importlib.import_module(description["module"]), description["name"])
-    return kind.from_json(description["fields"])

@@ -219,3 +219,48 @@ VARIANTS = {
     "control": Variant(CONTROL_RULES, title="1-bit control"),
 }
 """Ways of training in `thinwire demo`, by their names there."""
+
+EVERY = (
+    "minmax(bits=4, bucket=128)",
+    "lattice(bits=8, bucket=1024)",
+    "levels(bits=4, bucket=1024, learn_at=(15, 75), min_numel=10000)",
+    "gaussian(bits=4)",
+    "qsgd(bits=4)",
+    "maxabs(bits=4)",
+    "terngrad(clip=2.5)",
+    "shared_terngrad",
+    "natural",
+    "rangefloat(bits=8)",
+    "cast(bf16)",
+    "intsgd(bits=8)",
+    "intdiana(bits=2)",
+    "heuristic_intsgd(bits=8)",
+    "onebit",
+    "sign",
+    "topk(density=0.01)",
+    "topk(density=0.01) | minmax(bits=8)",
+    "globaltopk(density=0.01)",
+    "chunktopk(k=64)",
+    "threshold(lam=0.003)",
+    "dgc(topk(density=0.01), momentum=0)",
+    "randk(density=0.1)",
+    "ef(randk(density=0.1))",
+    "truncate(gamma=10)",
+    "fft(theta=0.85)",
+    "powersgd(rank=4)",
+    "atomo(rank=4)",
+)
+"""Compressors at sensible settings; a plan puts error feedback around those that want it. All train by AdamW, with
+whose momentum `DGC` must not have one of its own."""
+
+WITHOUT = {
+    "topk(density=0.01)": "topk(density=0.01, feedback=False)",
+    "onebit": "onebit(feedback=False)",
+    "sign": "sign(feedback=False)",
+    "powersgd(rank=4)": "powersgd(rank=4, feedback=False)",
+    "fft(theta=0.85)": "fft(theta=0.85, feedback=False)",
+}
+"""Biased compressors, and the same without error feedback."""
+
+SOME = ("minmax(bits=4, bucket=128)", "onebit", "topk(density=0.01)", "powersgd(rank=4)")
+"""Compressors of the small version."""

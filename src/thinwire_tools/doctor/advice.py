@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from thinwire_tools.doctor.measure import Measured
-from thinwire_tools.doctor.predict import predict_step
 from thinwire_tools.doctor.settings import Care, Prediction, Setting
+from thinwire_tools.doctor.settings_sharded import predict_step
 
 HARMLESS_SHARE = 0.05
 """Share of the step time waiting for communication below which nothing is worth doing."""
@@ -79,54 +79,47 @@ def conclude(
     ``free``: a prediction as if compressing took no time. ``first``: recommendations to put first, where communication
     is waited for.
     """
-    verdict = _verdict(today, share, predictions, free, first)
-    return replace(verdict, sentence=verdict.sentence + doubt(verdict.today, predictions))
-
-
-def doubt(today: float, predictions: Sequence[Prediction]) -> str:
-    """Return a sentence on the error of the prediction of a step as it is; empty if that is small."""
-    off = next((p.step.value / today - 1 for p in predictions if p.setting.is_today), 0.0)
-    if abs(off) <= _TRUSTED:
-        return ""
-    return (
-        f" In doubt: the same prediction of a step as it is comes out {off:+.0%} off the measured one, so something "
-        "here, other work or other traffic, is not in the measurements."
-    )
-
-
-def _verdict(
-    today: float,
-    share: float,
-    predictions: Sequence[Prediction],
-    free: Callable[[Prediction], Prediction],
-    first: Sequence[Advice],
-) -> Verdict:
     as_is = next(p for p in predictions if p.setting.is_today)
     others = [p for p in predictions if not p.setting.is_today]
+    doubtful = _doubt(as_is, today)
     faster = [p for p in others if _faster(p, as_is, today)]
     ranked = _ranked(faster)
     if share <= HARMLESS_SHARE:
         nothing = Advice("nothing", "backward hides the communication, or there is little of it")
-        return Verdict(_harmless(today, share), (nothing, *(_advice(p, today) for p in ranked[:1])), today)
+        sentence = f"Not bound by communication: {share:.1%} of a step ({today:.3g} s) waits for it. Leave it as it is."
+        return Verdict(sentence + doubtful, (nothing, *(_advice(p, today) for p in ranked[:1])), today)
     advice = [*first, *(_advice(p, today) for p in ranked)]
     waits = f"{share:.0%} of a step ({today:.3g} s) waits for communication"
     if not ranked:
         least = min((p for p in others if _may_be_faster(p, as_is, today)), key=lambda p: p.step.value, default=None)
         if least is not None:
-            return Verdict(_unsettled(waits, least, as_is), (*advice, _AGAIN), today)
+            ratio = least.relative_to(as_is)
+            sentence = (
+                f"{waits}. Whether anything here would make it at least {LEAST_GAIN:.0%} faster is too noisy to tell: "
+                f"with {least.setting.title} a step would take {least.step.value:.3g} s, which is {ratio.low:.0%} to "
+                f"{ratio.high:.0%} of the same step as it is."
+            )
+            return Verdict(sentence + doubtful, (*advice, _AGAIN), today)
         sentence = f"{waits}, and nothing here would make it at least {LEAST_GAIN:.0%} faster."
-        return Verdict(sentence, (*advice, Advice("nothing", _why_nothing(others, free, today))), today)
+        return Verdict(sentence + doubtful, (*advice, Advice("nothing", _why_nothing(others, free, today))), today)
     best = ranked[0]
     sentence = (
         f"Bound by communication: {share:.0%} of a step ({today:.3g} s) waits for it. With {best.setting.title} a step "
         f"would take {best.step.value:.3g} s ({best.step.low:.3g} to {best.step.high:.3g}), "
         f"{today / best.step.value:.1f} times as fast."
     )
-    return Verdict(sentence, tuple(advice), today)
+    return Verdict(sentence + doubtful, tuple(advice), today)
 
 
-def _harmless(today: float, share: float) -> str:
-    return f"Not bound by communication: {share:.1%} of a step ({today:.3g} s) waits for it. Leave it as it is."
+def _doubt(as_is: Prediction, today: float) -> str:
+    """Return a sentence on the error of the prediction of a step as it is; empty if that is small."""
+    off = as_is.step.value / today - 1
+    if abs(off) <= _TRUSTED:
+        return ""
+    return (
+        f" In doubt: the same prediction of a step as it is comes out {off:+.0%} off the measured one, so something "
+        "here, other work or other traffic, is not in the measurements."
+    )
 
 
 def _faster(p: Prediction, as_is: Prediction, today: float) -> bool:
@@ -137,15 +130,6 @@ def _faster(p: Prediction, as_is: Prediction, today: float) -> bool:
 def _may_be_faster(p: Prediction, as_is: Prediction, today: float) -> bool:
     """Whether the measurements allow that a setting makes a step faster by enough."""
     return min(p.step.value, p.relative_to(as_is).low * today) < (1 - LEAST_GAIN) * today
-
-
-def _unsettled(waits: str, p: Prediction, as_is: Prediction) -> str:
-    ratio = p.relative_to(as_is)
-    return (
-        f"{waits}. Whether anything here would make it at least {LEAST_GAIN:.0%} faster is too noisy to tell: with "
-        f"{p.setting.title} a step would take {p.step.value:.3g} s, which is {ratio.low:.0%} to {ratio.high:.0%} of "
-        "the same step as it is."
-    )
 
 
 _AGAIN = Advice("measure again", "with more --steps, and with nothing else on these machines and links meanwhile")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +12,7 @@ from rich.console import Console
 from thinwire_tools.exits import check_script, ends_command, without_python
 from thinwire_tools.lab.units import parse_rate
 from thinwire_tools.plots import need_matplotlib
-from thinwire_tools.results import OutputFile
+from thinwire_tools.results import OutputFile, write_record
 
 _OURS = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -125,7 +124,7 @@ def _tell(console: Console, record: dict[str, Any], figures: Path | None, html: 
 
     report.show(console, record)
     if figures is not None:
-        figures.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(record, figures)
     if html is not None:
         page.write(html, record)
         console.print(f"Report: {html}", soft_wrap=True, markup=False)

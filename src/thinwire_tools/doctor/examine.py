@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+from thinwire_tools.compare.gpt import GPT, GPTConfig, next_token_loss
 from thinwire_tools.doctor.advice import verdict
 from thinwire_tools.doctor.measure import Measured, over_links_of
 from thinwire_tools.doctor.observer import WARM_UP, Observer
-from thinwire_tools.doctor.predict import measure_for, predict_step
-from thinwire_tools.doctor.probe import StopScript, train_probe
 from thinwire_tools.doctor.record import Prices, record
 from thinwire_tools.doctor.settings import Care, Prediction, Setting, local_updates
+from thinwire_tools.doctor.settings_sharded import measure_for, predict_step
 from thinwire_tools.doctor.watched import DoctorError
 from thinwire_tools.exits import CommandError
 from thinwire_tools.results import Results
-from thinwire_tools.run.script import run_script
+from thinwire_tools.run.command import run_script
 
 LOOPBACK = "loopback"
 OTHER_RATES = (125e6, 12.5e6)
 """Rates of links, in bytes per second, that steps on loopback are predicted for, too: 1 Gbit/s and 100 Mbit/s."""
+_TIMEOUT = timedelta(seconds=300)
+_BATCH = 8
+_CAP_MB = 5.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,30 @@ class Request:
         if self.price_per_hour is None or self.samples_per_step is None:
             return None
         return Prices(self.price_per_hour, self.samples_per_step, self.unit)
+
+
+class StopScript(SystemExit):
+    """Ends the script once enough was seen: scripts do not catch `SystemExit`."""
+
+
+def train_probe() -> None:
+    """Train the demo's GPT on random tokens until somebody ends it; needs the variables that torchrun sets."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=_TIMEOUT)
+    torch.manual_seed(0)
+    config = GPTConfig()
+    model = DistributedDataParallel(GPT(config), bucket_cap_mb=_CAP_MB, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with contextlib.suppress(StopScript):
+        while True:
+            tokens = torch.randint(
+                0, config.vocabulary, (_BATCH, config.context + 1), generator=generator, dtype=torch.int64, device="cpu"
+            )
+            optimizer.zero_grad(set_to_none=True)
+            next_token_loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
+            optimizer.step()
 
 
 @dataclass

@@ -13,8 +13,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from thinwire.compressors import Coded, Compressor
-from thinwire.plan.forecast.ddp import Bucket, Transfer
-from thinwire.plan.forecast.links import Links
+from thinwire.plan.forecast import Bucket, Links, Span, Transfer, computed_at
 from thinwire.plan.sites import at_site
 
 Collective = Literal["all_gather", "reduce_scatter"]
@@ -154,10 +153,10 @@ def sharded_step(pace: ShardedPace, transfers: Sequence[Transfer]) -> float:
     """Return the seconds of a step whose moves take this, one behind the other, next to computing."""
     now = done = 0.0
     arrived: dict[int, float] = {}
-    spans: list[_Span] = []
+    spans: list[Span] = []
     needs = {event.move: event.at_s for event in pace.events if event.needed}
     for event in pace.events:
-        now, done = _compute(now, event.at_s - done, spans, pace.shared), event.at_s
+        now, done = computed_at(now, event.at_s - done, spans, pace.shared), event.at_s
         move, transfer = pace.moves[event.move], transfers[event.move]
         if not event.needed:
             before = max(arrived.values(), default=0.0)
@@ -166,36 +165,13 @@ def sharded_step(pace: ShardedPace, transfers: Sequence[Transfer]) -> float:
             slowed = pace.shared * min(transfer.codec_s, meanwhile)
             end = max(now + transfer.alone_s + slowed, before + transfer.after_s)
             arrived[event.move] = end
-            spans.append(_Span(max(now, before), end, transfer.cpu_s))
+            spans.append((max(now, before), end, transfer.cpu_s))
         if event.needed or (move.kind == "reduce_scatter" and not move.late):
             now = max(now, arrived[event.move])
-    now, done = _compute(now, pace.backward_end_s - done, spans, pace.shared), max(done, pace.backward_end_s)
+    now, done = computed_at(now, pace.backward_end_s - done, spans, pace.shared), max(done, pace.backward_end_s)
     # Gradients that are late end with backward; the optimizer follows.
     now = max([now, *(end for i, end in arrived.items() if pace.moves[i].kind == "reduce_scatter")])
     return now + pace.compute_s - done
-
-
-class _Span(NamedTuple):
-    start: float
-    end: float
-    cpu_s: float
-
-    def spent(self, start: float, end: float) -> float:
-        """Return the processor time between two moments."""
-        length = self.end - self.start
-        return self.cpu_s * max(0.0, min(end, self.end) - max(start, self.start)) / length if length > 0 else 0.0
-
-
-def _compute(now: float, work: float, spans: Sequence[_Span], shared: float) -> float:
-    """Return the time at which so much computing from ``now`` on is done: transfers take their share of the core."""
-    work = max(0.0, work)
-    end = now + work
-    for _ in range(50 if shared and work else 0):
-        late = now + work + shared * sum(span.spent(now, end) for span in spans)
-        if late - end < 1e-7:
-            break
-        end = late
-    return end
 
 
 def native_sharded_step(pace: ShardedPace, took: Sequence[float]) -> float:

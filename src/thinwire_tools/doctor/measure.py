@@ -17,7 +17,7 @@ from thinwire.compressors import Compressor
 from thinwire.integrations.options import Network
 from thinwire.integrations.transports import bare_transport, carried, device_of, trained
 from thinwire.plan.cost import codec_seconds
-from thinwire.plan.forecast.links import Links
+from thinwire.plan.forecast import Links
 from thinwire.runtime.probe import (
     Pair,
     find_nodes,

@@ -15,7 +15,7 @@ from thinwire.plan import named_parameters
 from thinwire.trainers import on_first_forward
 from thinwire_tools.doctor.observer_ddp import DDPObserver
 from thinwire_tools.doctor.observer_fsdp import ShardedObserver
-from thinwire_tools.doctor.watched import DoctorError, Step, StepObserver, Watched
+from thinwire_tools.doctor.watched import DoctorError, Step, Watched
 
 WARM_UP = 4
 """Number of steps that do not count: DDP forms other buckets after the first one or two."""
@@ -40,7 +40,7 @@ class Observer:
         self.present: Step | None = None
         """Step under way, while it is watched."""
         self.finished = False
-        self._observer: StepObserver | None = None
+        self._observer: DDPObserver | ShardedObserver | None = None
         self._total, self._done, self._on_step = steps, done, on_step
         self._steps: list[Step] = []
         self._synced = True

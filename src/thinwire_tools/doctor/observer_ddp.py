@@ -5,15 +5,19 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.plan import named_parameters
-from thinwire.plan.forecast.ddp import Bucket, Pace
+from thinwire.plan.forecast import Bucket, Pace
 from thinwire.runtime import Follower, for_reducer
-from thinwire_tools.doctor.watched import DoctorError, Step, Watcher, check_size
+from thinwire_tools.doctor.watched import DoctorError, Step, check_size
+
+if TYPE_CHECKING:
+    from thinwire_tools.doctor.observer import Observer
 
 GradBucket = dist.GradBucket  # pyright: ignore[reportPrivateImportUsage] - documented, yet not exported
 
@@ -23,7 +27,7 @@ class DDPObserver:
     each all-reduce on the spot, so that backward and communication take turns: such a step shows the time of computing
     and when buckets become ready, and the steps between show the training unchanged."""
 
-    def __init__(self, watcher: Watcher, model: DistributedDataParallel) -> None:
+    def __init__(self, watcher: "Observer", model: DistributedDataParallel) -> None:
         assert isinstance(model.process_group, dist.ProcessGroup)
         self.group = model.process_group
         check_size(self.group)
@@ -62,6 +66,7 @@ class DDPObserver:
         return future
 
     def watched(self, steps: Sequence[Step]) -> tuple[tuple[Pace, ...], list[float], list[list[float]]]:
+        """Return paces of steps, seconds of unchanged steps, and those of each all-reduce: the same everywhere."""
         serial = [step for step in steps if step.serial]
         plain = [step.seconds for step in steps if not step.serial]
         rows, took, times = (

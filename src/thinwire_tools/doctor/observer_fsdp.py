@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from thinwire.compat import FSDPGroup, all_gather_single, fsdp_groups, reduce_scatter_single, unwrapped
 from thinwire.plan import named_parameters
 from thinwire_tools.doctor.forecast import Collective, Event, Move, ShardedPace
-from thinwire_tools.doctor.watched import DoctorError, Step, Watcher, check_size
+from thinwire_tools.doctor.watched import DoctorError, Step, check_size
+
+if TYPE_CHECKING:
+    from thinwire_tools.doctor.observer import Observer
 
 
 class ShardedObserver:
@@ -23,7 +26,7 @@ class ShardedObserver:
     results were needed. On a CPU FSDP2 computes nothing while its own collectives are under way, so every step shows
     both the unchanged training and the time of computing."""
 
-    def __init__(self, watcher: Watcher, model: nn.Module) -> None:
+    def __init__(self, watcher: Observer, model: nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule
 
         sharded = [
@@ -81,6 +84,11 @@ class ShardedObserver:
         return number
 
     def watched(self, steps: Sequence[Step]) -> tuple[tuple[ShardedPace, ...], list[float], list[list[float]]]:
+        """Return paces of steps, their seconds, and those of each collective: the same everywhere.
+
+        Raises:
+            DoctorError: the steps are not alike.
+        """
         if any(_order(step) != _order(steps[-1]) for step in steps):
             raise DoctorError("this model uses its modules in another order from step to step: it cannot be predicted")
         computed = [[*(event.at_s for event in step.events), step.seconds - step.waited] for step in steps]

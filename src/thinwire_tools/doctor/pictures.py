@@ -6,9 +6,8 @@ import io
 import re
 from typing import Any
 
-from thinwire.plan.forecast.ddp import Transfer, finish
-from thinwire.plan.forecast.links import Curve
-from thinwire_tools.doctor.payoff import minimal_ratio
+from thinwire.plan.forecast import Curve, Transfer, finish
+from thinwire_tools.doctor.record import minimal_ratio
 from thinwire_tools.lab.units import format_rate
 from thinwire_tools.plots import canvas
 

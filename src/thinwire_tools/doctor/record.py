@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 from thinwire.compressors import Compressor, Raw
-from thinwire.plan.forecast.links import Curve, Links
+from thinwire.plan.forecast import Curve, Links
 from thinwire.runtime.probe import Pair
 from thinwire_tools.doctor.advice import Verdict
 from thinwire_tools.doctor.forecast import Move
 from thinwire_tools.doctor.measure import Measured
-from thinwire_tools.doctor.payoff import minimal_ratio, useful_bandwidth
 from thinwire_tools.doctor.settings import Prediction, Setting, ceiling, plan_of
 from thinwire_tools.doctor.settings_sharded import ShardedSetting, plan_for
 from thinwire_tools.results import Results
@@ -203,3 +203,18 @@ def _main(compressors: Iterable[Compressor]) -> Compressor | None:
     """Return the compressor that is not raw, if there is one."""
     lossy = [compressor for compressor in compressors if not isinstance(compressor, Raw)]
     return max(lossy, key=lossy.count) if lossy else None
+
+
+def minimal_ratio(bandwidth: float, both_ways_s_per_byte: float) -> float:
+    """Return the least compression ratio that makes steps faster on a link of ``bandwidth`` bytes per second: equation
+    4 of the FFT paper (section 3.3).
+
+    It is infinite where none does. ``both_ways_s_per_byte``: seconds to compress and decompress a byte.
+    """
+    spent = bandwidth * both_ways_s_per_byte
+    return 1 / (1 - spent) if spent < 1 else math.inf
+
+
+def useful_bandwidth(both_ways_s_per_byte: float) -> float:
+    """Return the bandwidth, in bytes per second, above which no ratio makes steps faster (where equation 4 ends)."""
+    return 1 / both_ways_s_per_byte

@@ -42,15 +42,18 @@ def show(console: Console, record: dict[str, Any]) -> None:
     console.print(escape(how(about)), style="dim")
 
 
+def _table(title: str, *heads: str) -> Table:
+    """Return an empty table; on a narrow terminal names, whose column has no head, give way before figures do."""
+    table = Table(title=title, title_justify="left")
+    for head in heads:
+        table.add_column(head, justify="right" if head else "left", no_wrap=bool(head), overflow="fold")
+    return table
+
+
 def predictions(about: dict[str, Any]) -> Table:
     """Return a table of steps of today's batch, by setting."""
-    table = Table(title="A step of the same batch", title_justify="left")
-    heads = ["", "a step", "between", "speed-up", "waits", "sent"]
-    if about["prices"]:
-        heads.append(f"a million\n{about['prices']['unit']}")
-    for column in heads:
-        # On a narrow terminal names give way before figures do.
-        table.add_column(column, justify="left" if not column else "right", no_wrap=bool(column), overflow="fold")
+    priced = [f"a million\n{about['prices']['unit']}"] if about["prices"] else []
+    table = _table("A step of the same batch", "", "a step", "between", "speed-up", "waits", "sent", *priced)
     today = about["today_s"]
     measured = [duration(today), f"{duration(min(about['steps_s']))} – {duration(max(about['steps_s']))}", "1.00x"]
     cost = [""] if about["prices"] else []
@@ -80,11 +83,8 @@ def predictions(about: dict[str, Any]) -> Table:
 
 def elsewhere(about: dict[str, Any]) -> Table:
     """Return a table of predicted steps over slower links."""
-    table = Table(title="A step over other links, predicted", title_justify="left")
-    table.add_column("", overflow="fold")
-    table.add_column("here", justify="right", no_wrap=True)
-    for other in about["elsewhere"]:
-        table.add_column(format_rate(8 * other["rate"]), justify="right", no_wrap=True)
+    rates = [format_rate(8 * other["rate"]) for other in about["elsewhere"]]
+    table = _table("A step over other links, predicted", "", "here", *rates)
     here = {row["title"]: row["step_s"] for row in about["predictions"]}
     for i, row in enumerate(about["elsewhere"][0]["predictions"]):
         steps = [other["predictions"][i]["step_s"] for other in about["elsewhere"]]
@@ -102,9 +102,7 @@ def _titled(row: dict[str, Any]) -> str:
 
 def links(about: dict[str, Any]) -> Table:
     """Return a table of the links between any two ranks."""
-    table = Table(title="Links, both ways at once", title_justify="left")
-    for column in ("ranks", "each way", "of the line rate", "latency, one way"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = _table("Links, both ways at once", "ranks", "each way", "of the line rate", "latency, one way")
     line = about["line_rate"]
     for pair in about["pairs"]:
         share = f"{pair['bandwidth'] / line:.0%}" if line else "line rate unknown"
@@ -116,9 +114,8 @@ def links(about: dict[str, Any]) -> Table:
 
 def codecs(about: dict[str, Any]) -> Table:
     """Return a table of the compressors' speeds here."""
-    table = Table(title="Compressors here, in bytes of fp32 gradient", title_justify="left")
-    for column in ("", "encodes", "decodes", "ratio", "pays from", "on links to"):
-        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    heads = ("", "encodes", "decodes", "ratio", "pays from", "on links to")
+    table = _table("Compressors here, in bytes of fp32 gradient", *heads)
     for row in about["codecs"]:
         needed = row["minimal_ratio"]
         table.add_row(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
+from typing import TypeVar
 
 from thinwire.collectives import Algorithm, parse_algorithm
 from thinwire.compressors import Compressor, Raw, parse
 from thinwire.local.fragments import FEW_BITS, exchange_plan
 from thinwire.plan import DEFAULT_RULES, Plan
-from thinwire.plan.forecast.ddp import (
+from thinwire.plan.forecast import (
+    Links,
     Pace,
     accumulated,
     hiding_interval,
@@ -20,12 +24,15 @@ from thinwire.plan.forecast.ddp import (
     planned_step,
     sent_in_step,
 )
-from thinwire.plan.forecast.links import Links
 from thinwire_tools.doctor.measure import Measured
-from thinwire_tools.doctor.ranges import Range, draws
 
 CHECKPOINT = 'checkpoint["wire"] = wire.gather_state_dict()  # on every rank, wherever the model is saved'
 """Line that adds the wire's state to a checkpoint: a collective call, whose result any one rank may save."""
+
+_DRAWS = 60
+_RANGE = (0.05, 0.95)
+_P = TypeVar("_P")
+_L = TypeVar("_L")
 
 
 class Care(IntEnum):
@@ -141,6 +148,36 @@ def settings_with(specs: Sequence[str]) -> tuple[Setting, ...]:
     known = {parse(setting.spec) for setting in SETTINGS if setting.spec}
     more = dict.fromkeys(parse(spec) for spec in specs)
     return (*SETTINGS, *BY_LINK, *(Setting(str(c), str(c), care=Care.CHECK) for c in more if c not in known))
+
+
+@dataclass(frozen=True)
+class Range:
+    """A prediction and its uncertainty by the measurements: 5 % of what they allow lies below ``low``, and above
+    ``high``."""
+
+    value: float
+    low: float
+    high: float
+
+    @staticmethod
+    def from_values(values: Sequence[float]) -> Range:
+        ordered = sorted(values)
+        return Range(_quantile(ordered, 0.5), *(_quantile(ordered, share) for share in _RANGE))
+
+    def times(self, by: float) -> Range:
+        return replace(self, value=by * self.value, low=by * self.low, high=by * self.high)
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    at = share * (len(ordered) - 1)
+    low = math.floor(at)
+    return ordered[low] + (at - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
+
+
+def draws(paces: Sequence[_P], links: Sequence[_L]) -> list[tuple[_P, _L]]:
+    """Draw pairs of measured steps and measured links at random, but always the same ones, for ranges."""
+    pick = random.Random(0)
+    return [(pick.choice(paces), pick.choice(links)) for _ in range(_DRAWS)]
 
 
 @dataclass(frozen=True)

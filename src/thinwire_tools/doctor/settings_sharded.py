@@ -1,4 +1,4 @@
-"""Settings of the communication of a sharded model (FSDP2), and the predicted time of a step with each."""
+"""Settings of the communication of a sharded model (FSDP2), and predictions whatever model trains."""
 
 from __future__ import annotations
 
@@ -8,11 +8,23 @@ from dataclasses import dataclass
 from thinwire.compressors import Compressor, parse
 from thinwire.integrations.fsdp import DEFAULT_SHARDED_RULES
 from thinwire.plan import Filter, Plan, sharded_plan
-from thinwire.plan.forecast.links import Links
+from thinwire.plan.forecast import Links
 from thinwire_tools.doctor.forecast import ShardedPace, move_transfer, native_sharded_step, sharded_bytes, sharded_step
-from thinwire_tools.doctor.measure import Measured
-from thinwire_tools.doctor.ranges import Range, draws
-from thinwire_tools.doctor.settings import CHECKPOINT, Care, Prediction, Setting
+from thinwire_tools.doctor.measure import Measured, measure
+from thinwire_tools.doctor.observer import Observer
+from thinwire_tools.doctor.settings import (
+    CHECKPOINT,
+    Care,
+    Prediction,
+    Range,
+    Setting,
+    algorithm_of,
+    compressors_of,
+    draws,
+    local_updates,
+    predict_ddp,
+    settings_with,
+)
 from thinwire_tools.doctor.watched import DoctorError
 
 _FILTER = Filter(min_numel=1024)
@@ -178,3 +190,34 @@ def _sent(setting: ShardedSetting, pace: ShardedPace, links: Links, layers: Mapp
     sent = sharded_bytes(pace, links, layers)
     reduced = links.others * sum(move.num_bytes for move in pace.moves if move.kind == "reduce_scatter")
     return sent - reduced / 2 if setting.halved else sent - reduced * (setting.times - 1) / setting.times
+
+
+def measure_for(
+    observer: Observer, specs: Sequence[str] = (), line_rate: float | None = None
+) -> tuple[Measured, list[Setting]]:
+    """Measure what predictions need, on every rank and between two steps; return that and the settings for this model.
+    ``specs``: compressors in addition to the usual ones.
+
+    Raises:
+        DoctorError: no steps were watched that can be predicted.
+        TransportError: a rank is gone or silent.
+    """
+    shapes = observer.layers
+    sharded = sharded_settings(specs, shapes) if observer.sharded else ()
+    usual: tuple[Setting, ...] = () if observer.sharded else settings_with(specs)
+    wanted: set[Compressor] = sharded_compressors(sharded, shapes) | (compressors_of(usual, shapes) if usual else set())
+    measured = measure(observer, wanted, line_rate)
+    fitting = [setting for setting in (*sharded, *usual) if _fitting(setting, measured)]
+    return measured, [*fitting, *([] if observer.sharded else [local_updates(measured)])]
+
+
+def predict_step(setting: Setting, measured: Measured) -> Prediction:
+    """Predict a step with this setting."""
+    return predict_sharded(setting, measured) if isinstance(setting, ShardedSetting) else predict_ddp(setting, measured)
+
+
+def _fitting(setting: Setting, measured: Measured) -> bool:
+    """Whether the setting applies to these links, or this model."""
+    if isinstance(setting, ShardedSetting):
+        return all(isinstance(pace, ShardedPace) and fits(setting, pace) for pace in measured.watched.paces)
+    return all(algorithm_of(setting, links) for links in measured.links)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from thinwire.plan.forecast.ddp import Bucket, Pace
+from thinwire.plan.forecast import Bucket, Pace
 from thinwire_tools.doctor.forecast import Event, ShardedPace
 from thinwire_tools.exits import CommandError
 
@@ -70,32 +68,6 @@ class Watched:
     def exposed_share(self) -> float:
         """Share of a step that is communication which backward does not hide."""
         return max(0.0, 1 - self.compute_s / median(self.step_s))
-
-
-class Watcher(Protocol):
-    """The counter of steps."""
-
-    present: Step | None
-    """Step under way, while it is watched."""
-
-    def synced(self) -> None:
-        """Note that gradients were reduced: the next forward pass begins another step."""
-        ...
-
-
-class StepObserver(Protocol):
-    """The observer of the communication of a model of one kind."""
-
-    group: dist.ProcessGroup
-    """Process group that the model communicates in."""
-
-    def watched(self, steps: Sequence[Step]) -> tuple[tuple[Any, ...], list[float], list[list[float]]]:
-        """Return paces of steps, seconds of unchanged steps, seconds of each bucket's collective: the same everywhere.
-
-        Raises:
-            DoctorError: the steps are not alike.
-        """
-        ...
 
 
 def check_size(group: dist.ProcessGroup) -> None:

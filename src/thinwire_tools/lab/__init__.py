@@ -13,7 +13,6 @@ from thinwire_tools.lab.launch import (
     Outcome as Outcome,
     launch as launch,
     link_text as link_text,
-    run as run,
 )
 from thinwire_tools.lab.loopback import Link as Link, Loopback as Loopback, free_port as free_port
 from thinwire_tools.lab.namespaces import NodeNamespaces as NodeNamespaces

@@ -74,30 +74,18 @@ def link_text(link: dict[str, Any]) -> str:
     return f"{link['num_ranks']} ranks{each_node}: " + " · ".join(parts)
 
 
-def run(command: Sequence[str], *, num_ranks: int, **options: Any) -> int:
-    """Run ``command`` on every rank and return the exit code; arguments and the code as in `launch`."""
-    return launch(command, num_ranks=num_ranks, **options).exit_code
-
-
 def launch(
     command: Sequence[str],
     *,
     num_ranks: int,
-    ranks_per_node: int = 1,
-    rate: str | Sequence[str] | None = None,
-    rtt: str | None = None,
-    loss: str | None = None,
-    nat: Sequence[int] = (),
-    burst_bytes: int | None = None,
-    queue_s: float = 0.05,
-    congestion: str | None = None,
     timeout: float | None = None,
     grace_s: float = 5.0,
     events: Sequence[Event] = (),
     count: str | None = None,
     possible: float | None = None,
+    **shape: Any,
 ) -> Outcome:
-    """Run ``command`` on every rank of a new `Network` and wait for all of them.
+    """Run ``command`` on every rank of a new `Network`, of this ``shape`` (its arguments), and wait for all of them.
 
     Lines that a rank prints are prefixed with its number and keep their stream. The link is described first, and the
     bytes that were sent over it are printed last, both on standard error. When a rank fails, the others have
@@ -121,15 +109,6 @@ def launch(
         raise ValueError(f"possible must be a positive number beside count, not {possible} beside {count!r}")
     tally = Tally(count)
     notes = Console(stderr=True, highlight=False)
-    shape = {
-        "rate": rate,
-        "rtt": rtt,
-        "loss": loss,
-        "burst_bytes": burst_bytes,
-        "queue_s": queue_s,
-        "congestion": congestion,
-    }
-    shape |= {"ranks_per_node": ranks_per_node, "nat": nat}
     events = check_schedule(events, num_ranks)
     with _signals() as caught, Network(num_ranks, **shape) as network:
         notes.print(link_text(network.describe()), style="bold", soft_wrap=True, markup=False)
@@ -142,7 +121,7 @@ def launch(
         exit_code = supervision.wait()
         seconds = time.monotonic() - started
         link = network.describe()
-        link_bytes = [network.interface_bytes(node * ranks_per_node) for node in range(network.num_nodes)]
+        link_bytes = [network.interface_bytes(node * network.ranks_per_node) for node in range(network.num_nodes)]
     for reader in starter.readers:
         reader.join()
     for process in starter.processes:

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from thinwire_tools.lab import keeper, relay, scripts, tools
+from thinwire_tools.lab import keeper, relay, tools
 from thinwire_tools.lab.namespaces import NodeNamespaces, children_in
 from thinwire_tools.lab.units import format_rate, parse_rates, parse_share, parse_time
 
@@ -125,11 +125,11 @@ class Network:
         self._congestion = _chosen_congestion(congestion)
         for tool in tools.PACKAGES:
             tools.find(tool)
-        self._keeper = scripts.start(
+        self._keeper = tools.start(
             [keeper.__file__, str(os.getpid()), str(self.num_nodes)], inside=(), what="the keeper"
         )
         try:
-            self._made = scripts.answer(self._keeper, "the keeper")
+            self._made = tools.answer(self._keeper, "the keeper")
             if "refused" in self._made:
                 raise tools.refused(self._made["refused"])
             # Without descriptors here they could not be emptied if the keeper and its guard are killed at once.
@@ -366,12 +366,12 @@ class Network:
         if self._relays:
             ports = [f"{_port(node)}={ethernet_address(node).replace(':', '')}" for node in range(self.num_nodes)]
             nat = ",".join(_port(node) for node in self._nat)
-            self._relay = scripts.start(
+            self._relay = tools.start(
                 [relay.__file__, repr(self._rtt_s / 2), repr(self._loss), str(RELAY_MEMORY_BYTES), nat, *ports],
                 inside=self._inside_hub(),
                 what="the relay",
             )
-            scripts.answer(self._relay, "the relay")
+            tools.answer(self._relay, "the relay")
 
     def _bucket(self, node: int) -> tuple[int, int, int]:
         """Return the rate (bits/s), burst and queue limit (bytes) of ``node``'s token buckets."""
@@ -404,7 +404,7 @@ class Network:
             raise RuntimeError(f"the relay of this network ended, with exit status {self._relay.returncode}")
         self._relay.stdin.write("counters\n")
         self._relay.stdin.flush()
-        return scripts.answer(self._relay, "the relay")
+        return tools.answer(self._relay, "the relay")
 
 
 def need_network() -> None:

@@ -1,20 +1,23 @@
-"""The system's own tools that a lab is made with: ``ip`` and ``tc`` of iproute2, ``nsenter`` and ``unshare`` of
-util-linux.
+"""The programs that a lab is made with: tools of the system, and scripts of its own.
 
-They are present wherever containers are and need no Python package. ``nsenter`` and ``unshare`` enter a namespace and
-then *become* the command, so a rank's signals and its exit status are the command's own; and no thread of this process
-ever changes its own namespace.
+``ip`` and ``tc`` of iproute2, ``nsenter`` and ``unshare`` of util-linux are present wherever containers are and need no
+Python package. The latter two enter a namespace and then *become* the command, so a rank's signals and its exit status
+are the command's own; and no thread of this process ever changes its own namespace.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
+import select
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from thinwire_tools.exits import UNAVAILABLE, CommandError
 
@@ -22,6 +25,7 @@ PACKAGES = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "unshar
 # Debian keeps these out of an ordinary user's PATH.
 SYSTEM_DIRECTORIES = ("/usr/sbin", "/sbin", "/usr/bin", "/bin")
 TOOL_TIMEOUT_S = 30.0
+ANSWER_TIMEOUT_S = 20.0
 # Errors of the kernel while it has no memory for another process. execve says EFAULT where it finds no page for the
 # arguments. The tool has not run yet, so that it can be started again.
 PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EFAULT)
@@ -107,3 +111,31 @@ def refused(error: str) -> LabUnavailable:
         f"{error}. To do: {remedies}; in a container, start it with --cap-add SYS_ADMIN --cap-add NET_ADMIN "
         "--security-opt seccomp=unconfined --security-opt apparmor=unconfined (or --privileged)"
     )
+
+
+def start(script: Sequence[str], *, inside: Sequence[str], what: str) -> subprocess.Popen[str]:
+    """Start one of the lab's own scripts: isolated from the environment, and from the terminal's signals."""
+    try:
+        return subprocess.Popen(
+            [*inside, sys.executable, "-I", "-S", *script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
+        )
+    except OSError as error:
+        raise LabUnavailable(f"{what} of the lab cannot be started: {error}") from error
+
+
+def answer(process: subprocess.Popen[str], what: str) -> dict[str, Any]:
+    """Return one line of JSON from one of the lab's own processes.
+
+    Raises:
+        LabUnavailable: the process ended or did not answer in time.
+    """
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], ANSWER_TIMEOUT_S)
+    line = process.stdout.readline() if ready else ""
+    if not line.endswith("\n"):
+        raise LabUnavailable(f"{what} of the lab gave no answer (exit status {process.poll()})")
+    return json.loads(line)

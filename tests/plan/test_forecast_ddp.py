@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from thinwire.compressors import Raw, parse
-from thinwire.plan.forecast.ddp import (
+from thinwire.plan.forecast import (
     Bucket,
+    Curve,
+    Links,
     Pace,
     Transfer,
     accumulated,
@@ -19,8 +21,7 @@ from thinwire.plan.forecast.ddp import (
     planned_step,
     sent_in_step,
 )
-from thinwire.plan.forecast.links import Curve, Links
-from thinwire_tools.doctor.ranges import Range
+from thinwire_tools.doctor.settings import Range
 
 MB = 1_000_000
 LINE = Curve(((0.0, 0.01), (10.0 * MB, 1.01)))

@@ -9,8 +9,7 @@ import pytest
 from thinwire.compressors import parse
 from thinwire.plan import sharded_plan
 from thinwire.plan.filters import Filter
-from thinwire.plan.forecast.ddp import Transfer
-from thinwire.plan.forecast.links import Curve, Links
+from thinwire.plan.forecast import Curve, Links, Transfer
 from thinwire_tools.doctor.forecast import (
     Event,
     Move,

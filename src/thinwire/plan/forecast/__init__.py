@@ -1,1 +1,0 @@
-"""Predictions of a training step's time from measured speeds."""
