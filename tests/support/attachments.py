@@ -412,7 +412,7 @@ class Stage(Training):
             module.load_state_dict(its)
 
     def detach(self) -> None:
-        self.wire.close_stores()
+        self.wire.close()
 
     def sent_bytes(self) -> int:
         return self.wire.stats.forward_sent_bytes + self.wire.stats.backward_sent_bytes

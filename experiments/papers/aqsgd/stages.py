@@ -200,7 +200,7 @@ class Pipe:
 
     def close(self) -> None:
         """Let go of files and of process groups."""
-        self.stage.close_stores()
+        self.stage.close()
         self._disband()
 
     def _disband(self) -> None:

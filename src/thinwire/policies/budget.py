@@ -288,9 +288,11 @@ def cheapest_plans(
             [k for k, c in enumerate(layer.candidates) if k == layer.reference or kind_of(c) in (kind, Raw)]
             for layer in layers
         ]
-        some = [[array[ks] for array, ks in zip(values, kept, strict=True)] for values in (errors, costs)]
+        some_errors, some_costs = (
+            [array[ks] for array, ks in zip(values, kept, strict=True)] for values in (errors, costs)
+        )
         try:
-            picked = dynamic_program(*some, budget, steps)
+            picked = dynamic_program(some_errors, some_costs, budget, steps)
         except Infeasible:
             continue
         plans.append([ks[k] for ks, k in zip(kept, picked, strict=True)])
