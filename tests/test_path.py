@@ -128,7 +128,7 @@ STAGE = {f"pipeline/{name}.py" for name in ("boundary", "message", "pipeline")}
 PATHS = {
     "bucket": (_bucket, {"integrations/ddp.py", "runtime/bucket_engine.py"} | REDUCTION, CODES, 34),
     "gather": (_gather, {"integrations/fsdp.py", "runtime/sharded_engine.py"} | REDUCTION, ("encode", "decode"), 36),
-    "activation": (_activation, STAGE | CODED, ("encode", "decode"), 36),
+    "activation": (_activation, STAGE | CODED, ("encode", "decode"), 26),
     "outer step": (_outer_step, OUTER | CHANNEL, ("encode",), 34),
 }
 """By path: what runs it, the files on the stack, the kernels, and the most files that it touches."""
