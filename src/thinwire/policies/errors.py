@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.compressors import Compressor, PowerSGD, TopK, Wrapper
-from thinwire.compressors._core.schedule import rank_at
+from thinwire.compressors._core.mixins import rank_at
 
 _POWER_STEPS = 5
 """Number of power steps, enough for an error close to that of the best approximation (thesis, B.2.2)."""
