@@ -1,5 +1,43 @@
-// Adam's moments: gradients normalized by the root of their second moment, and a step of the weights. One pass each, one
-// rounding per operation. Included inside a level's namespace.
+// Adam's moments: gradients normalized by the root of their second moment, and a step of the weights. One pass each,
+// one rounding per operation.
+#pragma once
+#include "dispatch.h"
+
+namespace thinwire {
+
+// A moving average: kept * before + added * value.
+struct Moving {
+  const float* before = nullptr; // null: none
+  float* after = nullptr;
+  float kept = 0.0f, added = 0.0f;
+};
+
+struct Normalize {
+  float* gradient = nullptr; // in place
+  int64_t numel = 0;
+  Moving square, momentum; // the momentum may be none
+  float eps = 0.0f, factor = 1.0f;
+};
+
+struct Apply {
+  float* weights = nullptr; // in place
+  const float* update = nullptr;
+  int64_t numel = 0;
+  Moving momentum;   // in place; may be none
+  float kept = 1.0f; // of the weights
+  float size = 1.0f; // of the momentum, or of the update without one, in the step
+};
+
+struct AdamKernels {
+  // Tiles [begin, end) of kTile elements of all layers, in order.
+  void (*normalize)(const Normalize* layers, int64_t count, int64_t begin, int64_t end);
+  void (*apply)(const Apply* layers, int64_t count, int64_t begin, int64_t end);
+};
+
+#if defined(THINWIRE_LEVEL)
+
+namespace THINWIRE_LEVEL {
+namespace {
 
 // Calls visit(layer, first element, last element) for what the tiles [begin, end) of all layers hold of each.
 template <class Layer, class Visit>
@@ -79,3 +117,54 @@ THINWIRE_APART static void apply_layer(const Apply& job, int64_t begin, int64_t 
 static void apply(const Apply* layers, int64_t count, int64_t begin, int64_t end) {
   for_layers(layers, count, begin, end, apply_layer);
 }
+
+const AdamKernels adam_kernels = {normalize, apply};
+
+} // namespace
+} // namespace THINWIRE_LEVEL
+
+#else
+
+namespace {
+
+// before or 0, after or 0, kept, added
+Moving read_moving(Arguments& in) {
+  Moving moving;
+  moving.before = in.address<const float>(), moving.after = in.address<float>();
+  moving.kept = in.real(), moving.added = in.real();
+  in.require(!moving.before == !moving.after, "a moving average has two tensors");
+  return moving;
+}
+
+// gradient, numel, *square, *momentum, eps, factor
+void read_part(Arguments& in, Normalize& layer) {
+  layer.gradient = in.address<float>(), layer.numel = in.numel();
+  layer.square = read_moving(in), layer.momentum = read_moving(in);
+  layer.eps = in.real(), layer.factor = in.real();
+  in.require(layer.square.before || !layer.numel, "a second moment is needed");
+}
+
+// weights, update, numel, *momentum, kept, size
+void read_part(Arguments& in, Apply& layer) {
+  layer.weights = in.address<float>(), layer.update = in.address<const float>(), layer.numel = in.numel();
+  layer.momentum = read_moving(in);
+  layer.kept = in.real(), layer.size = in.real();
+}
+
+PyObject* py_adam_normalize(Arguments& in) {
+  return on_parts<Normalize, 12>(in, [](const Machine& now, const Normalize* layers, int64_t count) {
+    return on_tiles(now, layers, count, now.kernels->adam->normalize);
+  });
+}
+
+PyObject* py_adam_apply(Arguments& in) {
+  return on_parts<Apply, 9>(in, [](const Machine& now, const Apply* layers, int64_t count) {
+    return on_tiles(now, layers, count, now.kernels->adam->apply);
+  });
+}
+
+} // namespace
+
+#endif
+
+} // namespace thinwire

@@ -1,283 +1,148 @@
 // The Python extension module, in the stable interface (abi3). Arguments are integers, addresses included, because
-// reading a tensor's address in Python takes 0.1 us, and passing the tensor itself 6 us. thinwire.kernels.ops has
-// checked them.
-#define PY_SSIZE_T_CLEAN
-#ifndef Py_LIMITED_API
-#define Py_LIMITED_API 0x030B0000
-#endif
-#include <Python.h>
-
-#include <cstring>
-#include <memory>
-#include <new>
-
+// reading a tensor's address in Python takes 0.1 us, and passing the tensor itself 6 us. thinwire.kernels.native has
+// checked them. Code of the standard library is compiled here only, for every CPU.
+#include "adam.h"
 #include "dispatch.h"
+#include "factors.h"
+#include "floats.h"
+#include "norms.h"
 #include "shared_words.h"
+#include "sparse.h"
+#include "spectrum.h"
 
 namespace {
 
 using namespace thinwire;
 
-constexpr int64_t kReleaseElements = 16384; // below this, releasing the interpreter's lock may cost more than the call
-constexpr int64_t kMaxMessages = 4096;
-
-Machine machine = {levels()[0], nullptr};
-
-// Reads positional arguments in order; once one fails, all further ones do, and failed() is true.
-class Arguments {
-  PyObject* const* args;
-  const Py_ssize_t count;
-  Py_ssize_t at = 0;
-  bool bad = false;
-
-  PyObject* next() {
-    if (bad) return nullptr;
-    if (at < count) return args[at++];
-    PyErr_Format(PyExc_TypeError, "missing argument %zd", at);
-    bad = true;
-    return nullptr;
-  }
-
-public:
-  Arguments(PyObject* const* args, Py_ssize_t count) : args(args), count(count) {}
-
-  int64_t integer() {
-    PyObject* object = next();
-    const int64_t value = object ? PyLong_AsLongLong(object) : 0;
-    bad = bad || (value == -1 && PyErr_Occurred());
-    return value;
-  }
-  uint64_t bits64() {
-    PyObject* object = next();
-    const uint64_t value = object ? PyLong_AsUnsignedLongLong(object) : 0;
-    bad = bad || (value == UINT64_MAX && PyErr_Occurred());
-    return value;
-  }
-  template <class T>
-  T* address() {
-    return reinterpret_cast<T*>(static_cast<uintptr_t>(bits64()));
-  }
-  float real() {
-    PyObject* object = next();
-    const double value = object ? PyFloat_AsDouble(object) : 0.0;
-    bad = bad || (value == -1.0 && PyErr_Occurred());
-    return static_cast<float>(value);
-  }
-  bool flag() {
-    PyObject* object = next();
-    const int value = object ? PyObject_IsTrue(object) : 0;
-    bad = bad || value < 0;
-    return value > 0;
-  }
-  Dtype dtype() {
-    const int64_t code = integer();
-    require(code >= 0 && code <= 2, "dtype must be 0, 1 or 2");
-    return static_cast<Dtype>(code);
-  }
-  void rows(Job& job) {
-    job.rows = address<const Row>();
-    job.num_rows = integer();
-    require(job.num_rows >= 0 && (job.rows || !job.num_rows), "rows must not be null");
-  }
-  void format(Job& job) { // thinwire.kernels.Format.packed
-    Format& form = job.form;
-    const int64_t code = integer();
-    form.bucket = integer(), form.clip = real();
-    form.bits = code & 0xFF, form.midrise = code >> 24 & 1, form.steps = static_cast<int>(code >> 32);
-    const int64_t scheme = code >> 8 & 0xFF, rounding = code >> 16 & 0xFF;
-    require(form.bits >= 1 && form.bits <= 8, "bits must be 1 to 8");
-    require(form.bucket >= 1 && form.bucket <= (int64_t(1) << 62), "bucket must be 1 to 2**62");
-    require(scheme <= kSign && rounding <= kShift && form.steps >= 1 && form.clip >= 0.0f, "no such format");
-    form.scheme = static_cast<Scheme>(scheme), form.rounding = static_cast<Rounding>(rounding);
-    require(form.max_code() < (1 << form.bits), "more levels than codes");
-  }
-  void residual(Job& job) {
-    job.now = address<const float>(), job.next = address<float>(), job.loss_scale = real();
-    require(!job.now == !job.next, "a residual has two tensors");
-  }
-  void messages(Job& job, const uint8_t** into) {
-    job.messages = into;
-    job.num_messages = count - at;
-    require(job.num_messages <= kMaxMessages, "more than 4096 messages");
-    for (int64_t i = 0; i < job.num_messages && !bad; i++) into[i] = address<const uint8_t>();
-  }
-  void require(bool ok, const char* text) {
-    if (ok || bad) return;
-    PyErr_SetString(PyExc_ValueError, text);
-    bad = true;
-  }
-  bool is_bad() const { return bad; }
-  bool failed() {
-    if (!bad && at < count) require(false, "too many arguments");
-    return bad;
-  }
-};
-
-int64_t num_elements(const Job& job) {
-  int64_t total = 0;
-  for (int64_t r = 0; r < job.num_rows; r++) total += job.rows[r].numel;
-  return total;
+Status encode_wide(const Machine& machine, const Job& job, const Row& row) {
+  const int64_t buckets = num_buckets(row.numel, job.form.bucket), pieces = ceil_div(row.numel, kLoaded);
+  void* memory = std::malloc(buckets * (2 * sizeof(int32_t) + 3 * sizeof(float)));
+  if (!memory) return kNoMemory;
+  int32_t* keys = static_cast<int32_t*>(memory);
+  float* floats = reinterpret_cast<float*>(keys + 2 * buckets);
+  const Wide wide{keys, keys + buckets, floats, floats + buckets, floats + 2 * buckets};
+  for (int64_t k = 0; k < buckets; k++) wide.low_key[k] = INT32_MAX, wide.high_key[k] = INT32_MIN;
+  auto extrema = [&](int64_t begin, int64_t end) { machine.kernels->wide_extrema(job, row, wide, begin, end); };
+  auto scales = [&](int64_t, int64_t) { machine.kernels->wide_scales(job, row, wide); };
+  auto codes = [&](int64_t begin, int64_t end) { machine.kernels->wide_codes(job, row, wide, begin, end); };
+  auto sums = [&](int64_t begin, int64_t end) { machine.kernels->wide_sums(job, row, wide, begin, end); };
+  const bool found =
+      job.form.summed() ? run(machine, buckets, row.numel, sums) : run(machine, pieces, row.numel, extrema);
+  const bool done = found && run(machine, 1, buckets, scales) &&
+                    run(machine, pieces, row.numel, codes);
+  std::free(memory);
+  return done ? kDone : kThreadsFailed;
 }
 
-// Runs work(machine), without the interpreter's lock if it is long. False with an exception set if it fails.
-template <class Work>
-bool call(int64_t elements, Work work) {
-  const Machine now = machine;
-  Status status;
-  if (elements < kReleaseElements) {
-    status = work(now);
-  } else {
-    PyThreadState* state = PyEval_SaveThread();
-    status = work(now);
-    PyEval_RestoreThread(state);
+Status encode(const Machine& machine, const Job& job) {
+  const Blocks blocks(job);
+  int64_t pieces = 0, elements = 0;
+  for (int64_t r = 0; r < job.num_rows; r++) {
+    const Row& row = job.rows[r];
+    if (blocks.wide(row.numel)) {
+      if (const Status status = encode_wide(machine, job, row); status != kDone) return status;
+    } else {
+      pieces += blocks.count(row.numel), elements += row.numel;
+    }
   }
-  if (status == kNoMemory) PyErr_NoMemory();
-  if (status == kThreadsFailed) PyErr_SetString(PyExc_RuntimeError, "PyTorch's threads did not take the work");
-  return status == kDone;
+  auto work = [&](int64_t begin, int64_t end) { machine.kernels->encode_blocks(job, begin, end); };
+  return run(machine, pieces, elements, work) ? kDone : kThreadsFailed;
 }
 
-PyObject* none_if(bool done) {
-  if (!done) return nullptr;
-  Py_INCREF(Py_None);
-  return Py_None;
-}
-
-// x, dtype, rows, num_rows
-void read_source(Arguments& in, Job& job) {
-  job.own = in.address<const void>(), job.own_dtype = in.dtype();
-  in.rows(job);
-}
-
-// y, dtype
-void read_values(Arguments& in, Job& job) { job.y = in.address<void>(), job.y_dtype = in.dtype(); }
-
-// rows, num_rows, y, dtype
-void read_target(Arguments& in, Job& job) {
-  in.rows(job);
-  read_values(in, job);
-}
-
-// The last argument has been read: runs function(machine, job) if all were right.
-template <class AnyJob>
-PyObject* run_job(Arguments& in, const AnyJob& job, Status (*function)(const Machine&, const AnyJob&)) {
-  if (in.failed()) return nullptr;
-  return none_if(call(num_elements(job), [&](const Machine& now) { return function(now, job); }));
-}
-
-// encode(x, dtype, rows, num_rows, message, *format, key, *residual)
-PyObject* py_encode(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  Arguments in(args, count);
+PyObject* py_encode(Arguments& in) {
   Job job;
-  read_source(in, job);
-  job.out = in.address<uint8_t>();
+  in.source(job), job.out = in.address<uint8_t>();
   in.format(job);
   job.key = in.bits64();
   in.residual(job);
-  return run_job(in, job, encode);
+  return run_rows(in, job, [&](const Machine& now) { return encode(now, job); });
 }
 
-// decode(message, rows, num_rows, y, dtype, *format, add, scale)
-PyObject* py_decode(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  Arguments in(args, count);
+PyObject* py_decode(Arguments& in) {
   Job job;
-  const uint8_t* message = in.address<const uint8_t>();
-  job.messages = &message, job.num_messages = 1;
-  read_target(in, job);
+  in.message(job), in.target(job);
   in.format(job);
   job.add = in.flag(), job.scale = in.real();
-  return run_job(in, job, decode);
+  return run_tiles(in, job, machine.kernels->decode_tiles);
 }
 
-// sum(own or 0, dtype, rows, num_rows, y, dtype, *format, scale, *messages)
-PyObject* py_sum(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  Arguments in(args, count);
+PyObject* py_sum(Arguments& in) {
   Job job;
   const uint8_t* messages[kMaxMessages];
-  read_source(in, job), read_values(in, job);
+  in.source(job), in.values(job);
   in.format(job);
   job.scale = in.real();
   in.messages(job, messages);
-  return run_job(in, job, sum);
+  return run_tiles(in, job, machine.kernels->sum_tiles);
 }
 
-// reduce(own, dtype, rows, num_rows, out_message, y, dtype, *format, scale, key, *residual, *messages)
-PyObject* py_reduce(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  Arguments in(args, count);
+PyObject* py_reduce(Arguments& in) {
   Job job;
   const uint8_t* messages[kMaxMessages];
-  read_source(in, job);
-  job.out = in.address<uint8_t>();
-  read_values(in, job);
+  in.source(job), job.out = in.address<uint8_t>();
+  in.values(job);
   in.format(job);
   job.scale = in.real();
   job.key = in.bits64();
   in.residual(job);
   in.messages(job, messages);
-  return run_job(in, job, encode);
+  return run_rows(in, job, [&](const Machine& now) { return encode(now, job); });
 }
 
-// raw_encode(x, dtype, rows, num_rows, message)
-PyObject* py_raw_encode(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  Arguments in(args, count);
+PyObject* py_raw_encode(Arguments& in) {
   Job job;
-  read_source(in, job);
-  job.out = in.address<uint8_t>();
-  return run_job(in, job, raw_encode);
+  in.source(job), job.out = in.address<uint8_t>();
+  return run_tiles(in, job, machine.kernels->raw_encode_tiles);
 }
 
-// raw_decode(message, rows, num_rows, y, dtype, add, scale)
-PyObject* py_raw_decode(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  Arguments in(args, count);
+PyObject* py_raw_decode(Arguments& in) {
   Job job;
-  const uint8_t* message = in.address<const uint8_t>();
-  job.messages = &message, job.num_messages = 1;
-  read_target(in, job);
+  in.message(job), in.target(job);
   job.add = in.flag(), job.scale = in.real();
-  return run_job(in, job, raw_decode);
+  return run_tiles(in, job, machine.kernels->raw_decode_tiles);
 }
 
-// raw_sum(own, dtype, rows, num_rows, y, dtype, out_message or 0, scale, *messages)
-PyObject* py_raw_sum(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  Arguments in(args, count);
+PyObject* py_raw_sum(Arguments& in) {
   Job job;
   const uint8_t* messages[kMaxMessages];
-  read_source(in, job), read_values(in, job);
+  in.source(job), in.values(job);
   job.out = in.address<uint8_t>(), job.scale = in.real();
   in.messages(job, messages);
-  return run_job(in, job, raw_sum);
+  return run_tiles(in, job, machine.kernels->raw_sum_tiles);
 }
 
-// rows_add(x, dtype, rows, num_rows, other, dtype, out, dtype, alpha)
-PyObject* py_rows_add(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  Arguments in(args, count);
+PyObject* py_rows_add(Arguments& in) {
   RowJob job;
-  read_source(in, job);
+  in.source(job);
   job.other = in.address<const void>(), job.other_dtype = in.dtype();
-  read_values(in, job);
+  in.values(job);
   job.by = in.real();
-  return run_job(in, job, rows_add);
+  return run_tiles(in, job, machine.kernels->add_tiles);
 }
 
-// rows_scale(x, dtype, rows, num_rows, out, dtype, by, over)
-PyObject* py_rows_scale(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  Arguments in(args, count);
+PyObject* py_rows_scale(Arguments& in) {
   RowJob job;
-  read_source(in, job), read_values(in, job);
+  in.source(job), in.values(job);
   job.by = in.real(), job.over = in.real();
-  return run_job(in, job, rows_scale);
+  return run_tiles(in, job, machine.kernels->scale_tiles);
 }
 
 // checksum(message, num_bytes) -> int
-PyObject* py_checksum(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  Arguments in(args, count);
+PyObject* py_checksum(Arguments& in) {
   const uint8_t* message = in.address<const uint8_t>();
   const int64_t num_bytes = in.integer();
   in.require(num_bytes >= 0, "a message has at least 0 bytes");
   if (in.failed()) return nullptr;
   uint64_t result = 0;
-  const auto work = [&](const Machine& now) { return checksum(now, message, num_bytes, result); };
-  if (!call(num_bytes / 4, work)) return nullptr;
-  return PyLong_FromUnsignedLongLong(result);
+  const auto all = [&](const Machine& now) {
+    const int64_t words = num_bytes / 4;
+    auto work = [&](int64_t begin, int64_t end) {
+      const int64_t last = std::min(end * kTaskElements, words);
+      __atomic_fetch_add(&result, now.kernels->checksum(message, begin * kTaskElements, last), __ATOMIC_RELAXED);
+    };
+    return run(now, ceil_div(words, kTaskElements), words, work) ? kDone : kThreadsFailed;
+  };
+  return call(num_bytes / 4, all) ? PyLong_FromUnsignedLongLong(result) : nullptr;
 }
 
 // interface() -> the hash of _native.pyi as it was when this was built
@@ -312,7 +177,6 @@ PyObject* py_set_level(PyObject*, PyObject* name) {
   return none_if(true);
 }
 
-// set_parallel_for(address of torch_parallel_for, or 0 for the calling thread alone)
 PyObject* py_set_parallel_for(PyObject*, PyObject* address) {
   const uint64_t value = PyLong_AsUnsignedLongLong(address);
   if (value == UINT64_MAX && PyErr_Occurred()) return nullptr;
@@ -320,37 +184,29 @@ PyObject* py_set_parallel_for(PyObject*, PyObject* address) {
   return none_if(true);
 }
 
-template <class Function>
-PyCFunction method(Function function) {
+template <PyObject* (*kFunction)(Arguments&)>
+PyCFunction method() {
+  PyObject* (*const function)(PyObject*, PyObject* const*, Py_ssize_t) = [](PyObject*, PyObject* const* args,
+                                                                          Py_ssize_t count) {
+    Arguments in(args, count);
+    return kFunction(in);
+  };
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
-#include "adam_binding.h"
-#include "factors_binding.h"
-#include "floats_binding.h"
-#include "norms_binding.h"
-#include "shared_binding.h"
-#include "sparse_binding.h"
-#include "spectrum_binding.h"
+#define METHOD(name) {#name, method<py_##name>(), METH_FASTCALL, nullptr}
 
+// Their arguments are in thinwire/kernels/_native.pyi.
 PyMethodDef methods[] = {
-    THINWIRE_ADAM_METHODS,
-    THINWIRE_FACTOR_METHODS,
-    THINWIRE_FLOAT_METHODS,
-    THINWIRE_NORM_METHODS,
-    THINWIRE_SPARSE_METHODS,
-    THINWIRE_SPECTRUM_METHODS,
-    THINWIRE_SHARED_METHODS,
-    {"encode", method(py_encode), METH_FASTCALL, nullptr},
-    {"decode", method(py_decode), METH_FASTCALL, nullptr},
-    {"sum", method(py_sum), METH_FASTCALL, nullptr},
-    {"reduce", method(py_reduce), METH_FASTCALL, nullptr},
-    {"raw_encode", method(py_raw_encode), METH_FASTCALL, nullptr},
-    {"raw_decode", method(py_raw_decode), METH_FASTCALL, nullptr},
-    {"raw_sum", method(py_raw_sum), METH_FASTCALL, nullptr},
-    {"rows_add", method(py_rows_add), METH_FASTCALL, nullptr},
-    {"rows_scale", method(py_rows_scale), METH_FASTCALL, nullptr},
-    {"checksum", method(py_checksum), METH_FASTCALL, nullptr},
+    METHOD(encode), METHOD(decode), METHOD(sum), METHOD(reduce), METHOD(checksum),
+    METHOD(raw_encode), METHOD(raw_decode), METHOD(raw_sum), METHOD(rows_add), METHOD(rows_scale),
+    METHOD(adam_normalize), METHOD(adam_apply), METHOD(square_sums), METHOD(sketches),
+    METHOD(factor_rows), METHOD(factor_columns), METHOD(factor_product), METHOD(factor_basis),
+    METHOD(natural_encode), METHOD(natural_decode), METHOD(rangefloat_encode), METHOD(rangefloat_decode),
+    METHOD(levels_encode), METHOD(levels_decode), METHOD(magnitudes_encode), METHOD(magnitudes_decode),
+    METHOD(int_round), METHOD(int_decode), METHOD(spectrum_encode), METHOD(spectrum_decode),
+    METHOD(pick), METHOD(abs_histogram), METHOD(pack_indices), METHOD(unpack_indices), METHOD(sparse_scatter),
+    METHOD(shared_post), METHOD(shared_read), METHOD(shared_wait),
     {"interface", py_interface, METH_NOARGS, nullptr},
     {"levels", py_levels, METH_NOARGS, nullptr},
     {"level", py_level, METH_NOARGS, nullptr},

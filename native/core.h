@@ -80,19 +80,13 @@ struct Wide {
   float* inverse;
 };
 
-struct AdamKernels;
-struct FactorKernels;
-struct FloatKernels;
-struct SparseKernels;
-struct SpectrumKernels;
-
 struct Kernels {
   const char* level;
-  const AdamKernels* adam;
-  const FactorKernels* factors;
-  const FloatKernels* floats;
-  const SparseKernels* sparse;
-  const SpectrumKernels* spectrum;
+  const struct AdamKernels* adam;
+  const struct FactorKernels* factors;
+  const struct FloatKernels* floats;
+  const struct SparseKernels* sparse;
+  const struct SpectrumKernels* spectrum;
   // Blocks [begin, end) of all rows that are not wide, in table order.
   void (*encode_blocks)(const Job&, int64_t begin, int64_t end);
   // A wide row: extrema of the pieces [begin, end) of kLoaded elements, or sums of the buckets [begin, end); then all
@@ -123,6 +117,13 @@ inline int64_t num_buckets(int64_t numel, int64_t bucket) {
   return bucket >= numel ? (numel > 0) : ceil_div(numel, bucket);
 }
 
+// The elements of the fewest whole buckets that are whole groups.
+inline int64_t grain_of(int64_t bucket) {
+  int64_t twos = 1;
+  while (twos < kGroup && bucket % (2 * twos) == 0) twos *= 2;
+  return bucket * (kGroup / twos);
+}
+
 inline int64_t codes_at(int64_t numel, const Format& form) {
   return align64(4 * form.num_scales() * num_buckets(numel, form.bucket));
 }
@@ -144,9 +145,7 @@ struct Blocks {
     size = 0;
     const int64_t bucket = job.form.bucket;
     if (bucket > limit) return;
-    int64_t twos = 1;
-    while (twos < kGroup && bucket % (2 * twos) == 0) twos *= 2;
-    const int64_t grain = bucket * (kGroup / twos);
+    const int64_t grain = grain_of(bucket);
     if (grain <= limit) size = grain >= kTile ? grain : kTile / grain * grain;
   }
   int64_t count(int64_t numel) const {

@@ -205,7 +205,7 @@ struct Encoder {
   // Puts the codes of a block whose scales are known. Returns whether a NaN was seen in it, or infinity.
   bool codes(const Block& block, Block* next) const {
     Words seen = {};
-    const bool spoilt = form.scheme != kMinMax && any_nan(block.unit, block.count);
+    const bool spoilt = form.scheme != kMinMax && holds_nan(block.unit, block.count);
     const Scales scales = scales_of(block);
     for (int64_t i = 0; i < block.n; i += kTile) {
       const int64_t at = block.at + i, n = block.n - i < kTile ? block.n - i : kTile;

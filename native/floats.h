@@ -1,4 +1,63 @@
-// Powers of two, range floats, learned levels, integers: element by element. Included inside a level's namespace.
+// Powers of two, range floats, integers, element by element; learned levels and magnitudes, whose arithmetic is in
+// levels.h and magnitudes.h.
+#pragma once
+#include "dispatch.h"
+
+namespace thinwire {
+
+constexpr int64_t kHeader = 64; // bytes at the start of a payload of floats
+
+enum class FloatRounding : int { kTruncate = 0, kNearest = 1, kStochastic = 2 };
+
+struct Found { // properties of a row's values; merged atomically
+  int64_t saturated, nonfinite;
+};
+
+struct FloatJob : Job {
+  const float* params = nullptr; // per row: max and mantissa, levels, alpha, or factor; for all rows: magnitudes
+  FloatRounding rounding = FloatRounding::kTruncate;
+  int bits = 0;
+  int shift = 0;         // of the exponents of powers of two
+  int64_t bucket = 0;    // of learned levels and magnitudes
+  bool nearest = false;  // of integers
+  int width = 0;         // bytes of an integer
+  float clip = 0.0f;
+  uint8_t* integers = nullptr;
+  Found* found = nullptr; // per row
+};
+
+struct FloatKernels {
+  // Tiles [begin, end) of kTile elements of all rows, in table order.
+  void (*natural_encode)(const FloatJob&, int64_t begin, int64_t end);
+  void (*natural_decode)(const FloatJob&, int64_t begin, int64_t end);
+  void (*range_encode)(const FloatJob&, int64_t begin, int64_t end);
+  void (*range_decode)(const FloatJob&, int64_t begin, int64_t end);
+  void (*levels_decode)(const FloatJob&, int64_t begin, int64_t end);
+  void (*int_round)(const FloatJob&, int64_t begin, int64_t end);
+  void (*int_decode)(const FloatJob&, int64_t begin, int64_t end);
+  // Blocks [begin, end) of levels_block() elements.
+  void (*levels_encode)(const FloatJob&, int64_t begin, int64_t end);
+  void (*magnitudes_encode)(const FloatJob&, int64_t begin, int64_t end);
+  // Tiles, as above.
+  void (*magnitudes_decode)(const FloatJob&, int64_t begin, int64_t end);
+};
+
+namespace {
+
+// Elements of a block whose buckets are measured and then coded: whole buckets and groups, or a whole row.
+inline int64_t levels_block(int64_t numel, int64_t bucket) {
+  constexpr int64_t kWhole = int64_t(1) << 20;
+  if (bucket > kWhole) return numel;
+  const int64_t grain = grain_of(bucket);
+  return grain >= kLoaded ? grain : kLoaded / grain * grain;
+}
+
+} // namespace
+
+#if defined(THINWIRE_LEVEL)
+
+namespace THINWIRE_LEVEL {
+namespace {
 
 struct FloatScratch {
   alignas(64) float tile[kTile];
@@ -21,20 +80,6 @@ struct Seen {
     if (bad) __atomic_store_n(&found.nonfinite, 1, __ATOMIC_RELAXED);
   }
 };
-
-static inline Words widen_words(const uint8_t* codes) {
-#if defined(__AVX512F__)
-  return (Words)_mm512_cvtepu8_epi32(load<__m128i>(codes));
-#elif defined(__AVX2__)
-  return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)codes));
-#elif defined(__SSE4_1__)
-  return (Words)_mm_cvtepu8_epi32(_mm_cvtsi32_si128(load<int32_t>(codes)));
-#else
-  Words wide;
-  for (int i = 0; i < kLanes; i++) wide[i] = codes[i];
-  return wide;
-#endif
-}
 
 // Calls put(j, four vectors of codes) for the elements j of a group, made by code(bits of values, 16 random bits).
 template <bool kRandom, class Code, class Put>
@@ -401,3 +446,181 @@ static void int_decode(const FloatJob& job, int64_t begin, int64_t end) {
     return IntGroup{integers, nullptr, spare, job.width, job.params[&row - job.rows]};
   });
 }
+
+#include "levels.h"
+#include "magnitudes.h"
+
+const FloatKernels float_kernels = {
+    natural_encode, natural_decode, range_encode, range_decode, levels_decode, int_round, int_decode, levels_encode,
+    magnitudes_encode, magnitudes_decode,
+};
+
+} // namespace
+} // namespace THINWIRE_LEVEL
+
+#else
+
+namespace {
+
+// Writes the properties of the rows into headers.
+void put_headers(const FloatJob& job, bool params) {
+  for (int64_t r = 0; r < job.num_rows; r++) {
+    if (!job.rows[r].numel) continue;
+    uint8_t* header = job.out + job.rows[r].payload;
+    const int64_t saturated = job.found[r].saturated;
+    const uint32_t words[2] = {job.found[r].nonfinite != 0, saturated < UINT32_MAX ? (uint32_t)saturated : UINT32_MAX};
+    std::memset(header, 0, kHeader);
+    std::memcpy(header, words, 8);
+    std::memcpy(header + 8, &job.shift, 4);
+    if (!params) continue;
+    const float m = job.params[2 * r + 1];
+    const bool whole = m >= 0 && m <= 22 && m == static_cast<float>(static_cast<int>(m));
+    const int32_t mantissa = whole ? static_cast<int>(m) : -1;
+    std::memcpy(header + 8, job.params + 2 * r, 4), std::memcpy(header + 12, &mantissa, 4);
+  }
+}
+
+using FloatWork = void (*)(const FloatJob&, int64_t, int64_t);
+
+// Blocks of whole buckets, which are measured before they are coded.
+PyObject* run_blocks(Arguments& in, const FloatJob& job, FloatWork kernel) {
+  return run_rows(in, job, [&](const Machine& now) {
+    int64_t blocks = 0, elements = 0;
+    for (int64_t r = 0; r < job.num_rows; r++) {
+      const int64_t numel = job.rows[r].numel;
+      if (numel) blocks += ceil_div(numel, levels_block(numel, job.bucket)), elements += numel;
+    }
+    auto work = [&](int64_t begin, int64_t end) { kernel(job, begin, end); };
+    return run(now, blocks, elements, work) ? kDone : kThreadsFailed;
+  });
+}
+
+// With a count for each row, which is written into headers, or into `clipped` if that is not null.
+PyObject* run_counted(Arguments& in, FloatJob& job, FloatWork kernel, bool params, int64_t* clipped = nullptr) {
+  return run_rows(in, job, [&](const Machine& now) {
+    Found few[16] = {};
+    void* memory = job.num_rows <= 16 ? nullptr : std::calloc(job.num_rows, sizeof(Found));
+    if (job.num_rows > 16 && !memory) return kNoMemory;
+    job.found = memory ? static_cast<Found*>(memory) : few;
+    const Status status = on_tiles(now, job, kernel);
+    if (clipped) {
+      for (int64_t r = 0; r < job.num_rows; r++) clipped[r] = job.found[r].saturated;
+    } else {
+      put_headers(job, params);
+    }
+    std::free(memory);
+    return status;
+  });
+}
+
+void read_bits(Arguments& in, FloatJob& job, int low, int high) {
+  const int64_t bits = in.integer();
+  in.require(bits >= low && bits <= high, "bits out of range");
+  job.bits = static_cast<int>(bits);
+}
+
+void read_bucket(Arguments& in, FloatJob& job) {
+  job.bucket = in.integer();
+  in.require(job.bucket >= 1 && job.bucket <= (int64_t(1) << 62), "bucket must be 1 to 2**62");
+}
+
+void read_width(Arguments& in, FloatJob& job) {
+  const int64_t width = in.integer();
+  in.require(width == 1 || width == 4, "integers have 1 or 4 bytes");
+  job.width = static_cast<int>(width);
+}
+
+PyObject* py_natural_encode(Arguments& in) {
+  FloatJob job;
+  in.source(job), job.out = in.address<uint8_t>();
+  const int64_t shift = in.integer();
+  in.require(shift >= -18 && shift <= 109, "shift must be -18 to 109");
+  job.shift = static_cast<int>(shift), job.key = in.bits64();
+  return run_counted(in, job, machine.kernels->floats->natural_encode, false);
+}
+
+PyObject* py_natural_decode(Arguments& in) {
+  FloatJob job;
+  in.message(job), in.target(job);
+  job.add = in.flag(), job.scale = in.real();
+  return run_tiles(in, job, machine.kernels->floats->natural_decode);
+}
+
+PyObject* py_rangefloat_encode(Arguments& in) {
+  FloatJob job;
+  in.source(job), job.out = in.address<uint8_t>(), job.params = in.address<const float>();
+  read_bits(in, job, 3, 15);
+  const int64_t rounding = in.integer();
+  in.require(rounding >= 0 && rounding <= 2, "rounding must be 0, 1 or 2");
+  job.rounding = static_cast<FloatRounding>(rounding);
+  job.key = in.bits64();
+  return run_counted(in, job, machine.kernels->floats->range_encode, true);
+}
+
+PyObject* py_rangefloat_decode(Arguments& in) {
+  FloatJob job;
+  in.message(job), in.target(job);
+  read_bits(in, job, 3, 15);
+  job.add = in.flag(), job.scale = in.real();
+  return run_tiles(in, job, machine.kernels->floats->range_decode);
+}
+
+PyObject* py_levels_encode(Arguments& in) {
+  FloatJob job;
+  in.source(job), job.out = in.address<uint8_t>(), job.params = in.address<const float>();
+  read_bits(in, job, 1, 8);
+  read_bucket(in, job);
+  return run_blocks(in, job, machine.kernels->floats->levels_encode);
+}
+
+PyObject* py_levels_decode(Arguments& in) {
+  FloatJob job;
+  in.message(job), in.target(job);
+  read_bits(in, job, 1, 8);
+  read_bucket(in, job);
+  job.add = in.flag(), job.scale = in.real();
+  return run_tiles(in, job, machine.kernels->floats->levels_decode);
+}
+
+PyObject* py_magnitudes_encode(Arguments& in) {
+  FloatJob job;
+  in.source(job), job.out = in.address<uint8_t>(), job.params = in.address<const float>();
+  read_bits(in, job, 1, 4);
+  read_bucket(in, job);
+  in.residual(job);
+  return run_blocks(in, job, machine.kernels->floats->magnitudes_encode);
+}
+
+PyObject* py_magnitudes_decode(Arguments& in) {
+  FloatJob job;
+  in.message(job), in.target(job);
+  job.params = in.address<const float>();
+  read_bits(in, job, 1, 4);
+  read_bucket(in, job);
+  job.add = in.flag(), job.scale = in.real();
+  return run_tiles(in, job, machine.kernels->floats->magnitudes_decode);
+}
+
+PyObject* py_int_round(Arguments& in) {
+  FloatJob job;
+  in.source(job), job.params = in.address<const float>(), job.integers = in.address<uint8_t>();
+  read_width(in, job);
+  job.clip = in.real(), job.key = in.bits64(), job.nearest = in.flag();
+  int64_t* clipped = in.address<int64_t>();
+  return run_counted(in, job, machine.kernels->floats->int_round, false, clipped);
+}
+
+PyObject* py_int_decode(Arguments& in) {
+  FloatJob job;
+  job.integers = in.address<uint8_t>();
+  read_width(in, job);
+  in.target(job);
+  job.params = in.address<const float>();
+  return run_tiles(in, job, machine.kernels->floats->int_decode);
+}
+
+} // namespace
+
+#endif
+
+} // namespace thinwire

@@ -50,17 +50,6 @@ static inline void measure_bucket(const float* x, int64_t n, float& low, float& 
   bad |= any != 0;
 }
 
-// A bucket's value for each element of [at, at + n), up to a whole group; the values lie at any address.
-static inline void each_bucket(const uint8_t* values, int64_t bucket, int64_t at, int64_t n, float* each) {
-  int64_t k = at / bucket, left = bucket - at % bucket;
-  for (int64_t i = 0; i < n; k++, left = bucket) {
-    float value;
-    std::memcpy(&value, values + 4 * k, 4);
-    for (const int64_t end = left < n - i ? i + left : n; i < end; i++) each[i] = value;
-  }
-  for (int64_t i = n; i % kGroup; i++) each[i] = 0.0f;
-}
-
 static inline int64_t levels_meta(int bits) { return align64(int64_t(4) << bits); }
 
 struct LevelScratch {
@@ -240,8 +229,8 @@ static void levels_decode_as(const FloatJob& job, int64_t begin, int64_t end) {
     const uint8_t* scales = payload + levels_meta(job.bits);
     const int64_t buckets = num_buckets(row.numel, job.bucket);
     std::memcpy(levels.values, payload, int64_t(4) << job.bits);
-    each_bucket(scales, job.bucket, at, n, s.low);
-    each_bucket(scales + 4 * buckets, job.bucket, at, n, s.inverse);
+    spread((const float*)scales, job.bucket, at, 0, n, s.low);
+    spread((const float*)scales + buckets, job.bucket, at, 0, n, s.inverse);
     const uint8_t* packed = scales + align64(8 * buckets) + at / kGroup * 16 * job.bits;
     return LevelGroup<kFew>{packed, s, levels, job.bits, 0};
   });

@@ -135,7 +135,7 @@ static void magnitudes_decode_as(const FloatJob& job, int64_t begin, int64_t end
   const Lookup<true> values = signed_magnitudes(job);
   decode_groups<kAdd>(job, begin, end, tile, [&](const Row& row, int64_t at, int64_t n) {
     const uint8_t* scales = job.messages[0] + row.payload;
-    each_bucket(scales, job.bucket, at, n, s.inverse);
+    spread((const float*)scales, job.bucket, at, 0, n, s.inverse);
     const uint8_t* packed = scales + align64(4 * num_buckets(row.numel, job.bucket)) + at / kGroup * 16 * job.bits;
     return MagnitudeGroup{packed, s, values, job.bits, 0};
   });

@@ -95,12 +95,6 @@ static void shift_lows(const float* low, const float* unit, int64_t n, float shi
   for (int64_t k = 0; k < n; k++) sent[k] = low[k] + unit[k] * shift;
 }
 
-static bool any_nan(const float* unit, int64_t n) {
-  bool found = false;
-  for (int64_t k = 0; k < n; k++) found |= unit[k] != unit[k];
-  return found;
-}
-
 // A block that is being encoded: its values, and the scales of its buckets, of which the first is bucket `first`.
 struct Block {
   const float* x;

@@ -174,20 +174,22 @@ THINWIRE_APART static void stream(const float* from, int64_t n, float* to) {
   for (; i < n; i++) to[i] = from[i];
 }
 
-// kLanes codes as floats. GCC converts u8 to i32 lane by lane, hence intrinsics.
-static inline Floats widen(const uint8_t* codes) {
+// kLanes codes as integers. GCC converts u8 to i32 lane by lane, hence intrinsics.
+static inline Words widen_words(const uint8_t* codes) {
 #if defined(__AVX512F__)
-  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(load<__m128i>(codes)));
+  return (Words)_mm512_cvtepu8_epi32(load<__m128i>(codes));
 #elif defined(__AVX2__)
-  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)codes)));
+  return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)codes));
 #elif defined(__SSE4_1__)
-  return (Floats)_mm_cvtepi32_ps(_mm_cvtepu8_epi32(_mm_cvtsi32_si128(load<int32_t>(codes))));
+  return (Words)_mm_cvtepu8_epi32(_mm_cvtsi32_si128(load<int32_t>(codes)));
 #else
-  Ints wide;
+  Words wide;
   for (int i = 0; i < kLanes; i++) wide[i] = codes[i];
-  return __builtin_convertvector(wide, Floats);
+  return wide;
 #endif
 }
+
+static inline Floats widen(const uint8_t* codes) { return __builtin_convertvector((Ints)widen_words(codes), Floats); }
 
 // The low bytes of four vectors whose other bytes are 0, in order.
 static inline void store_bytes(uint8_t* to, Words a, Words b, Words c, Words d) {
@@ -212,3 +214,49 @@ static inline void store_bytes(uint8_t* to, Words a, Words b, Words c, Words d) 
   }
 #endif
 }
+
+// Selection lane by lane, and integer extrema. Integers stay below 2^31, so signed comparisons, which every level has,
+// serve.
+
+// Lanes for which a condition holds: a mask register if the level has them, otherwise all bits of the lanes.
+#if defined(__AVX512F__)
+typedef __mmask16 Mask;
+static inline Mask above(Words a, Words b) { return _mm512_cmpgt_epi32_mask((__m512i)a, (__m512i)b); }
+static inline Mask negative(Words a) { return _mm512_movepi32_mask((__m512i)a); }
+static inline Mask ordered(Floats a) { return _mm512_cmp_ps_mask((__m512)a, (__m512)a, _CMP_ORD_Q); }
+static inline Mask below(Floats a, Floats b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ); }
+static inline Mask reaches(Floats a, Floats b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GE_OQ); }
+static inline Words select(Mask is, Words a, Words b) {
+  return (Words)_mm512_mask_mov_epi32((__m512i)b, is, (__m512i)a);
+}
+static inline Words keep(Mask is, Words a) { return (Words)_mm512_maskz_mov_epi32(is, (__m512i)a); }
+static inline Words add_where(Mask is, Words a, Words b) {
+  return (Words)_mm512_mask_add_epi32((__m512i)a, is, (__m512i)a, (__m512i)b);
+}
+static inline Words least(Words a, Words b) { return (Words)_mm512_min_epi32((__m512i)a, (__m512i)b); }
+static inline Words most(Words a, Words b) { return (Words)_mm512_max_epi32((__m512i)a, (__m512i)b); }
+static inline bool any_bits(Words a) { return _mm512_test_epi32_mask((__m512i)a, (__m512i)a) != 0; }
+#else
+typedef Words Mask;
+static inline Mask above(Words a, Words b) { return (Words)((Ints)a > (Ints)b); }
+static inline Mask negative(Words a) { return (Words)((Ints)a >> 31); }
+static inline Mask ordered(Floats a) { return (Words)(a == a); }
+static inline Mask below(Floats a, Floats b) { return (Words)(a < b); }
+static inline Mask reaches(Floats a, Floats b) { return (Words)(a >= b); }
+static inline Words select(Mask is, Words a, Words b) { return (is & a) | (~is & b); }
+static inline Words keep(Mask is, Words a) { return is & a; }
+static inline Words add_where(Mask is, Words a, Words b) { return a + (is & b); }
+#if defined(__AVX2__)
+static inline Words least(Words a, Words b) { return (Words)_mm256_min_epi32((__m256i)a, (__m256i)b); }
+static inline Words most(Words a, Words b) { return (Words)_mm256_max_epi32((__m256i)a, (__m256i)b); }
+static inline bool any_bits(Words a) { return !_mm256_testz_si256((__m256i)a, (__m256i)a); }
+#else
+static inline Words least(Words a, Words b) { return select(above(a, b), b, a); }
+static inline Words most(Words a, Words b) { return select(above(a, b), a, b); }
+static inline bool any_bits(Words a) {
+  uint32_t any = 0;
+  for (int i = 0; i < kLanes; i++) any |= a[i];
+  return any != 0;
+}
+#endif
+#endif

@@ -1,4 +1,131 @@
-// Spectra of blocks: their largest components, and values again. Included inside a level's namespace.
+// Spectra of blocks: their largest components, and values again.
+#pragma once
+#include "floats.h"
+#include "sparse.h"
+
+namespace thinwire {
+
+constexpr int64_t kLeastBlock = 64, kMostBlock = 16384;
+
+constexpr int64_t kGroupElements = 2048; // of a group, at least
+constexpr int64_t kOneIn = 8;            // groups of which one is sampled
+
+// Blocks of `block` elements, a power of two, of a span that is completed with zeros. Each has block / 2 + 1 components,
+// numbered through all blocks; the transform is orthonormal. Groups of whole blocks are what threads share.
+struct Blocked {
+  Span span; // of what is transformed, or of what is written
+  int64_t block = kLeastBlock;
+  const float* roots = nullptr; // exp(-2 pi i k / block): `block` real parts, then the imaginary ones
+
+  int64_t blocks() const { return (span.numel + block - 1) / block; }
+  int64_t components() const { return block / 2 + 1; }
+  int64_t total() const { return blocks() * components(); }
+  // Blocks of a group; the last may have fewer.
+  int64_t group() const { return block < kGroupElements ? kGroupElements / block : 1; }
+  int64_t groups() const { return (blocks() + group() - 1) / group(); }
+  int64_t components_of(int64_t group) const {
+    const int64_t all = this->group() * components(), rest = total() - group * all;
+    return rest < all ? rest : all;
+  }
+  // Which group is the sample's i-th. They are not all equally far apart: gradients have periods, of rows of a matrix
+  // for instance.
+  int64_t sampled(int64_t i) const { return i * kOneIn + i * 5 % kOneIn; }
+};
+
+// The components of groups, each with a row of their real parts and one of their imaginary parts. Rows have room for a
+// vector behind the last component, and a length that is no power of two, so that they do not share places in caches.
+struct GroupRows {
+  float* at;
+  int64_t pitch;
+
+  static int64_t pitch_of(const Blocked& job) { return (job.group() * job.components() + 31) / 16 * 16; }
+  float* real(int64_t row) const { return at + 2 * pitch * row; }
+  float* imaginary(int64_t row) const { return real(row) + pitch; }
+};
+
+// Components, each with a key that orders as its squared magnitude, as that of an element does.
+struct Components {
+  uint32_t *keys, *indices;
+  float *real, *imaginary;
+
+  static constexpr int64_t kBytes = 16; // of each
+  // With room for so many in four parts of memory.
+  static Components in(void* memory, int64_t room) {
+    uint32_t* const words = static_cast<uint32_t*>(memory);
+    float* const floats = static_cast<float*>(memory);
+    return {words, words + room, floats + 2 * room, floats + 3 * room};
+  }
+  Components operator+(int64_t at) const { return {keys + at, indices + at, real + at, imaginary + at}; }
+  void copy(const Components& from, int64_t n) const {
+    std::memcpy(keys, from.keys, 4 * n), std::memcpy(indices, from.indices, 4 * n);
+    std::memcpy(real, from.real, 4 * n), std::memcpy(imaginary, from.imaginary, 4 * n);
+  }
+};
+
+// Which components are the largest: all whose key is above `kth`, and of each group the first `ties` that have it.
+// Candidates are those whose key is at least `least`, group by group, each group's at a place of its own; those that do
+// not fit into `capacity` are only counted.
+struct Largest {
+  uint32_t least, kth;
+  int64_t capacity;
+  Components candidates;
+  Place* places;     // of each group, as the next two
+  int64_t* ties;
+  int64_t* start;    // where its components begin
+  int64_t used;      // merged atomically, as the next two
+  int32_t nonfinite; // whether a key is that of Inf or NaN
+  uint32_t top;      // key of the largest of the chosen components' parts
+  int32_t* indices;  // of what is chosen
+  float* parts;
+};
+
+// A message's components: ascending indices, each with its real and imaginary part.
+struct Sent {
+  const int32_t* indices;
+  const float* parts;
+  int64_t count;
+};
+
+// Segments whose spectra are sent. Those of less than a block are left out.
+struct SpectrumJob : Job {
+  int64_t block = kLeastBlock;
+  const float* roots = nullptr;
+  const int64_t* kept = nullptr;           // components of each row that are sent
+  float* parts = nullptr;                  // two of each component, row by row: of those that are encoded
+  const float* const* received = nullptr;  // and of each message, decoded
+  float* tops = nullptr;                   // the largest magnitude of a row's parts; NaN: not all is finite
+
+  bool transforms(int64_t row) const { return rows[row].numel >= block; }
+  Blocked blocked(int64_t row, const void* x, Dtype dtype) const {
+    return {{x, dtype, rows[row].start, rows[row].numel}, block, roots};
+  }
+  int64_t first_part(int64_t row) const {
+    int64_t before = 0;
+    for (int64_t r = 0; r < row; r++) before += 2 * kept[r];
+    return before;
+  }
+};
+
+struct SpectrumKernels {
+  // Bytes of memory that each of the others works in.
+  int64_t (*scratch_bytes)(const Blocked&);
+  // Rows of the sampled groups [begin, end), and how many of their components have which key, by its first 11 bits.
+  void (*sample)(const Blocked&, const GroupRows&, int32_t* counts, int64_t begin, int64_t end, void* scratch);
+  // Candidates of groups [begin, end), of which the sample's rows are there.
+  void (*collect)(const Blocked&, const GroupRows&, Largest&, int64_t begin, int64_t end, void* scratch);
+  // The largest of these candidates.
+  void (*choose)(const Blocked&, Largest&, int64_t begin, int64_t end, void* scratch);
+  // y = scale * signal of the sum of messages, or y += that: blocks [begin, end). `next` has room for a number of each.
+  void (*restore)(const Blocked&, const Sent*, int64_t messages, float scale, bool add, int64_t begin, int64_t end,
+                  int64_t* next, void* scratch);
+};
+
+#if defined(THINWIRE_LEVEL)
+
+namespace THINWIRE_LEVEL {
+namespace {
+
+#include "fourier.h"
 
 // Keys of components.
 static inline Words keys_of(Floats real, Floats imaginary) {
@@ -214,3 +341,242 @@ static void restore(const Blocked& job, const Sent* messages, int64_t count, flo
     s.synthesise(job, b, scale, add);
   }
 }
+
+const SpectrumKernels spectrum_kernels = {
+    scratch_bytes, sample_spectra, collect_spectra, choose_components, restore,
+};
+
+} // namespace
+} // namespace THINWIRE_LEVEL
+
+#else
+
+namespace {
+
+constexpr int64_t kCachedElements = int64_t(1) << 20; // of a segment whose spectra stay in a cache
+constexpr int64_t kCheapness = 64;                    // of a pass over candidates, beside transforms
+
+// Runs work(begin, end, scratch) over `count` parts of a job, with memory for each call, and `extra` bytes behind it. It
+// costs as much as transforms of `elements`: threads are not woken for little.
+template <class Work>
+Status run_spectra(const Machine& machine, const Blocked& job, int64_t count, int64_t elements, int64_t extra,
+                   Work work) {
+  int32_t failed = 0;
+  auto with_memory = [&](int64_t begin, int64_t end) {
+    const Memory scratch(machine.kernels->spectrum->scratch_bytes(job) + extra);
+    if (scratch.at) return work(begin, end, scratch.at);
+    __atomic_store_n(&failed, 1, __ATOMIC_RELAXED);
+  };
+  if (!run(machine, count, elements, with_memory)) return kThreadsFailed;
+  return failed ? kNoMemory : kDone;
+}
+
+// Counts of the keys of a sample's components, by their first 11 bits.
+struct Sample {
+  int32_t counts[kBins] = {};
+  int64_t groups = 0;
+
+  // Keys that the k-th largest of `total` components is not below, and is below, all but certainly: where it lies in the
+  // sample, and so many standard errors more, and a share, because groups differ.
+  void guess(int64_t total, int64_t k, uint32_t from, double share, uint32_t& low, uint32_t& high) const {
+    constexpr int64_t kFewest = 1024;
+    low = from, high = kNanKey + 1;
+    int64_t num = 0;
+    for (int bin = (int)(from >> 20); bin < kBins; bin++) num += counts[bin];
+    if (num < kFewest) return;
+    const double expected = (double)k * (double)num / (double)total;
+    const double margin = 4.0 * std::sqrt(expected) + expected * share / std::sqrt((double)groups) + 4.0;
+    int64_t first = (int64_t)(expected - margin), last = (int64_t)(expected + margin);
+    if (first > 0) high = std::min((uint32_t)(bin_of(counts, first) + 1) << 20, high);
+    if (last < num) low = std::min((uint32_t)bin_of(counts, last) << 20, kNanKey);
+  }
+};
+
+// Writes the k largest candidates, by index.
+Status choose_largest(const Machine& machine, const Blocked& job, int64_t k, const Sample& sample, uint32_t* room,
+                      Largest& of) {
+  const uint32_t* const keys = of.candidates.keys;
+  uint32_t low, high;
+  sample.guess(of.used, k, of.least, 0.25, low, high); // in groups that differ keys are distributed alike
+  int64_t above = 0, ties = 0, n = 0;
+  const int64_t between = machine.kernels->sparse->narrow(keys, of.used, low, high, room, above), rank = k - above;
+  of.kth = rank > 0 && rank <= between ? kth_of(machine, room, between, low, high, rank, room, ties)
+                                       : kth_of(machine, keys, of.used, of.least, kNanKey + 1, k, room, ties);
+  for (int64_t g = 0; g < job.groups(); g++) {
+    const int32_t *key = reinterpret_cast<const int32_t*>(keys + of.places[g].at), *end = key + of.places[g].count;
+    int32_t more = 0, same = 0;
+    for (; key < end; key++) more += *key > (int32_t)of.kth, same += *key == (int32_t)of.kth;
+    of.ties[g] = std::min<int64_t>(same, ties), ties -= of.ties[g];
+    of.start[g] = n, n += more + of.ties[g];
+  }
+  auto choose = [&](int64_t begin, int64_t end, void* scratch) {
+    machine.kernels->spectrum->choose(job, of, begin, end, scratch);
+  };
+  return run_spectra(machine, job, job.groups(), of.used / kCheapness, 0, choose);
+}
+
+// The k components of largest magnitude, and the largest magnitude among their parts; NaN: a component is not finite.
+Status pick_components(const Machine& machine, const Blocked& job, int64_t k, int32_t* indices, float* parts,
+                       float& top) {
+  const int64_t groups = job.groups(), total = job.total(), pitch = GroupRows::pitch_of(job);
+  const int64_t numel = job.span.numel;
+  Sample counted;
+  while (job.sampled(counted.groups) < groups) counted.groups++;
+  const Memory sampled(64 + 8 * pitch * counted.groups), table((16 + (int64_t)sizeof(Place)) * groups);
+  if (!sampled.at || !table.at) return kNoMemory;
+  const GroupRows rows{reinterpret_cast<float*>(((uintptr_t)sampled.at + 63) / 64 * 64), pitch};
+  auto sample = [&](int64_t begin, int64_t end, void* scratch) {
+    machine.kernels->spectrum->sample(job, rows, counted.counts, begin, end, scratch);
+  };
+  Status status = run_spectra(machine, job, counted.groups, numel / kOneIn, 0, sample);
+  if (status != kDone) return status;
+  uint32_t high;
+  Largest of{};
+  counted.guess(total, k, 0, 1.0, of.least, high);
+  of.ties = table.as<int64_t>(), of.start = of.ties + groups, of.places = reinterpret_cast<Place*>(of.start + groups);
+  of.indices = indices, of.parts = parts;
+  auto collect = [&](int64_t begin, int64_t end, void* scratch) {
+    machine.kernels->spectrum->collect(job, rows, of, begin, end, scratch);
+  };
+  for (of.capacity = of.least ? std::min(total, 2 * k + kGroupElements) : total;; of.capacity = total) {
+    const Memory candidates(Components::kBytes * of.capacity), keys(4 * of.capacity);
+    if (!candidates.at || !keys.at) return kNoMemory;
+    of.candidates = Components::in(candidates.at, of.capacity), of.used = 0;
+    status = run_spectra(machine, job, groups, numel, 0, collect);
+    if (status != kDone) return status;
+    if (of.used < k) {
+      of.least = 0; // the sample was unlike the rest
+    } else if (of.used <= of.capacity) {
+      if (k) status = choose_largest(machine, job, k, counted, keys.as<uint32_t>(), of);
+      if (status != kDone) return status;
+      break;
+    }
+  }
+  if (of.nonfinite) of.top = 0x7FC00000;
+  std::memcpy(&top, &of.top, 4);
+  return kDone;
+}
+
+Status restore_signal(const Machine& machine, const Blocked& job, const Sent* messages, int64_t count, float scale,
+                      bool add) {
+  const int64_t room = (machine.kernels->spectrum->scratch_bytes(job) + 7) / 8 * 8, extra = 8 * count + 8;
+  auto restore = [&](int64_t begin, int64_t end, void* scratch) {
+    int64_t* const next = reinterpret_cast<int64_t*>(static_cast<char*>(scratch) + room);
+    machine.kernels->spectrum->restore(job, messages, count, scale, add, begin, end, next, scratch);
+  };
+  return run_spectra(machine, job, job.blocks(), job.span.numel, extra, restore);
+}
+
+// Runs work(machine, row) for all rows that are transformed: those that are much of all, or too large for a cache, by all
+// threads together, and then the others by a thread each, the largest first.
+template <class Work>
+Status for_spectra(const Machine& machine, const SpectrumJob& job, Work work) {
+  const Memory memory(8 * job.num_rows);
+  int64_t* const others = memory.as<int64_t>();
+  if (!others) return kNoMemory;
+  int64_t elements = 0, count = 0, next = 0;
+  int32_t worst = kDone;
+  for (int64_t r = 0; r < job.num_rows; r++) elements += job.transforms(r) ? job.rows[r].numel : 0;
+  for (int64_t r = 0; r < job.num_rows; r++) {
+    if (!job.transforms(r)) continue;
+    if (job.rows[r].numel <= kCachedElements && 4 * job.rows[r].numel <= elements) {
+      others[count++] = r;
+    } else if (const Status status = work(machine, r); status != kDone) {
+      return status;
+    }
+  }
+  std::sort(others, others + count, [&](int64_t a, int64_t b) { return job.rows[a].numel > job.rows[b].numel; });
+  auto share = [&](int64_t, int64_t) {
+    const Machine alone{machine.kernels, nullptr};
+    for (int64_t i; (i = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < count;) {
+      const Status status = work(alone, others[i]);
+      if (status != kDone) __atomic_store_n(&worst, status, __ATOMIC_RELAXED);
+    }
+  };
+  if (!run(machine, count, elements, share)) return kThreadsFailed;
+  return static_cast<Status>(worst);
+}
+
+
+Status spectrum_encode(const Machine& machine, const SpectrumJob& job) {
+  return for_spectra(machine, job, [&](const Machine& threads, int64_t r) {
+    const Blocked blocked = job.blocked(r, job.own, job.own_dtype);
+    const int64_t k = job.kept[r];
+    const Memory memory(4 * k);
+    int32_t* const indices = memory.as<int32_t>();
+    if (!indices) return kNoMemory;
+    float* const parts = job.parts + job.first_part(r);
+    const Status status = pick_components(threads, blocked, k, indices, parts, job.tops[r]);
+    if (status != kDone) return status;
+    uint8_t* const payload = job.out + job.rows[r].payload;
+    std::memset(payload, 0, kHeader);
+    payload[0] = std::isnan(job.tops[r]);
+    put_indices(indices, k, IndexList::shorter(blocked.total(), k), payload + kHeader);
+    return kDone;
+  });
+}
+
+Status spectrum_decode(const Machine& machine, const SpectrumJob& job) {
+  return for_spectra(machine, job, [&](const Machine& threads, int64_t r) {
+    const Blocked blocked = job.blocked(r, job.y, job.y_dtype);
+    const int64_t k = job.kept[r], first = job.first_part(r), width = 4 * k + (int64_t)sizeof(Sent);
+    const Memory memory(width * job.num_messages);
+    Sent* const sent = memory.as<Sent>();
+    if (!sent) return kNoMemory;
+    int32_t* const indices = reinterpret_cast<int32_t*>(sent + job.num_messages);
+    bool finite = true;
+    for (int64_t m = 0; m < job.num_messages; m++) {
+      const uint8_t* payload = job.messages[m] + job.rows[r].payload;
+      uint32_t nonfinite;
+      std::memcpy(&nonfinite, payload, 4);
+      finite &= !nonfinite;
+      const IndexList list = IndexList::shorter(blocked.total(), k);
+      const int64_t count = unpack_indices(payload + kHeader, list, indices + m * k);
+      sent[m] = Sent{indices + m * k, job.received[m] + first, count};
+    }
+    job.tops[r] = finite ? 0.0f : __builtin_nanf("");
+    return finite ? restore_signal(threads, blocked, sent, job.num_messages, job.scale, job.add) : kDone;
+  });
+}
+
+// block, roots, kept, tops
+void read_spectra(Arguments& in, SpectrumJob& job) {
+  job.block = in.integer(), job.roots = in.address<const float>();
+  job.kept = in.address<const int64_t>(), job.tops = in.address<float>();
+  in.require(job.block >= kLeastBlock && job.block <= kMostBlock && !(job.block & (job.block - 1)),
+             "a block has a power of two of elements, 64 to 16384");
+  for (int64_t r = 0; r < job.num_rows && !in.is_bad(); r++) {
+    const int64_t total = job.blocked(r, nullptr, kFloat32).total();
+    in.require(total <= kMaxIndex, "there are at most 2**31 - 1 components");
+    in.require(job.kept[r] >= 0 && job.kept[r] <= total, "of a row's components 0 to all are kept");
+  }
+}
+
+PyObject* py_spectrum_encode(Arguments& in) {
+  SpectrumJob job;
+  in.source(job), job.out = in.address<uint8_t>(), job.parts = in.address<float>();
+  read_spectra(in, job);
+  return run_rows(in, job, [&](const Machine& now) { return spectrum_encode(now, job); });
+}
+
+PyObject* py_spectrum_decode(Arguments& in) {
+  SpectrumJob job;
+  const uint8_t* messages[kMaxMessages];
+  const float* received[kMaxMessages];
+  in.target(job);
+  read_spectra(in, job);
+  job.add = in.flag(), job.scale = in.real();
+  const Py_ssize_t left = in.num_left();
+  job.messages = messages, job.received = received, job.num_messages = left / 2;
+  in.require(left % 2 == 0 && job.num_messages <= kMaxMessages, "up to 4096 messages and their parts");
+  for (int64_t m = 0; m < job.num_messages && !in.is_bad(); m++) {
+    messages[m] = in.address<const uint8_t>(), received[m] = in.address<const float>();
+  }
+  return run_rows(in, job, [&](const Machine& now) { return spectrum_decode(now, job); });
+}
+
+} // namespace
+
+#endif
+
+} // namespace thinwire

@@ -101,7 +101,7 @@ def test_a_dtype_or_a_device_that_is_not_named_is_found() -> None:
 def test_the_core_gets_no_address_that_was_not_checked() -> None:
     """Those that GPU kernels take say how messages are aligned, and nothing else."""
     taking = [path.name for path in FILES if path.parent.name == "kernels" and "data_ptr(" in path.read_text()]
-    assert taking == ["gpu_launch.py", "native.py"]
+    assert taking == ["gpu.py", "native.py"]
 
 
 PRIVATE_IN_TESTS = {

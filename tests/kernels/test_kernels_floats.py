@@ -14,7 +14,7 @@ from torch import Tensor
 from kernel_cases import DTYPES, one, special, values
 from kernel_levels import LEVELS, at, check, needs_native
 from thinwire import kernels
-from thinwire.kernels import Format, Residual, Table, reference_floats, site_id
+from thinwire.kernels import Format, Residual, Table, floats, site_id
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -145,7 +145,7 @@ def test_impossible_requests_are_refused() -> None:
         (lambda: kernels.levels_encode(x, spans, sent, levels[:, :4], **four), ValueError, "shape"),
         (lambda: kernels.levels_encode(x, cut, sent, levels, bits=4, bucket=3), ValueError, "multiple"),
         (lambda: kernels.levels_bytes(100, 4, 0), ValueError, "bucket"),
-        (lambda: kernels.rangefloat_bytes(100, 16), ValueError, "3 to 15"),
+        (lambda: kernels.rangefloat_bytes(100, 16), ValueError, "3 and 15"),
         (lambda: kernels.rangefloat_eps(10, 2, 1.0), ValueError, "3 to 22"),
         *((lambda most=most: kernels.rangefloat_eps(10, 3, most), ValueError, "max") for most in (0.0, -1.0, math.nan)),
         (lambda: kernels.int_round(x, spans, ones, out, clip=128), ValueError, "clip"),
@@ -218,7 +218,7 @@ def test_rangefloat_is_that_of_the_reference(rounding: str) -> None:
 def test_every_code_of_a_rangefloat_decodes_as_in_the_reference(bits: int) -> None:
     """All codes, in all formats of one mantissa width each."""
     numel = 2**bits
-    packed = reference_floats.pack_wide(torch.arange(numel), bits)
+    packed = floats.pack_wide(torch.arange(numel), bits)
     heads = [(largest, mantissa) for mantissa in range(23) for largest in (1.0, 1.9, 1e-38, 3.4e38)]
 
     def run() -> dict[str, Tensor]:

@@ -38,7 +38,7 @@ def test_the_core_takes_no_tensor_of_another_dtype_size_device_or_layout() -> No
             native.address("x", bad, torch.float32, 12, strides)
     for dtype in (torch.float64, torch.uint8):
         with pytest.raises(TypeError, match=r"^x is torch"):
-            native.values("x", good.to(dtype), 24)
+            native.segments("x", good.to(dtype), one(24), good)
 
 
 def all_operations(

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings, strategies as st
 from torch import Tensor
 
 from kernel_cases import kinds, one, values
-from thinwire.kernels import Format, Residual, bucketed_bytes, reference, reference_floats, rng
+from thinwire.kernels import Format, Residual, bucketed_bytes, floats, reference, rng
 
 BOUNDS = {"nearest": 0.5, "stochastic": 1.0, "shift": 0.5}
 """The largest error of a way to round, in units."""
@@ -67,7 +67,7 @@ def test_ranges_that_overflow_vanish_or_are_tiny() -> None:
 def test_pack_is_a_bijection_of_the_stated_layout(wide: bool) -> None:
     pack, unpack = reference.pack, reference.unpack
     if wide:
-        pack, unpack = reference_floats.pack_wide, reference_floats.unpack_wide
+        pack, unpack = floats.pack_wide, floats.unpack_wide
     for bits in range(3, 16) if wide else range(1, 9):
         drawn = torch.randint(0, 2**bits, (1000,), generator=torch.Generator().manual_seed(bits))
         codes = drawn if wide else drawn.to(torch.uint8)

@@ -160,9 +160,8 @@ def ptx(name: str, form: Format, capability: int = 90, **constants: int | bool) 
 
 def built(name: str, form: Format, capability: int, **types: str) -> tuple[Any, dict[str, str], int, int]:
     from thinwire.kernels import gpu
-    from thinwire.kernels.gpu_launch import options
 
-    return getattr(gpu, name), TYPES | types, capability, int(options(form.bits)["num_warps"])
+    return getattr(gpu, name), TYPES | types, capability, int(gpu.options(form.bits)["num_warps"])
 
 
 def known(name: str, form: Format, constants: dict[str, int | bool]) -> dict[str, Any]:

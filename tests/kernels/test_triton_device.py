@@ -177,7 +177,7 @@ def test_a_bucket_of_one_kind_ends_with_the_bytes_of_the_cpu(spec: str, there: N
 
 @compiled
 def test_compiles() -> None:
-    from thinwire.kernels import gpu_rows
+    from thinwire.kernels import gpu
 
     types = dict.fromkeys(("x", "y", "base", "total", "other", "out"), "*fp32")
     types |= dict.fromkeys(("message", "out_message"), "*u8")
@@ -185,8 +185,8 @@ def test_compiles() -> None:
     types |= dict.fromkeys(("scale", "weight", "before", "after", "alpha", "by", "over"), "fp32")
     size = {"SIZE": 2048}
     cases = [
-        (gpu_rows.put_rows, size), (gpu_rows.take_rows, {"MODE": 1, **size}), (gpu_rows.add_rows, size),
-        (gpu_rows.sum_rows, {"MESSAGE": True, "LAST": True, "SEND": True, **size}), (gpu_rows.scale_rows, size),
+        (gpu.put_rows, size), (gpu.take_rows, {"MODE": 1, **size}), (gpu.add_rows, size),
+        (gpu.sum_rows, {"MESSAGE": True, "LAST": True, "SEND": True, **size}), (gpu.scale_rows, size),
     ]  # fmt: skip
     for kernel, constants in cases:
         assert "fma." not in assembly(kernel, types, **constants)

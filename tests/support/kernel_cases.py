@@ -67,7 +67,7 @@ def special(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 def message(spans: Table, form: Format, *, fill: int = 0xAB) -> Tensor:
     """A message as large as the table needs, and a little more, full of what must not be read."""
-    return torch.full((spans.extent(form).message_bytes + 64,), fill, dtype=torch.uint8)
+    return torch.full((spans.extent(form) + 64,), fill, dtype=torch.uint8)
 
 
 def same(a: Tensor, b: Tensor) -> bool:

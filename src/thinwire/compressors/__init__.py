@@ -1,16 +1,16 @@
 """Compressors turn tensors into fewer bytes, and back."""
 
-from thinwire.compressors._core.bucketed import Bucketed as Bucketed
-from thinwire.compressors._core.calls import CodecCall as CodecCall, SumCall as SumCall
-from thinwire.compressors._core.checks import GRADIENT_DTYPES as GRADIENT_DTYPES, not_finite as not_finite
+from thinwire.compressors._core.bucketed import Bucketed as Bucketed, Packed as Packed
 from thinwire.compressors._core.coded import Coded as Coded, OnePass as OnePass, used_bytes as used_bytes
 from thinwire.compressors._core.compressor import (
+    GRADIENT_DTYPES as GRADIENT_DTYPES,
     Compressor as Compressor,
     Count as Count,
     Traits as Traits,
     Unsuited as Unsuited,
     Wrapper as Wrapper,
     needs_state as needs_state,
+    not_finite as not_finite,
     unwrap as unwrap,
 )
 from thinwire.compressors._core.integers import integer_square_sum as integer_square_sum
@@ -34,14 +34,15 @@ from thinwire.compressors._core.mixins import (
     learns_at as learns_at,
     teaches as teaches,
 )
-from thinwire.compressors._core.packed import Packed as Packed
 from thinwire.compressors._core.rounding import rounded_for as rounded_for
 from thinwire.compressors._core.segments import (
+    CodecCall as CodecCall,
     Key as Key,
     Part as Part,
     Parts as Parts,
     Piece as Piece,
     Segments as Segments,
+    SumCall as SumCall,
 )
 from thinwire.compressors._core.slots import LayerState as LayerState, Slot as Slot, State as State
 from thinwire.compressors._core.sparsifier import Chain as Chain, Sparsifier as Sparsifier
@@ -75,20 +76,17 @@ from thinwire.compressors.globaltopk import GlobalTopK as GlobalTopK
 from thinwire.compressors.heuristic_intsgd import HeuristicIntSGD as HeuristicIntSGD
 from thinwire.compressors.int_diana import IntDIANA as IntDIANA
 from thinwire.compressors.intsgd import IntSGD as IntSGD
-from thinwire.compressors.lattice import Lattice as Lattice
 from thinwire.compressors.levels import Levels as Levels
 from thinwire.compressors.maxabs import MaxAbs as MaxAbs
-from thinwire.compressors.minmax import MinMax as MinMax
+from thinwire.compressors.minmax import Lattice as Lattice, MinMax as MinMax
 from thinwire.compressors.natural import Natural as Natural
-from thinwire.compressors.onebit import OneBit as OneBit
 from thinwire.compressors.powersgd import PowerSGD as PowerSGD
 from thinwire.compressors.qsgd import QSGD as QSGD
 from thinwire.compressors.randk import RandK as RandK
 from thinwire.compressors.rangefloat import RangeFloat as RangeFloat
 from thinwire.compressors.raw import Raw as Raw, RawSum as RawSum
-from thinwire.compressors.shared_terngrad import SharedTernGrad as SharedTernGrad
-from thinwire.compressors.sign import Sign as Sign
-from thinwire.compressors.terngrad import TernGrad as TernGrad
+from thinwire.compressors.sign import OneBit as OneBit, Sign as Sign
+from thinwire.compressors.terngrad import SharedTernGrad as SharedTernGrad, TernGrad as TernGrad
 from thinwire.compressors.threshold import Threshold as Threshold
 from thinwire.compressors.topk import TopK as TopK
 from thinwire.compressors.truncate import Truncate as Truncate

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from thinwire.arguments import check_int
-from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.coded import Coded
 from thinwire.compressors._core.compressor import Compressor, Traits, Unsuited
 from thinwire.compressors._core.matrices import matrix_shape
-from thinwire.compressors._core.segments import Piece
+from thinwire.compressors._core.segments import CodecCall, Piece
 from thinwire.compressors._core.sparsifier import HEADER, check_place, header_of, put_floats, put_header
 from thinwire.kernels import align, derive_key, site_id
 

@@ -9,7 +9,7 @@ import torch
 
 from thinwire.arguments import check_choice
 from thinwire.compressors._core.compressor import Traits
-from thinwire.compressors._core.plain import Plain
+from thinwire.compressors._core.summed import Plain
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

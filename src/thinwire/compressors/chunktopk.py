@@ -12,12 +12,10 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.arguments import check_choice, check_int
-from thinwire.compressors._core.calls import CodecCall
-from thinwire.compressors._core.checks import check_dtype
 from thinwire.compressors._core.coded import Coded
-from thinwire.compressors._core.compressor import Traits
+from thinwire.compressors._core.compressor import Traits, check_dtype
 from thinwire.compressors._core.mixins import Indexed
-from thinwire.compressors._core.segments import Piece
+from thinwire.compressors._core.segments import CodecCall, Piece
 from thinwire.compressors._core.sparsifier import check_place
 from thinwire.kernels import square_sums
 

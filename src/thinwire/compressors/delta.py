@@ -9,9 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.compressors._core.checks import check_dtype
 from thinwire.compressors._core.coded import Coded
-from thinwire.compressors._core.compressor import Compressor, Traits, needs_state
+from thinwire.compressors._core.compressor import Compressor, Traits, check_dtype, needs_state
 from thinwire.compressors._core.mixins import WorldSized
 from thinwire.compressors._core.rounding import rounded_for
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from thinwire.arguments import check_number, check_type
-from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.coded import CodedWrapper
 from thinwire.compressors._core.compressor import Compressor
 from thinwire.compressors._core.mixins import WorldSized
+from thinwire.compressors._core.segments import CodecCall
 from thinwire.compressors._core.slots import Slot
 from thinwire.compressors._core.sparsifier import Sparsifier
 from thinwire.compressors.ef import subtract_sent

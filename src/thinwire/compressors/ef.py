@@ -11,10 +11,10 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.arguments import check_choice, check_number
-from thinwire.compressors._core.calls import CodecCall, SumCall
 from thinwire.compressors._core.coded import Coded, CodedWrapper, OnePass
 from thinwire.compressors._core.compressor import Compressor, Wrapper
 from thinwire.compressors._core.rounding import rounded_for
+from thinwire.compressors._core.segments import CodecCall, SumCall
 from thinwire.compressors._core.slots import Slot, State
 from thinwire.compressors._core.summed import Subtract, Summed, SumShape
 from thinwire.kernels import Residual

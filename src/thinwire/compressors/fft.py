@@ -12,12 +12,10 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.arguments import check_choice, check_int, check_number
-from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.coded import Coded
 from thinwire.compressors._core.compressor import Compressor, Traits
-from thinwire.compressors._core.mixins import Indexed, Scheduled
-from thinwire.compressors._core.schedule import stage_at, stages
-from thinwire.compressors._core.segments import Piece, Segments
+from thinwire.compressors._core.mixins import Indexed, Scheduled, stage_at, stages
+from thinwire.compressors._core.segments import CodecCall, Piece, Segments
 from thinwire.compressors._core.slots import LayerState, Slot
 from thinwire.compressors._core.sparsifier import HEADER, check_place, put_floats
 from thinwire.compressors.rangefloat import best_mantissa

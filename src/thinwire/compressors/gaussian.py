@@ -12,9 +12,9 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.arguments import check_choice, check_int
 from thinwire.compressors._core.bucketed import MAX_BUCKET
-from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.coded import OnePass
 from thinwire.compressors._core.compressor import Traits
+from thinwire.compressors._core.segments import CodecCall
 from thinwire.kernels import Residual
 
 MAGNITUDES = {

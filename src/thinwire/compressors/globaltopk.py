@@ -12,11 +12,9 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.arguments import check_number
-from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.compressor import Traits
-from thinwire.compressors._core.mixins import Scheduled, StepEnd
-from thinwire.compressors._core.schedule import Density, check_density, density_at
-from thinwire.compressors._core.segments import Piece
+from thinwire.compressors._core.mixins import Density, Scheduled, StepEnd, check_density, density_at
+from thinwire.compressors._core.segments import CodecCall, Piece
 from thinwire.compressors._core.slots import LayerState, Slot
 from thinwire.compressors._core.sparsifier import Picked, Sparsifier
 

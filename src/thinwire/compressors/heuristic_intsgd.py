@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from thinwire.arguments import check_choice
-from thinwire.compressors._core.calls import SumCall
 from thinwire.compressors._core.compressor import Traits
 from thinwire.compressors._core.integers import Integers, fp32
+from thinwire.compressors._core.segments import SumCall
 from thinwire.compressors._core.summed import Subtract, SumShape
 
 _ZERO, _LOWEST, _HIGHEST, _NOT_FINITE = -127, -126, 126, 127

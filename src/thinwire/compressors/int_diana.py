@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from thinwire.arguments import check_choice
-from thinwire.compressors._core.calls import SumCall
 from thinwire.compressors._core.compressor import Compressor, Traits
 from thinwire.compressors._core.integers import fp32
-from thinwire.compressors._core.segments import Part
+from thinwire.compressors._core.segments import Part, SumCall
 from thinwire.compressors._core.slots import Slot
 from thinwire.compressors._core.summed import Subtract
 from thinwire.compressors.intsgd import Exact, IntSGD

@@ -13,10 +13,10 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.arguments import check_int
 from thinwire.compressors._core.bucketed import MAX_BUCKET
-from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.coded import Coded
 from thinwire.compressors._core.compressor import Compressor
 from thinwire.compressors._core.mixins import Learned
+from thinwire.compressors._core.segments import CodecCall
 from thinwire.compressors._core.slots import Slot
 from thinwire.compressors.minmax import MinMax
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.coded import Coded
 from thinwire.compressors._core.compressor import Count, Traits
 from thinwire.compressors._core.mixins import Saturating
-from thinwire.compressors._core.segments import Segments
+from thinwire.compressors._core.segments import CodecCall, Segments
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from torch import Tensor
 from thinwire.arguments import check_choice
 from thinwire.compressors._core.compressor import Traits
 from thinwire.compressors._core.matrices import SummedMatrices, matrix_shape, normal_matrix
-from thinwire.compressors._core.mixins import Scheduled
-from thinwire.compressors._core.schedule import Rank, check_rank, rank_at, stages
+from thinwire.compressors._core.mixins import Rank, Scheduled, check_rank, rank_at, stages
 from thinwire.compressors._core.slots import Slot
 from thinwire.kernels import MOST_NARROW_COLUMNS, narrow_product, orthonormal_basis
 

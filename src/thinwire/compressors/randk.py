@@ -10,12 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.compressors._core.calls import SumCall
-from thinwire.compressors._core.checks import not_finite
-from thinwire.compressors._core.compressor import Traits
-from thinwire.compressors._core.mixins import Scheduled
-from thinwire.compressors._core.schedule import Density, check_density, density_at
-from thinwire.compressors._core.segments import Piece
+from thinwire.compressors._core.compressor import Traits, not_finite
+from thinwire.compressors._core.mixins import Density, Scheduled, check_density, density_at
+from thinwire.compressors._core.segments import Piece, SumCall
 from thinwire.compressors._core.summed import Subtract, Summed, SumShape
 from thinwire.kernels import derive_key, sample_indices, site_id
 

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.arguments import check_choice, check_int
-from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.coded import Coded
 from thinwire.compressors._core.compressor import Count, Traits
 from thinwire.compressors._core.mixins import Learned, Saturating
-from thinwire.compressors._core.segments import Segments
+from thinwire.compressors._core.segments import CodecCall, Segments
 from thinwire.compressors._core.slots import Slot
 from thinwire.compressors.natural import saturated
 from thinwire.kernels import rangefloat_eps

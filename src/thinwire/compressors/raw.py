@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.coded import Coded
 from thinwire.compressors._core.compressor import Traits
-from thinwire.compressors._core.plain import Plain
+from thinwire.compressors._core.segments import CodecCall
+from thinwire.compressors._core.summed import Plain
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""signSGD: the sign of each element."""
+"""One bit an element: signSGD, and 1-bit SGD."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.compressors._core.bucketed import Bucketed, bucket_elements, check_bucket
-from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.compressor import Traits
+from thinwire.compressors._core.segments import CodecCall
 from thinwire.kernels import Format
 
 
@@ -67,3 +67,26 @@ class Sign(Bucketed):
         counts = torch.full((whole.shape[0], 1), bucket, dtype=torch.float64, device=x.device)
         counts[-1:] -= -x.numel() % bucket
         return (whole.sum(1, keepdim=True) / counts).expand_as(whole).reshape(-1)[: x.numel()].float()
+
+
+@dataclass(frozen=True)
+class OneBit(Bucketed):
+    """1-bit SGD (Seide et al. 2014): in each bucket, values below zero become their mean, and so do all others.
+
+    Biased; a plan adds error feedback unless ``feedback=False``. Costs ``1 + 64/bucket`` bits an element.
+    """
+
+    spec_name: ClassVar[str] = "onebit"
+
+    bucket: int | Literal["layer"] = field(default=512, metadata={"shown": True})
+    feedback: bool = True
+
+    def __post_init__(self) -> None:
+        check_bucket(self.bucket)
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(wants_feedback=self.feedback)
+
+    def make_format(self) -> Format:
+        return Format(1, bucket_elements(self.bucket), scheme="sides")

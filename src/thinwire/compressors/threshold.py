@@ -10,9 +10,8 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.arguments import check_number
-from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.compressor import Traits
-from thinwire.compressors._core.segments import Piece
+from thinwire.compressors._core.segments import CodecCall, Piece
 from thinwire.compressors._core.sparsifier import Picked, Sparsifier
 
 

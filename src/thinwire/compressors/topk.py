@@ -10,11 +10,9 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.arguments import check_choice
-from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.compressor import Traits
-from thinwire.compressors._core.mixins import Scheduled
-from thinwire.compressors._core.schedule import Density, check_density, density_at
-from thinwire.compressors._core.segments import Piece
+from thinwire.compressors._core.mixins import Density, Scheduled, check_density, density_at
+from thinwire.compressors._core.segments import CodecCall, Piece
 from thinwire.compressors._core.sparsifier import Picked, Sparsifier
 from thinwire.kernels import derive_key, site_id
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from thinwire.arguments import check_number
-from thinwire.compressors._core.calls import SumCall
-from thinwire.compressors._core.checks import not_finite
-from thinwire.compressors._core.compressor import Traits
+from thinwire.compressors._core.compressor import Traits, not_finite
+from thinwire.compressors._core.segments import SumCall
 from thinwire.compressors._core.summed import Subtract, Summed, SumShape
 
 

@@ -42,6 +42,8 @@ from thinwire.kernels.format import (
 )
 from thinwire.kernels.native import (
     CORE,
+    LINE_BYTES as LINE_BYTES,
+    Word as Word,
     asynchronous as asynchronous,
     cpu_level as cpu_level,
     is_dense as is_dense,
@@ -59,16 +61,13 @@ from thinwire.kernels.ops import (
     bucketed_reduce as bucketed_reduce,
     bucketed_sum as bucketed_sum,
     checksum as checksum,
-)
-from thinwire.kernels.rng import derive_key as derive_key, sample_indices as sample_indices, site_id as site_id
-from thinwire.kernels.rows import (
     raw_decode as raw_decode,
     raw_encode as raw_encode,
     raw_sum as raw_sum,
     rows_add as rows_add,
     rows_scale as rows_scale,
 )
-from thinwire.kernels.shared import LINE_BYTES as LINE_BYTES, Word as Word
+from thinwire.kernels.rng import derive_key as derive_key, sample_indices as sample_indices, site_id as site_id
 from thinwire.kernels.sparse import (
     abs_histogram as abs_histogram,
     index_bytes as index_bytes,

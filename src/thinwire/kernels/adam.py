@@ -56,11 +56,12 @@ def adam_normalize(layers: Sequence[AdamGradient]) -> None:
     arguments: list[float] = []
     for layer in layers:
         gradient, square, momentum, eps, factor = layer
-        if _computed_natively([gradient, *square[:2], *(momentum[:2] if momentum else ())]):
-            moments = *_arguments(square, gradient), *_arguments(momentum, gradient)
-            arguments += (_address("gradient", gradient, gradient), gradient.numel(), *moments, eps, factor)
-        else:
+        where = _addresses(gradient, *square[:2], *(momentum[:2] if momentum else (None, None)))
+        if where is None:
             _normalize(layer)
+        else:
+            moments = *where[1:3], *_shares(square), *where[3:], *_shares(momentum)
+            arguments += (where[0], gradient.numel(), *moments, eps, factor)
     if arguments:
         native.core().adam_normalize(*arguments)
 
@@ -72,12 +73,12 @@ def adam_apply(layers: Sequence[AdamStep]) -> None:
     changed = []
     for layer in layers:
         weights, update, momentum, kept, size = layer
-        if _computed_natively([weights, update, *(momentum[:1] if momentum else ())]):
-            both = _address("weights", weights, weights), _address("update", update, weights)
-            arguments += (*both, weights.numel(), *_arguments(momentum, weights), kept, size)
-            changed.append(weights)
-        else:
+        where = _addresses(weights, update, *(momentum[:2] if momentum else (None, None)))
+        if where is None:
             _apply(layer)
+        else:
+            arguments += (*where[:2], weights.numel(), *where[2:], *_shares(momentum), kept, size)
+            changed.append(weights)
     if changed:
         native.core().adam_apply(*arguments)
         # As PyTorch's own operations do: a graph that still needs the weights before notices that they are gone.
@@ -111,26 +112,20 @@ def _root(values: Tensor) -> Tensor:
     return values.double().sqrt().to(values.dtype) if values.is_cpu else values.sqrt()
 
 
-def _computed_natively(tensors: list[Tensor]) -> bool:
-    """Whether the core takes these tensors: their elements lie in one order in memory."""
-    first = tensors[0]
-    contiguous = first.is_contiguous()
-    if not native.computes(first) or not (contiguous or native.is_dense(first)):
-        return False
-    for t in tensors:
-        alike = t.is_contiguous() if contiguous else t.stride() == first.stride()
-        if t.dtype is not torch.float32 or not t.is_cpu or not alike or t.shape != first.shape:
-            return False
-    return True
+def _addresses(first: Tensor, *others: Tensor | None) -> list[int] | None:
+    """Return the addresses of tensors, 0 for None, if the core takes them all: their elements lie in one order in
+    memory."""
+    if not native.computes(first) or not native.is_dense(first):
+        return None
+    strides = None if first.is_contiguous() else first.stride()
+    for t in (first, *others):
+        if t is not None:
+            alike = t.is_contiguous() if strides is None else t.stride() == strides
+            if t.dtype is not torch.float32 or not t.is_cpu or not alike or t.shape != first.shape:
+                return None
+    numel = first.numel()
+    return [native.address("each", t, torch.float32, numel, strides) if t is not None else 0 for t in (first, *others)]
 
 
-def _arguments(moving: Moving | None, like: Tensor) -> tuple[int, int, float, float]:
-    if moving is None:
-        return 0, 0, 0.0, 0.0
-    before, after, beta = moving
-    return _address("before", before, like), _address("after", after, like), beta, 1 - beta
-
-
-def _address(name: str, tensor: Tensor, like: Tensor) -> int:
-    strides = None if like.is_contiguous() else like.stride()
-    return native.address(name, tensor, torch.float32, like.numel(), strides)
+def _shares(moving: Moving | None) -> tuple[float, float]:
+    return (moving.beta, 1 - moving.beta) if moving else (0.0, 0.0)

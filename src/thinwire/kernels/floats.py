@@ -1,7 +1,8 @@
 """Element-wise formats (powers of two, range floats), learned levels, magnitudes, and rounding to integers.
 
-A payload of floats starts with a header of 64 bytes (little-endian): u32 1 if a value was not finite, u32 how many
-saturated, f32 max and u32 mantissa bits of a range float, zeros.
+The torch operations in each function specify its result, bit for bit: fp32, with one rounding per operation. A payload
+of floats starts with a header of 64 bytes (little-endian): u32 1 if a value was not finite, u32 how many saturated,
+f32 max and u32 mantissa bits of a range float, zeros.
 """
 
 from __future__ import annotations
@@ -9,48 +10,34 @@ from __future__ import annotations
 import math
 import struct
 from functools import lru_cache
-from math import lcm
 
 import torch
 from torch import Tensor
 
-from thinwire.kernels import native, reference_floats
-from thinwire.kernels.format import GROUP, MAX_BUCKET, Residual, align
+from thinwire.arguments import check_choice, check_int
+from thinwire.kernels import native
+from thinwire.kernels.format import ALIGN, GROUP, MAX_BUCKET, Residual, align, code_bytes, num_buckets
 from thinwire.kernels.native import MASK64
-from thinwire.kernels.ops import _check_flat, _check_message, _check_residual, _check_values
-from thinwire.kernels.reference_floats import (
-    HEADER,
-    NATURAL_SHIFTS,
-    ROUNDINGS,
-    levels_parts,
-    magnitudes_parts,
-    rangefloat_size,
-)
-from thinwire.kernels.table import Table
+from thinwire.kernels.reference import TINY_RANGE, lane_sums, nearest_to_zero, pack, scaled, unpack, write
+from thinwire.kernels.rng import random16, row_key
+from thinwire.kernels.table import Row, Table
+
+HEADER = ALIGN
+"""Size of the header."""
+
+MAGNITUDE = 0x7FFFFFFF
+INFINITY = 0x7F800000
+
+NATURAL_LOWEST, NATURAL_STEPS = 18, 127
+"""Biased exponent from which on down values become 0, and the number of exponents above it beyond which they
+saturate."""
+NATURAL_SHIFTS = -18, 109
+"""Least and largest shift of the exponents."""
+
+ROUNDINGS = ("truncate", "nearest", "stochastic")
 
 _CLIPS = {torch.int8: 127, torch.int32: 2**31 - 128}
 """The largest magnitudes of integers that fp32 represents exactly."""
-
-
-def _check_numel(numel: int) -> None:
-    if numel < 0:
-        raise ValueError(f"numel must not be negative, got {numel}")
-
-
-def _check_bucket(bucket: int) -> None:
-    if not isinstance(bucket, int) or not 1 <= bucket <= MAX_BUCKET:
-        raise ValueError(f"bucket must be 1 to 2**62 elements, not {bucket}")
-
-
-def _check_per_row(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> None:
-    if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
-        raise TypeError(f"{name} must be a float32 tensor")
-    if tuple(tensor.shape) != shape or not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} must be contiguous and of shape {shape}, one row a segment, not {tuple(tensor.shape)}"
-        )
-    if tensor.device != like.device:
-        raise ValueError(f"{name} is on {tensor.device}, but the values are on {like.device}: move one of them")
 
 
 def header_words(message: Tensor, table: Table, word: int) -> Tensor:
@@ -60,13 +47,54 @@ def header_words(message: Tensor, table: Table, word: int) -> Tensor:
     return torch.where(rows[:, 1] > 0, message.view(torch.int32)[at], 0)
 
 
-# ---- Natural compression ------------------------------------------------------------------------------------------
+def bits_of(x: Tensor) -> Tensor:
+    """Return the bits of |x| as integers (int64)."""
+    return x.contiguous().view(torch.int32).to(torch.int64) & MAGNITUDE
+
+
+def header(nonfinite: Tensor, saturated: Tensor, a: Tensor | None = None, b: Tensor | None = None) -> Tensor:
+    """Return the 64 bytes at the start of a payload; all arguments are scalars."""
+    words = torch.zeros(HEADER // 4, dtype=torch.int32, device=nonfinite.device)
+    words[0] = nonfinite.any()
+    words[1] = saturated.sum().clamp(max=0xFFFFFFFF)
+    if a is not None and b is not None:
+        words[2] = a.reshape(1).view(torch.int32)[0]
+        words[3] = b
+    return words.view(torch.uint8)
+
+
+def draws_of(row: Row, key: int, device: torch.device) -> Tensor:
+    """Return 16 random bits for each element of a row (int64)."""
+    return random16(row.index0, row.numel, *row_key(key, row.site), device).to(torch.int64)
+
+
+def values_of(x: Tensor, row: Row) -> Tensor:
+    """Return the row's elements as contiguous fp32."""
+    return x[row.elements].to(torch.float32).contiguous()
+
+
+def put(payload: Tensor, row: Row, message: Tensor, num_bytes: int) -> None:
+    """Write a payload into the message, with zeros behind it up to ``num_bytes``."""
+    message[row.payload : row.payload + payload.numel()] = payload
+    message[row.payload + payload.numel() : row.payload + num_bytes] = 0
+
+
+def from_bits(bits: Tensor) -> Tensor:
+    """Return fp32 from its bits (integers below 2^32)."""
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def words_of(message: Tensor, at: int, count: int) -> Tensor:
+    """Return ``count`` little-endian 32-bit words (int32) at byte ``at``."""
+    return message[at : at + 4 * count].clone().view(torch.int32)
+
+
+# ---- Natural compression: powers of two ------------------------------------------------------------------------------
 
 
 def natural_bytes(numel: int) -> int:
     """Return the payload bytes of a segment: a header of 64, one for each element, zeros to a multiple of 64."""
-    _check_numel(numel)
-    return HEADER + align(numel) if numel else 0
+    return HEADER + align(numel) if numel > 0 else 0
 
 
 def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int, scale: float = 1.0) -> None:
@@ -80,15 +108,24 @@ def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int, scale:
     Shapes: ``x`` (elements,) fp32, bf16 or fp16; ``message`` (bytes,) uint8; both contiguous and on one device.
     ``key`` is taken modulo 2^64. Raises ``TypeError`` for a wrong dtype, ``ValueError`` for a size or a device.
     """
-    _check_values("x", x, table, x)
-    num_bytes = table.message_bytes("natural", natural_bytes)
-    _check_message("message", message, num_bytes, x)
+    given = native.segments("x", x, table, x)
+    to = native.message("message", message, table.message_bytes("natural", natural_bytes), x)
     shift = min(max(math.frexp(scale)[1] - 1, NATURAL_SHIFTS[0]), NATURAL_SHIFTS[1])
-    if not native.computes(x):
-        return reference_floats.natural_encode(x, table, message, key=key, shift=shift)
-    to = native.address("message", message, torch.uint8, num_bytes)
-    native.core().natural_encode(*native.source("x", x, table), to, shift, key & MASK64)
-    return None
+    if native.computes(x):
+        native.core().natural_encode(*given, *table.native, to, shift, key & MASK64)
+        return
+    for _, row in table.filled:
+        values = values_of(x, row)
+        bits = bits_of(values)
+        exponent = (bits + (draws_of(row, key, x.device) << 7) + 64) >> 23
+        finite = bits < INFINITY
+        steps = exponent - NATURAL_LOWEST - shift
+        saturated = (steps > NATURAL_STEPS) & finite
+        magnitude = steps.clamp(0, NATURAL_STEPS)
+        codes = torch.where(magnitude > 0, magnitude | torch.signbit(values).to(torch.int64) << 7, 0)
+        head = header(~finite, saturated)
+        head.view(torch.int32)[2] = shift
+        put(torch.cat((head, codes.to(torch.uint8))), row, message, HEADER + align(row.numel))
 
 
 def natural_decode(message: Tensor, table: Table, y: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
@@ -96,25 +133,22 @@ def natural_decode(message: Tensor, table: Table, y: Tensor, *, add: bool = Fals
 
     Shapes and errors are those of :func:`natural_encode`.
     """
-    _check_values("y", y, table, y)
-    num_bytes = table.message_bytes("natural", natural_bytes)
-    _check_message("message", message, num_bytes, y)
-    if not native.computes(y):
-        return reference_floats.natural_decode(message, table, y, add=add, scale=scale)
-    received = native.address("message", message, torch.uint8, num_bytes)
-    native.core().natural_decode(received, *native.target(table, y), add, scale)
-    return None
+    to = native.segments("y", y, table, y)
+    received = native.message("message", message, table.message_bytes("natural", natural_bytes), y)
+    if native.computes(y):
+        native.core().natural_decode(received, *table.native, *to, add, scale)
+        return
+    for _, row in table.filled:
+        nonfinite, _, shift = words_of(message, row.payload, 3)
+        codes = message[row.payload + HEADER : row.payload + HEADER + row.numel].to(torch.int64)
+        magnitude = codes & 127
+        lowest = NATURAL_LOWEST + shift.clamp(*NATURAL_SHIFTS).to(torch.int64)
+        value = from_bits((magnitude + lowest) << 23 | (codes >> 7) << 31)
+        value = torch.where(magnitude == 0, 0.0, value)
+        write(torch.where(nonfinite != 0, torch.nan, value), row, y, add, scale)
 
 
-# ---- Range floats -------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=64, typed=True)
-def _check_bits(bits: int, low: int, high: int) -> None:
-    if not isinstance(bits, int) or isinstance(bits, bool):
-        raise TypeError(f"bits must be an int, not {type(bits).__name__}")
-    if not low <= bits <= high:
-        raise ValueError(f"bits must be {low} to {high}, not {bits}")
+# ---- Range floats: N bits between −max and max -----------------------------------------------------------------------
 
 
 def rangefloat_eps(bits: int, mantissa: int, max: float) -> tuple[int, float]:
@@ -123,7 +157,7 @@ def rangefloat_eps(bits: int, mantissa: int, max: float) -> tuple[int, float]:
     With m = ``mantissa`` bits, p = (bits32(max) >> (23 − m)) + 1 − P and P = 2^(bits−1) − 1 positive codes (spectral
     sparsification, section 3.2.1). Raises ``ValueError``, naming the mantissas that work, unless p >= 1.
     """
-    _check_bits(bits, 3, 15)
+    check_int("bits", bits, 3, 15)
     (word,) = struct.unpack("<i", struct.pack("<f", max))
     if not (max > 0 and math.isfinite(max) and word > 0):
         raise ValueError(f"max must be a positive, finite fp32 value, not {max}")
@@ -138,9 +172,8 @@ def rangefloat_eps(bits: int, mantissa: int, max: float) -> tuple[int, float]:
 
 def rangefloat_bytes(numel: int, bits: int) -> int:
     """Return the payload bytes of a segment: a header of 64, and 16 · bits for each group of 128, padded to 64."""
-    _check_bits(bits, 3, 15)
-    _check_numel(numel)
-    return rangefloat_size(numel, bits)
+    check_int("bits", bits, 3, 15)
+    return HEADER + align(code_bytes(numel, bits)) if numel else 0
 
 
 def rangefloat_encode(
@@ -155,19 +188,25 @@ def rangefloat_encode(
 
     Other shapes and errors are those of :func:`natural_encode`.
     """
-    _check_values("x", x, table, x)
-    num_bytes = _rangefloat_bytes(table, bits)
-    _check_message("message", message, num_bytes, x)
-    _check_per_row("params", params, (len(table), 2), x)
-    if rounding not in ROUNDINGS:
-        raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}, not {rounding!r}")
-    how = ROUNDINGS[rounding]
-    if not native.computes(x):
-        return reference_floats.rangefloat_encode(x, table, message, params, bits=bits, rounding=how, key=key)
-    to = native.address("message", message, torch.uint8, num_bytes)
-    where = to, native.address("params", params, torch.float32, 2 * len(table))
-    native.core().rangefloat_encode(*native.source("x", x, table), *where, bits, how, key & MASK64)
-    return None
+    given = native.segments("x", x, table, x)
+    to = native.message("message", message, _rangefloat_bytes(table, bits), x)
+    by = native.numbers("params", params, (len(table), 2), x)
+    check_choice("rounding", rounding, ROUNDINGS)
+    if native.computes(x):
+        native.core().rangefloat_encode(*given, *table.native, to, by, bits, ROUNDINGS.index(rounding), key & MASK64)
+        return
+    for i, row in table.filled:
+        (largest, bits_given), values = params[i], values_of(x, row)
+        whole = (bits_given >= 0) & (bits_given <= 22) & (bits_given == bits_given.floor())
+        mantissa = torch.where(whole, bits_given, -1.0).to(torch.int64)
+        valid = rangefloat_first(largest, mantissa, bits)[2]
+        nonfinite = bits_of(values) >= INFINITY
+        usable = torch.where(valid, largest, 1.0), torch.where(valid, mantissa, 22)
+        codes = rangefloat_codes(values, *usable, bits, rounding, draws_of(row, key, x.device))
+        codes = torch.where(nonfinite, (1 << bits) - 1, codes)
+        codes = torch.where(valid, codes, 0)
+        start = header(nonfinite, (values.abs() > largest) & ~nonfinite & valid, largest, mantissa)
+        put(torch.cat((start, pack_wide(codes, bits))), row, message, rangefloat_bytes(row.numel, bits))
 
 
 def rangefloat_decode(
@@ -177,28 +216,89 @@ def rangefloat_decode(
 
     Shapes and errors are those of :func:`natural_encode`; any bytes decode.
     """
-    _check_values("y", y, table, y)
-    num_bytes = _rangefloat_bytes(table, bits)
-    _check_message("message", message, num_bytes, y)
-    if not native.computes(y):
-        return reference_floats.rangefloat_decode(message, table, y, bits=bits, add=add, scale=scale)
-    received = native.address("message", message, torch.uint8, num_bytes)
-    native.core().rangefloat_decode(received, *native.target(table, y), bits, add, scale)
-    return None
+    to = native.segments("y", y, table, y)
+    received = native.message("message", message, _rangefloat_bytes(table, bits), y)
+    if native.computes(y):
+        native.core().rangefloat_decode(received, *table.native, *to, bits, add, scale)
+        return
+    for _, row in table.filled:
+        words = words_of(message, row.payload, 4)
+        first, shift, valid = rangefloat_first(words[2:3].view(torch.float32), words[3].to(torch.int64), bits)
+        codes = unpack_wide(message[row.payload + HEADER :], row.numel, bits)
+        write(rangefloat_values(codes, first, shift, valid, bits), row, y, add, scale)
 
 
 def _rangefloat_bytes(table: Table, bits: int) -> int:
     return table.message_bytes(("range float", bits), lambda numel: rangefloat_bytes(numel, bits))
 
 
-# ---- Learned levels -----------------------------------------------------------------------------------------------
+def rangefloat_first(largest: Tensor, mantissa: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``p``, the shift 23 − m and whether both are valid, of ``max`` (fp32) and ``m`` (int64): scalars."""
+    valid = (mantissa >= 0) & (mantissa <= 22)
+    shift = 23 - torch.where(valid, mantissa, 0)
+    word = largest.reshape(1).view(torch.int32)[0].to(torch.int64)
+    first = (word >> shift) + 2 - (1 << (bits - 1))
+    return first, shift, valid & (word < INFINITY) & (first >= 1)
+
+
+def rangefloat_codes(x: Tensor, largest: Tensor, mantissa: Tensor, bits: int, rounding: str, draws: Tensor) -> Tensor:
+    """Return codes (int64) of the finite fp32 ``x`` in a valid format; ``draws`` are 16 random bits an element."""
+    positives = (1 << (bits - 1)) - 1
+    first, shift, _ = rangefloat_first(largest, mantissa, bits)
+    top = first + positives - 1
+    eps = from_bits((first << shift).reshape(1))
+    magnitude = torch.minimum(x.abs(), largest)
+    word = bits_of(magnitude)
+    if rounding == "nearest":
+        step = ((word + (1 << (shift - 1))) >> shift).clamp(max=top)
+        below = magnitude >= eps * 0.5
+    elif rounding == "stochastic":
+        up = (7 - mantissa).clamp(min=0)
+        random = ((draws << up) >> (mantissa - 7).clamp(min=0)) + ((1 << up) >> 1)
+        step = ((word + random) >> shift).clamp(max=top)
+        factor = (torch.full_like(eps, 65536.0) / eps).clamp(max=torch.finfo(torch.float32).max)
+        below = draws < (magnitude * factor).to(torch.int64)
+    else:
+        step, below = word >> shift, torch.zeros_like(word, dtype=torch.bool)
+    code = torch.where(word < first << shift, below.to(torch.int64), step - first + 1)
+    return torch.where((code > 0) & torch.signbit(x), code + positives, code)
+
+
+def rangefloat_values(codes: Tensor, first: Tensor, shift: Tensor, valid: Tensor, bits: int) -> Tensor:
+    """Return the values (fp32) that codes (int64) stand for."""
+    positives = (1 << (bits - 1)) - 1
+    negative = codes > positives
+    step = torch.where(negative, codes - positives, codes) + first - 1
+    value = from_bits((step << shift) & MAGNITUDE | negative.to(torch.int64) << 31)
+    value = torch.where(codes == 0, 0.0, value)
+    return torch.where((codes == (1 << bits) - 1) | ~valid, torch.nan, value)
+
+
+def pack_wide(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes (int64) of up to 15 bits: per group of 128, a byte each if bits >= 8, then narrower planes."""
+    low = pack((codes & 255).to(torch.uint8), min(bits, 8)).view(-1, 16 * min(bits, 8))
+    if bits <= 8:
+        return low.view(-1)
+    high = pack((codes >> 8).to(torch.uint8), bits - 8).view(-1, 16 * (bits - 8))
+    return torch.cat((low, high), dim=1).view(-1)
+
+
+def unpack_wide(packed: Tensor, numel: int, bits: int) -> Tensor:
+    """Invert :func:`pack_wide`: return ``numel`` codes (int64)."""
+    if bits <= 8:
+        return unpack(packed, numel, bits).to(torch.int64)
+    groups = packed[: code_bytes(numel, bits)].view(-1, 16 * bits)
+    low = unpack(groups[:, :GROUP].reshape(-1), numel, 8).to(torch.int64)
+    return low | unpack(groups[:, GROUP:].reshape(-1), numel, bits - 8).to(torch.int64) << 8
+
+
+# ---- Learned levels --------------------------------------------------------------------------------------------------
 
 
 def levels_bytes(numel: int, bits: int, bucket: int) -> int:
     """Return the payload bytes of a segment: 2^bits levels, lo and range of buckets, codes, each padded to 64."""
-    _check_bits(bits, 1, 8)
-    _check_numel(numel)
-    _check_bucket(bucket)
+    check_int("bits", bits, 1, 8)
+    check_int("bucket", bucket, 1, MAX_BUCKET)
     return levels_parts(numel, bits, bucket)[2] if numel else 0
 
 
@@ -211,16 +311,33 @@ def levels_encode(x: Tensor, table: Table, message: Tensor, levels: Tensor, *, b
 
     Other shapes and errors are those of :func:`natural_encode`.
     """
-    _check_values("x", x, table, x)
-    num_bytes = _levels_bytes(table, bits, bucket)
-    _check_message("message", message, num_bytes, x)
-    _check_per_row("levels", levels, (len(table), 1 << bits), x)
-    if not native.computes(x):
-        return reference_floats.levels_encode(x, table, message, levels, bits=bits, bucket=bucket)
-    to = native.address("message", message, torch.uint8, num_bytes)
-    where = to, native.address("levels", levels, torch.float32, len(table) << bits)
-    native.core().levels_encode(*native.source("x", x, table), *where, bits, bucket)
-    return None
+    given = native.segments("x", x, table, x)
+    to = native.message("message", message, _levels_bytes(table, bits, bucket), x)
+    by = native.numbers("levels", levels, (len(table), 1 << bits), x)
+    if native.computes(x):
+        native.core().levels_encode(*given, *table.native, to, by, bits, bucket)
+        return
+    for i, row in table.filled:
+        level, values, size = levels[i], values_of(x, row), min(bucket, row.numel)
+        padding = -(-row.numel // size) * size - row.numel
+        buckets = torch.cat((values, values[-1:].expand(padding))).view(-1, size)
+        low, high = torch.aminmax(buckets, dim=1)
+        low, high = low + 0.0, high + 0.0
+        span = high - low
+        bad = ~torch.isfinite(span)
+        flat = bad | (span < TINY_RANGE)
+        span = torch.where(bad, torch.nan, torch.where(flat, 0.0, span))
+        low = torch.where(bad, torch.nan, torch.where(flat, nearest_to_zero(low, high), low))
+        inverse = torch.where(flat, 0.0, torch.ones_like(span) / torch.where(flat, 1.0, span))
+        place = (buckets - low[:, None]) * inverse[:, None]
+        codes = torch.zeros_like(place, dtype=torch.uint8)
+        for middle in (level[:-1] + level[1:]) * 0.5:
+            codes += place >= middle
+        meta, at, num_bytes = levels_parts(row.numel, bits, bucket)
+        payload = message[row.payload : row.payload + num_bytes].zero_()
+        payload[: 4 << bits] = level.contiguous().view(torch.uint8)
+        payload[meta : meta + 8 * len(low)] = torch.cat((low, span)).view(torch.uint8)
+        payload[at : at + code_bytes(row.numel, bits)] = pack(codes.view(-1)[: row.numel], bits)
 
 
 def levels_decode(
@@ -230,29 +347,39 @@ def levels_decode(
 
     Shapes and errors are those of :func:`natural_encode`; any bytes decode.
     """
-    _check_values("y", y, table, y)
-    num_bytes = _levels_bytes(table, bits, bucket)
-    _check_message("message", message, num_bytes, y)
-    if not native.computes(y):
-        return reference_floats.levels_decode(message, table, y, bits=bits, bucket=bucket, add=add, scale=scale)
-    received = native.address("message", message, torch.uint8, num_bytes)
-    native.core().levels_decode(received, *native.target(table, y), bits, bucket, add, scale)
-    return None
+    to = native.segments("y", y, table, y)
+    received = native.message("message", message, _levels_bytes(table, bits, bucket), y)
+    if native.computes(y):
+        native.core().levels_decode(received, *table.native, *to, bits, bucket, add, scale)
+        return
+    for _, row in table.filled:
+        meta, at, _ = levels_parts(row.numel, bits, bucket)
+        count, size = num_buckets(row.numel, bucket), min(bucket, row.numel)
+        level = words_of(message, row.payload, 1 << bits).view(torch.float32)
+        scales = words_of(message, row.payload + meta, 2 * count).view(torch.float32)
+        codes = unpack(message[row.payload + at :], row.numel, bits)
+        low, span = (v.repeat_interleave(size)[: row.numel] for v in (scales[:count], scales[count:]))
+        write(low + span * level[codes.to(torch.int64)], row, y, add, scale)
 
 
 def _levels_bytes(table: Table, bits: int, bucket: int) -> int:
-    grain = lcm(bucket, GROUP) if isinstance(bucket, int) and bucket > 0 else GROUP
-    return table.message_bytes(("levels", bits, bucket), lambda numel: levels_bytes(numel, bits, bucket), grain)
+    return table.message_bytes(("levels", bits, bucket), lambda n: levels_bytes(n, bits, bucket), bucket)
 
 
-# ---- Magnitudes ---------------------------------------------------------------------------------------------------
+def levels_parts(numel: int, bits: int, bucket: int) -> tuple[int, int, int]:
+    """Return the bytes at which the buckets' lo and range, and the codes, start in a payload, and its size."""
+    meta = align(4 << bits)
+    codes = meta + align(8 * num_buckets(numel, bucket))
+    return meta, codes, codes + align(code_bytes(numel, bits))
+
+
+# ---- Magnitudes ------------------------------------------------------------------------------------------------------
 
 
 def magnitudes_bytes(numel: int, bits: int, bucket: int) -> int:
     """Return the payload bytes of a segment: a scale for each bucket, and codes, each padded to 64."""
-    _check_bits(bits, 1, 4)
-    _check_numel(numel)
-    _check_bucket(bucket)
+    check_int("bits", bits, 1, 4)
+    check_int("bucket", bucket, 1, MAX_BUCKET)
     return magnitudes_parts(numel, bits, bucket)[1] if numel else 0
 
 
@@ -274,19 +401,33 @@ def magnitudes_encode(
 
     Other shapes and errors are those of :func:`natural_encode`.
     """
-    _check_values("x", x, table, x)
-    num_bytes = _magnitudes_bytes(table, bits, bucket)
-    _check_message("message", message, num_bytes, x)
-    _check_per_row("magnitudes", magnitudes, (1 << (bits - 1),), x)
-    if residual is not None:
-        _check_residual(residual, table, x)
-    if not native.computes(x):
-        how = {"bits": bits, "bucket": bucket, "residual": residual}
-        return reference_floats.magnitudes_encode(x, table, message, magnitudes, **how)
-    to = native.address("message", message, torch.uint8, num_bytes)
-    form = native.address("magnitudes", magnitudes, torch.float32, 1 << (bits - 1)), bits, bucket
-    native.core().magnitudes_encode(*native.source("x", x, table), to, *form, *native.addresses(residual, table))
-    return None
+    given = native.segments("x", x, table, x)
+    to = native.message("message", message, _magnitudes_bytes(table, bits, bucket), x)
+    by = native.numbers("magnitudes", magnitudes, (1 << (bits - 1),), x)
+    both = native.residual(residual, table, x)
+    if native.computes(x):
+        native.core().magnitudes_encode(*given, *table.native, to, by, bits, bucket, *both)
+        return
+    for _, row in table.filled:
+        values, size = values_of(x, row), min(bucket, row.numel)
+        if residual is not None:
+            values = values + scaled(residual.now[row.elements], residual.loss_scale)
+        count = num_buckets(row.numel, size)
+        elements = torch.full((count,), size, dtype=torch.float64, device=x.device)
+        elements[-1] = row.numel - (count - 1) * size
+        scales = (lane_sums(values.double().square(), size) / elements).sqrt().to(torch.float32)
+        scales = torch.where(torch.isfinite(scales), scales, torch.nan)
+        each = scales.repeat_interleave(size)[: row.numel]
+        codes = (values < 0).to(torch.uint8) * len(magnitudes)
+        for middle in (magnitudes[:-1] + magnitudes[1:]) * 0.5:
+            codes += values.abs() >= each * middle
+        if residual is not None:
+            sent = torch.cat((magnitudes, -magnitudes))[codes.to(torch.int64)] * each
+            residual.next[row.elements] = (values - sent) / torch.full_like(values, residual.loss_scale)
+        at, num_bytes = magnitudes_parts(row.numel, bits, bucket)
+        payload = message[row.payload : row.payload + num_bytes].zero_()
+        payload[: 4 * count] = scales.view(torch.uint8)
+        payload[at : at + code_bytes(row.numel, bits)] = pack(codes, bits)
 
 
 def magnitudes_decode(
@@ -304,25 +445,32 @@ def magnitudes_decode(
 
     Shapes and errors are those of :func:`magnitudes_encode`; any bytes decode.
     """
-    _check_values("y", y, table, y)
-    num_bytes = _magnitudes_bytes(table, bits, bucket)
-    _check_message("message", message, num_bytes, y)
-    _check_per_row("magnitudes", magnitudes, (1 << (bits - 1),), y)
-    if not native.computes(y):
-        how = {"bits": bits, "bucket": bucket, "add": add, "scale": scale}
-        return reference_floats.magnitudes_decode(message, table, y, magnitudes, **how)
-    received = native.address("message", message, torch.uint8, num_bytes)
-    form = native.address("magnitudes", magnitudes, torch.float32, 1 << (bits - 1)), bits, bucket
-    native.core().magnitudes_decode(received, *native.target(table, y), *form, add, scale)
-    return None
+    to = native.segments("y", y, table, y)
+    received = native.message("message", message, _magnitudes_bytes(table, bits, bucket), y)
+    by = native.numbers("magnitudes", magnitudes, (1 << (bits - 1),), y)
+    if native.computes(y):
+        native.core().magnitudes_decode(received, *table.native, *to, by, bits, bucket, add, scale)
+        return
+    values = torch.cat((magnitudes, -magnitudes))
+    for _, row in table.filled:
+        at = row.payload + magnitudes_parts(row.numel, bits, bucket)[0]
+        scales = words_of(message, row.payload, num_buckets(row.numel, bucket)).view(torch.float32)
+        codes = unpack(message[at:], row.numel, bits)
+        each = scales.repeat_interleave(min(bucket, row.numel))[: row.numel]
+        write(values[codes.to(torch.int64)] * each, row, y, add, scale)
 
 
 def _magnitudes_bytes(table: Table, bits: int, bucket: int) -> int:
-    grain = lcm(bucket, GROUP) if isinstance(bucket, int) and bucket > 0 else GROUP
-    return table.message_bytes(("magnitudes", bits, bucket), lambda n: magnitudes_bytes(n, bits, bucket), grain)
+    return table.message_bytes(("magnitudes", bits, bucket), lambda n: magnitudes_bytes(n, bits, bucket), bucket)
 
 
-# ---- Integers -----------------------------------------------------------------------------------------------------
+def magnitudes_parts(numel: int, bits: int, bucket: int) -> tuple[int, int]:
+    """Return the byte at which the codes start in a payload, and its size."""
+    codes = align(4 * num_buckets(numel, bucket))
+    return codes, codes + align(code_bytes(numel, bits))
+
+
+# ---- Integers (IntSGD) -----------------------------------------------------------------------------------------------
 
 
 def int_round(
@@ -337,45 +485,54 @@ def int_round(
     Other shapes and errors are those of :func:`natural_encode`; ``ValueError`` for a ``clip`` beyond the range of
     ``out``.
     """
-    _check_values("x", x, table, x)
-    count = _check_integers(out, table, x)
-    _check_per_row("alphas", alphas, (len(table),), x)
+    given, to = native.segments("x", x, table, x), _check_integers(out, table, x)
+    by = native.numbers("alphas", alphas, (len(table),), x)
     if not 1 <= clip <= 2 ** (8 * out.element_size() - 1) - 1:
         raise ValueError(f"clip must be 1 to the largest {out.dtype}, not {clip}")
-    limit = _not_above(min(int(clip), _CLIPS[out.dtype]))
-    if not native.computes(x):
-        return reference_floats.int_round(x, table, alphas, out, clip=limit, key=key, nearest=nearest)
-    clipped = torch.empty(len(table), dtype=torch.int64, device="cpu")
-    by = native.address("alphas", alphas, torch.float32, len(table))
-    to = by, native.address("out", out, out.dtype, count), out.element_size()
-    counts = native.address("clipped", clipped, torch.int64, len(table))
-    native.core().int_round(*native.source("x", x, table), *to, limit, key & MASK64, nearest, counts)
+    limit, size = _not_above(min(int(clip), _CLIPS[out.dtype])), out.element_size()
+    clipped = torch.zeros(len(table), dtype=torch.int64, device=x.device)
+    if native.computes(x):
+        count = native.flat("clipped", clipped, x)
+        native.core().int_round(*given, *table.native, by, to, size, limit, key & MASK64, nearest, count)
+        return clipped
+    for i, row in table.filled:
+        values = values_of(x, row)
+        place = alphas[i] * values
+        counts = torch.isfinite(values) & ~torch.isnan(place)
+        clipped[i] = ((place.abs() > limit) & counts).sum()
+        place = torch.where(counts, place, 0.0).clamp(-limit, limit)
+        if nearest:
+            whole = place.round().to(torch.int64)
+        else:
+            below = place.floor()
+            fraction = ((place - below) * 65536.0).to(torch.int64)
+            whole = below.to(torch.int64) + (fraction + draws_of(row, key, x.device) >= 65536)
+        at = row.payload // size
+        out[at : at + row.numel] = whole.to(out.dtype)
     return clipped
 
 
 def int_decode(out: Tensor, table: Table, y: Tensor, factors: Tensor) -> None:
     """Set ``y = factor · q`` for the integers of :func:`int_round`, or sums of them; ``factors`` (segments,) fp32."""
-    _check_values("y", y, table, y)
-    count = _check_integers(out, table, y)
-    _check_per_row("factors", factors, (len(table),), y)
-    if not native.computes(y):
-        return reference_floats.int_decode(out, table, y, factors)
-    given = native.address("out", out, out.dtype, count), out.element_size()
-    by = native.address("factors", factors, torch.float32, len(table))
-    native.core().int_decode(*given, *native.target(table, y), by)
-    return None
+    to, given = native.segments("y", y, table, y), _check_integers(out, table, y)
+    by = native.numbers("factors", factors, (len(table),), y)
+    if native.computes(y):
+        native.core().int_decode(given, out.element_size(), *table.native, *to, by)
+        return
+    for i, row in table.filled:
+        at = row.payload // out.element_size()
+        y[row.elements] = (factors[i] * out[at : at + row.numel].to(torch.float32)).to(y.dtype)
 
 
 def _check_integers(out: Tensor, table: Table, like: Tensor) -> int:
-    """Return how many integers there must be. Raise an error if there are fewer."""
+    """Return the address of the integers. Raise an error if there are fewer than the table says."""
     if not isinstance(out, Tensor) or out.dtype not in _CLIPS:
         raise TypeError("out must be an int8 or int32 tensor")
-    _check_flat("out", out, like)
-    size = out.element_size()
+    address, size = native.flat("out", out, like), out.element_size()
     num_bytes = table.message_bytes(("integers", size), lambda numel: numel * size)
     if out.numel() * size < num_bytes:
         raise ValueError(f"out has {out.numel() * size} bytes, but the table's payloads take {num_bytes}")
-    return -(-num_bytes // size)
+    return address
 
 
 @lru_cache(maxsize=64)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import frexp, isfinite, lcm
+from math import frexp, lcm
 from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from thinwire.arguments import check_choice, check_int, check_number, check_type
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,14 +59,12 @@ class Format:
     """The format as the native core takes it."""
 
     def __post_init__(self) -> None:
-        self._check_types()
-        if not 1 <= self.bits <= 8:
-            raise ValueError(f"bits must be 1 to 8, not {self.bits}")
-        if not 1 <= self.bucket <= MAX_BUCKET:
-            raise ValueError(f"bucket must be 1 to 2**62 elements, not {self.bucket}")
-        for name, value, known in (("scheme", self.scheme, SCHEMES), ("rounding", self.rounding, ROUNDINGS)):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, not {value!r}")
+        check_int("bits", self.bits, 1, 8)
+        check_int("bucket", self.bucket, 1, MAX_BUCKET)
+        check_choice("scheme", self.scheme, SCHEMES)
+        check_choice("rounding", self.rounding, ROUNDINGS)
+        check_type("midrise", self.midrise, bool, "a bool")
+        check_number("clip", self.clip, low=0, hint="a number of root mean squares, or 0 for none")
         self._check_scheme()
         half = 2 ** (self.bits - 1)
         steps, offset = self.levels or half - 1, -1.0
@@ -95,35 +95,19 @@ class Format:
         """Largest code that is sent."""
         return int(2 * self.offset) if self.offset >= 0 else self.steps
 
-    def _check_types(self) -> None:
-        for name in ("bits", "bucket", "levels"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name} must be an int, not {type(value).__name__}")
-        if not isinstance(self.midrise, bool):
-            raise TypeError(f"midrise must be a bool, not {type(self.midrise).__name__}")
-        if not isinstance(self.clip, (int, float)) or isinstance(self.clip, bool):
-            raise TypeError(f"clip must be a float, not {type(self.clip).__name__}")
-
     def _check_scheme(self) -> None:
+        """Raise a ``ValueError`` for parameters that the scheme does not have."""
         if self.rounding == "shift" and self.scheme != "minmax":
             raise ValueError(f"rounding shift is for scheme minmax, not {self.scheme}")
         if (self.midrise or self.clip) and self.scheme != "maxabs":
             raise ValueError(f"midrise and clip are for scheme maxabs, not {self.scheme}")
-        if not (self.clip >= 0 and isfinite(self.clip)):
-            raise ValueError(f"clip must be 0 (none) or a positive number of root mean squares, not {self.clip}")
-        if self.scheme in ("sides", "sign") and self.bits != 1:
-            raise ValueError(f"scheme {self.scheme} has bits=1, not {self.bits}")
-        if self.scheme not in ("maxabs", "norm") or self.midrise:
-            if self.levels:
-                raise ValueError("levels are for the schemes maxabs (not midrise) and norm: leave them at 0")
-            return
-        if self.bits < 2:
-            raise ValueError(f"scheme {self.scheme} needs bits of 2 to 8 for levels on both sides of zero, not 1")
-        if not 0 <= self.levels <= 2 ** (self.bits - 1) - 1:
-            raise ValueError(
-                f"levels must be 1 to {2 ** (self.bits - 1) - 1} at {self.bits} bits (or 0 for that), not {self.levels}"
-            )
+        if self.scheme in ("sides", "sign"):
+            check_int(f"bits of scheme {self.scheme}", self.bits, 1, 1)
+        stepped = self.scheme in ("maxabs", "norm") and not self.midrise
+        if stepped:
+            check_int(f"bits of scheme {self.scheme}", self.bits, 2, hint="levels lie on both sides of zero")
+        hint = "they are for the schemes maxabs (not midrise) and norm, and 0 is the most of as many bits"
+        check_int("levels", self.levels, 0, 2 ** (self.bits - 1) - 1 if stepped else 0, hint)
 
 
 class Residual(NamedTuple):
@@ -148,6 +132,13 @@ def num_buckets(numel: int, bucket: int) -> int:
     return -(-numel // bucket)
 
 
+def code_bytes(numel: int, bits: int) -> int:
+    """Return the bytes of the packed codes of ``numel`` elements. Raises ``ValueError`` if they are negative."""
+    if numel < 0:
+        raise ValueError(f"numel must not be negative, got {numel}")
+    return -(-numel // GROUP) * 16 * bits
+
+
 def codes_at(numel: int, form: Format) -> int:
     """Return the byte at which the codes start inside a payload: behind the scales of every bucket."""
     return align(4 * form.num_scales * num_buckets(numel, form.bucket))
@@ -159,17 +150,12 @@ def bucketed_bytes(numel: int, form: Format) -> int:
     Raises ``ValueError`` for a negative ``numel``.
     """
     check_format(form)
-    if numel < 0:
-        raise ValueError(f"numel must not be negative, got {numel}")
-    return codes_at(numel, form) + align(-(-numel // GROUP) * 16 * form.bits)
+    return codes_at(numel, form) + align(code_bytes(numel, form.bits))
 
 
 def bucketed_grain(bucket: int) -> int:
     """Return the elements at which a layer may be cut so that its pieces get the bytes they get inside the whole."""
-    if not isinstance(bucket, int) or isinstance(bucket, bool):
-        raise TypeError(f"bucket must be an int, not {type(bucket).__name__}")
-    if not 1 <= bucket <= MAX_BUCKET:
-        raise ValueError(f"bucket must be 1 to 2**62 elements, not {bucket}")
+    check_int("bucket", bucket, 1, MAX_BUCKET)
     return lcm(bucket, GROUP)
 
 

@@ -1,33 +1,71 @@
-"""The kernels of buckets in Triton, for CUDA tensors (and, for tests, in its interpreter). Imported when first needed.
+"""The kernels of buckets and of plain values in Triton, for CUDA tensors (and, for tests, in its interpreter).
 
 A group of 128 codes is held as 2, 4 or 8 register tiles, so many that the fields of a byte of the narrowest plane lie
 in different tiles at the same place: packing is then element by element, without a shuffle. Loads and stores are 128
 bits wide where a segment starts at a multiple of 8 elements.
 
 The bits are those of :mod:`thinwire.kernels.reference`: hence no fused multiply-add (``enable_fp_fusion=False``) and
-correctly rounded division (``tl.div_rn``). Host work is constant per call, and nothing waits for the device.
+correctly rounded division (``tl.div_rn``). Host work is constant per call, and nothing waits for the device. Imported
+when first needed.
 """
 
 # Triton is not installed everywhere, and its language has types of its own.
-# pyright: reportMissingImports=false, reportArgumentType=false, reportIndexIssue=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from thinwire.kernels import reference
 from thinwire.kernels.format import GROUP, ROUNDINGS, SCHEMES, Format, Residual, before_sum
-from thinwire.kernels.gpu_decode import ADD, MEAN, STORE, decode_tiles
-from thinwire.kernels.gpu_encode import bucket_extrema, bucket_scales, encode_codes, encode_tiles
-from thinwire.kernels.gpu_launch import TILE, check_aligned, on, options, words
+from thinwire.kernels.gpu_kernels import (
+    ADD,
+    MEAN,
+    STORE,
+    bucket_extrema,
+    bucket_scales,
+    decode_tiles,
+    encode_codes,
+    encode_tiles,
+    row_of,
+    write,
+)
 from thinwire.kernels.table import Table
+
+TILE = 2048
+"""Number of elements of one program."""
 
 MAX_TILE_BUCKET = 4096
 """Largest bucket for a single launch; larger ones, and those that are not a power of two times 128, take two or
 three."""
+
+
+def options(bits: int) -> dict[str, int | bool]:
+    """Return launch options; the narrow parts of odd widths need fewer warps for loads of 128 bits a thread."""
+    return {"enable_fp_fusion": False, "num_warps": 2 if bits % 2 else 4}
+
+
+def on(tensor: Tensor) -> AbstractContextManager[None]:
+    """Make the tensor's device the current one, on which Triton launches."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def words(key: int) -> tuple[int, int]:
+    """Return the two halves of a key, less 2^31 each: int32, whatever the key."""
+    return (key & 0xFFFFFFFF) - 2**31, (key >> 32 & 0xFFFFFFFF) - 2**31
+
+
+def check_aligned(message: Tensor) -> None:
+    """Raise ``ValueError`` unless the kernels can read 32-bit words of a message."""
+    if message.data_ptr() % 4:
+        raise ValueError("a message on a GPU must start at a multiple of 4 bytes: slice it at a multiple of 64")
 
 
 def bucketed_encode(
@@ -168,3 +206,115 @@ def coding_constants(form: Format) -> dict[str, int]:
 
 def needs_sums(form: Format) -> bool:
     return form.scheme in ("norm", "sides", "sign") or form.clip > 0
+
+
+# ---- Values without a code: one launch for all segments --------------------------------------------------------------
+
+
+@triton.jit
+def put_rows(x, message, pieces, rows, SIZE: tl.constexpr):
+    piece, start, numel, _index0, payload, _site = row_of(pieces, rows)
+    at = piece * SIZE + tl.arange(0, SIZE)
+    to = (message + payload).to(tl.pointer_type(x.dtype.element_ty))
+    tl.store(to + at, tl.load(x + start + at, mask=at < numel), mask=at < numel)
+
+
+@triton.jit
+def take_rows(message, y, pieces, rows, scale, SIZE: tl.constexpr, MODE: tl.constexpr):
+    piece, start, numel, _index0, payload, _site = row_of(pieces, rows)
+    at = piece * SIZE + tl.arange(0, SIZE)
+    value = tl.load((message + payload).to(tl.pointer_type(y.dtype.element_ty)) + at, mask=at < numel)
+    write(y, y, start + at, value.to(tl.float32), scale, at < numel, MODE)
+
+
+@triton.jit
+def sum_rows(
+    message, base, total, out_message, y, pieces, rows, weight, before, after,
+    SIZE: tl.constexpr, MESSAGE: tl.constexpr, LAST: tl.constexpr, SEND: tl.constexpr,
+):  # fmt: skip
+    """Write ``base · weight`` and, with ``MESSAGE``, a payload times ``before``, in fp32: to ``total``, or if it is the
+    ``LAST``, times ``after``, to the places of the mean. Payloads have the dtype of ``y``."""
+    piece, start, numel, _index0, payload, _site = row_of(pieces, rows)
+    at = piece * SIZE + tl.arange(0, SIZE)
+    inside = at < numel
+    kind: tl.constexpr = y.dtype.element_ty
+    value = tl.load(base + start + at, mask=inside, other=0.0).to(tl.float32) * weight
+    if MESSAGE:
+        received = tl.load((message + payload).to(tl.pointer_type(kind)) + at, mask=inside, other=0.0)
+        value += received.to(tl.float32) * before
+    if LAST:
+        mean = (value * after).to(kind)
+        if SEND:
+            tl.store((out_message + payload).to(tl.pointer_type(kind)) + at, mean, mask=inside)
+        tl.store(y + start + at, mean, mask=inside)
+    else:
+        tl.store(total + start + at, value, mask=inside)
+
+
+@triton.jit
+def add_rows(x, other, out, pieces, rows, alpha, SIZE: tl.constexpr):
+    piece, start, numel, _index0, _payload, _site = row_of(pieces, rows)
+    at = piece * SIZE + tl.arange(0, SIZE)
+    value = tl.load(x + start + at, mask=at < numel, other=0.0).to(tl.float32)
+    value += tl.load(other + start + at, mask=at < numel, other=0.0).to(tl.float32) * alpha
+    tl.store(out + start + at, value.to(out.dtype.element_ty), mask=at < numel)
+
+
+@triton.jit
+def scale_rows(x, out, pieces, rows, by, over, SIZE: tl.constexpr):
+    piece, start, numel, _index0, _payload, _site = row_of(pieces, rows)
+    at = piece * SIZE + tl.arange(0, SIZE)
+    value = tl.load(x + start + at, mask=at < numel, other=0.0).to(tl.float32) * by
+    value = tl.div_rn(value, tl.zeros((SIZE,), tl.float32) + over)
+    tl.store(out + start + at, value.to(out.dtype.element_ty), mask=at < numel)
+
+
+def raw_encode(x: Tensor, table: Table, message: Tensor) -> None:
+    """See :func:`thinwire.kernels.raw_encode`."""
+    check_aligned(message)
+    _launch(put_rows, x, table, x, message)
+
+
+def raw_decode(message: Tensor, table: Table, y: Tensor, *, add: bool, scale: float) -> None:
+    """See :func:`thinwire.kernels.raw_decode`."""
+    check_aligned(message)
+    _launch(take_rows, y, table, message, y, after=(scale,), MODE=int(add))
+
+
+def raw_sum(
+    messages: Sequence[Tensor], own: Tensor, table: Table, y: Tensor, *, scale: float, out_message: Tensor | None
+) -> None:
+    """See :func:`thinwire.kernels.raw_sum`."""
+    for message in messages if out_message is None else (*messages, out_message):
+        check_aligned(message)
+    base, sent = own, y if out_message is None else out_message
+    before = weight = before_sum(scale)
+    if len(messages) > 1:
+        total = torch.empty(own.numel(), dtype=torch.float32, device=own.device)
+        for message in messages[:-1]:
+            given = (message, base, total, sent, y)
+            factors = weight, before, 1.0
+            _launch(sum_rows, y, table, *given, after=factors, MESSAGE=True, LAST=False, SEND=False)
+            base, weight = total, 1.0
+    given = (messages[-1] if messages else sent, base, base, sent, y)
+    send = out_message is not None
+    factors = weight, before, scale / before
+    _launch(sum_rows, y, table, *given, after=factors, MESSAGE=bool(messages), LAST=True, SEND=send)
+
+
+def rows_add(x: Tensor, other: Tensor, table: Table, out: Tensor, *, alpha: float) -> None:
+    """See :func:`thinwire.kernels.rows_add`."""
+    _launch(add_rows, out, table, x, other, out, after=(alpha,))
+
+
+def rows_scale(x: Tensor, table: Table, out: Tensor, *, by: float, over: float) -> None:
+    """See :func:`thinwire.kernels.rows_scale`."""
+    _launch(scale_rows, out, table, x, out, after=(by, over))
+
+
+def _launch(kernel: Any, like: Tensor, table: Table, *given: Any, after: tuple[float, ...] = (), **known: Any) -> None:
+    """Run a kernel on the tiles of all segments: its tensors, then the table's, then scalars."""
+    if table.numel:
+        with on(like):
+            pieces = table.pieces(like.device, TILE)
+            kernel[(len(pieces),)](*given, pieces, table.on(like.device), *after, SIZE=TILE, **known, **options(8))

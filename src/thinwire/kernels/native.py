@@ -1,7 +1,10 @@
-"""The native CPU core: loading it, choosing its instruction set, and calling it with addresses.
+"""The native CPU core: loading it, choosing its instruction set, and its arguments.
 
 ``THINWIRE_CPU_LEVEL`` chooses the instruction-set level (``x86-64-v2``, ``x86-64-v3``, ``x86-64-v4``, ``generic``)
 instead of the best that this CPU has, or ``reference`` for the torch operations. All of them give the same bytes.
+
+The core takes numbers, addresses of tensors among them, and checks none. So what checks a tensor returns its address,
+and there is no other way to one.
 """
 
 from __future__ import annotations
@@ -9,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -94,12 +96,6 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
-def torch_or_triton(reference: ModuleType, triton: str, tensor: Tensor) -> ModuleType:
-    """Return the implementation for a tensor that the core does not process: ``reference``, or on a GPU the module of
-    this package named ``triton``, which is imported then."""
-    return import_module(f"thinwire.kernels.{triton}") if asynchronous(tensor) else reference
-
-
 def address(name: str, tensor: Tensor, dtype: torch.dtype, numel: int, strides: tuple[int, ...] | None = None) -> int:
     """Return the address of a tensor of which the core reads or writes ``numel`` elements of ``dtype``, in a row.
 
@@ -115,24 +111,6 @@ def address(name: str, tensor: Tensor, dtype: torch.dtype, numel: int, strides: 
         wanted = "be contiguous" if strides is None else f"have strides {strides}"
         raise ValueError(f"{name} must {wanted} for the native core; its strides are {tensor.stride()}")
     return tensor.data_ptr()
-
-
-def values(name: str, tensor: Tensor, numel: int) -> tuple[int, int]:
-    """Return the arguments of ``numel`` values of any dtype that the core takes. Raises as :func:`address` does."""
-    code = CODES.get(tensor.dtype)
-    if code is None:
-        raise TypeError(f"{name} is {tensor.dtype}; the native core takes float32, bfloat16 and float16")
-    return address(name, tensor, tensor.dtype, numel), code
-
-
-def source(name: str, x: Tensor, table: Table) -> tuple[int, int, int, int]:
-    """Return the arguments of values that a table's segments are read from."""
-    return *values(name, x, table.num_elements), table.pointer, len(table.segments)
-
-
-def target(table: Table, y: Tensor) -> tuple[int, int, int, int]:
-    """Return the arguments of values that a table's segments are written to."""
-    return table.pointer, len(table.segments), *values("y", y, table.num_elements)
 
 
 def asynchronous(tensor: Tensor) -> bool:
@@ -152,18 +130,114 @@ def core() -> ModuleType:
     return CORE
 
 
-def addresses(residual: Residual | None, table: Table) -> tuple[int, int, float]:
-    """Return the arguments of a residual: two addresses, 0 without one, and its factor."""
-    if residual is None:
+def flat(name: str, tensor: Tensor, like: Tensor) -> int:
+    """Return the address of a tensor, 0 of one that is not on the CPU.
+
+    Raises ``ValueError`` unless it is flat, contiguous, and on the device of ``like``.
+    """
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ValueError(f"{name} must be 1-D and contiguous; its shape is {tuple(tensor.shape)}: flatten it first")
+    if tensor is not like and tensor.device != like.device:
+        raise ValueError(f"{name} is on {tensor.device}, but the values are on {like.device}: move one of them")
+    return tensor.data_ptr() if tensor.is_cpu else 0
+
+
+def segments(name: str, tensor: Tensor, table: Table, like: Tensor) -> tuple[int, int]:
+    """Return the address and the dtype's code of flat values that contain a table's segments.
+
+    Raises ``TypeError`` unless they are a tensor of such a dtype, and ``ValueError`` for a size, a device or a layout.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
+    code = CODES.get(tensor.dtype)
+    if code is None:
+        raise TypeError(f"{name} is {tensor.dtype}; the kernels take float32, bfloat16 and float16: convert it first")
+    address = flat(name, tensor, like)
+    if tensor.numel() < table.num_elements:
+        raise ValueError(
+            f"{name} has {tensor.numel()} elements, but the table's segments reach to element {table.num_elements}"
+        )
+    return address, code
+
+
+def message(name: str, tensor: Tensor, num_bytes: int, like: Tensor) -> int:
+    """Return the address of a message of at least ``num_bytes``. Raises as :func:`segments` does."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
+    if tensor.dtype is not torch.uint8:
+        raise TypeError(f"{name} must be uint8, not {tensor.dtype}")
+    address = flat(name, tensor, like)
+    if tensor.numel() < num_bytes:
+        raise ValueError(f"{name} has {tensor.numel()} bytes, but the table's payloads take {num_bytes}")
+    return address
+
+
+def numbers(name: str, tensor: Tensor, shape: tuple[int, ...], like: Tensor) -> int:
+    """Return the address of an fp32 tensor of ``shape``. Raises as :func:`segments` does."""
+    if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32:
+        raise TypeError(f"{name} must be a float32 tensor")
+    if tuple(tensor.shape) != shape or not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous and of shape {shape}, not {tuple(tensor.shape)}")
+    if tensor.device != like.device:
+        raise ValueError(f"{name} is on {tensor.device}, but the values are on {like.device}: move one of them")
+    return tensor.data_ptr() if tensor.is_cpu else 0
+
+
+def residual(given: Residual | None, table: Table, like: Tensor) -> tuple[int, int, float]:
+    """Return two addresses, 0 without a residual, and its factor. Raises as :func:`segments` does."""
+    if given is None:
         return 0, 0, 1.0
-    both = (("residual.now", residual.now), ("residual.next", residual.next))
-    now, after = (address(name, tensor, torch.float32, table.num_elements) for name, tensor in both)
-    return now, after, residual.loss_scale
+    for name, tensor in (("residual.now", given.now), ("residual.next", given.next)):
+        segments(name, tensor, table, like)
+        if tensor.dtype is not torch.float32:
+            raise TypeError(f"{name} must be float32, not {tensor.dtype}")
+    if not 2.0**-126 <= given.loss_scale <= 2.0**126:
+        raise ValueError(f"loss_scale must be 2^-126 to 2^126, not {given.loss_scale}")
+    return flat("residual.now", given.now, like), flat("residual.next", given.next, like), given.loss_scale
 
 
-def messages(tensors: Iterable[Tensor], num_bytes: int) -> list[int]:
-    """Return the addresses of messages of ``num_bytes`` bytes each."""
-    return [address("each message", message, torch.uint8, num_bytes) for message in tensors]
+LINE_BYTES = 64
+"""Size of a cache line. Words that different processes write lie this far apart."""
+
+_MASK32 = 0xFFFFFFFF
+_MAX_WAIT_NS = 1 << 62
+
+
+class Word:
+    """A counter of 32 bits at ``offset`` in ``memory``, which it keeps alive. Values are taken modulo 2^32.
+
+    One process increases it, and others sleep until then.
+
+    ``memory``: (bytes,) uint8 on the CPU; shared by the processes that use the word, or by threads of one. Raises
+    ``RuntimeError`` without the native core, ``ValueError`` for an invalid place.
+    """
+
+    __slots__ = ("_address", "_core", "_memory")
+
+    def __init__(self, memory: Tensor, offset: int) -> None:
+        self._core = core()
+        if not memory.is_cpu or memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
+            raise ValueError("a word lies in a contiguous 1-D uint8 tensor of the CPU")
+        self._memory = memory
+        self._address = memory.data_ptr() + offset
+        if not 0 <= offset <= memory.numel() - 4 or self._address % 4:
+            raise ValueError(f"offset {offset} of {memory.numel()} bytes is no place for a word of 4 bytes")
+
+    @property
+    def value(self) -> int:
+        return self._core.shared_read(self._address)
+
+    def post(self, value: int) -> None:
+        """Set the counter and wake waiting threads. Readers of the value see what this thread wrote before."""
+        self._core.shared_post(self._address, value & _MASK32)
+
+    def wait(self, value: int, *, timeout_s: float, spin_s: float = 0.0) -> bool:
+        """Return whether the counter reaches ``value`` (is less than 2^31 past it) within ``timeout_s``.
+
+        Polls for ``spin_s``, then sleeps in the kernel. Other Python threads run meanwhile.
+        """
+        timeout_ns, spin_ns = (min(max(0, int(s * 1e9)), _MAX_WAIT_NS) for s in (timeout_s, spin_s))
+        return self._core.shared_wait(self._address, value & _MASK32, timeout_ns, spin_ns)
 
 
 CORE = load()

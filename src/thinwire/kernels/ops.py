@@ -1,11 +1,11 @@
-"""The public kernels: they check arguments in constant time, and call the implementation for the device."""
+"""The kernels of buckets and of plain values: they check arguments in constant time, and call what computes them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from importlib import import_module
+from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from thinwire.kernels import native, reference
@@ -13,10 +13,12 @@ from thinwire.kernels.format import Format, Residual
 from thinwire.kernels.native import MASK64
 from thinwire.kernels.table import Table
 
-torch_or_triton = partial(native.torch_or_triton, reference, "gpu")
-"""Returns the implementation for tensors that the native core does not process."""
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+def torch_or_triton(tensor: Tensor) -> ModuleType:
+    """Return the implementation for a tensor that the core does not process: Triton's, imported on a GPU only."""
+    # Only `raw` takes fp64, whose scalars would lose half of their digits as arguments of a kernel.
+    on_gpu = native.asynchronous(tensor) and tensor.dtype in native.CODES
+    return import_module("thinwire.kernels.gpu") if on_gpu else reference
 
 
 def bucketed_encode(
@@ -36,18 +38,13 @@ def bucketed_encode(
 
     Raises ``TypeError`` for a wrong dtype and ``ValueError`` for a size, a device or a layout that cannot work.
     """
-    _check_table(table, x)
-    _check_values("x", x, table, x)
-    num_bytes = table.extent(form).message_bytes
-    _check_message("message", message, num_bytes, x)
-    if residual is not None:
-        _check_residual(residual, table, x)
-    if not native.computes(x):
+    given = native.segments("x", x, table, x)
+    to = native.message("message", message, table.extent(form), x)
+    both = native.residual(residual, table, x)
+    if native.computes(x):
+        native.core().encode(*given, *table.native, to, *form.packed, key & MASK64, *both)
+    else:
         torch_or_triton(x).bucketed_encode(x, table, message, form, key=key, residual=residual)
-        return
-    to = native.address("message", message, torch.uint8, num_bytes)
-    coding = *form.packed, key & MASK64, *native.addresses(residual, table)
-    native.core().encode(*native.source("x", x, table), to, *coding)
 
 
 def bucketed_decode(
@@ -60,15 +57,12 @@ def bucketed_decode(
 
     Shapes and errors are those of :func:`bucketed_encode`.
     """
-    _check_table(table, y)
-    _check_values("y", y, table, y)
-    num_bytes = table.extent(form).message_bytes
-    _check_message("message", message, num_bytes, y)
-    if not native.computes(y):
+    to = native.segments("y", y, table, y)
+    received = native.message("message", message, table.extent(form), y)
+    if native.computes(y):
+        native.core().decode(received, *table.native, *to, *form.packed, add, scale)
+    else:
         torch_or_triton(y).bucketed_decode(message, table, y, form, add=add, scale=scale)
-        return
-    received = native.address("message", message, torch.uint8, num_bytes)
-    native.core().decode(received, *native.target(table, y), *form.packed, add, scale)
 
 
 def bucketed_reduce(
@@ -92,23 +86,17 @@ def bucketed_reduce(
 
     Shapes and errors are those of :func:`bucketed_encode`.
     """
-    _check_table(table, y)
-    _check_values("y", y, table, y)
-    _check_values("own", own, table, y)
-    num_bytes = table.extent(form).message_bytes
-    for message in messages:
-        _check_message("each message", message, num_bytes, y)
-    _check_message("out_message", out_message, num_bytes, y)
-    if residual is not None:
-        _check_residual(residual, table, y)
-    if not native.computes(y):
+    to, given = native.segments("y", y, table, y), native.segments("own", own, table, y)
+    num_bytes = table.extent(form)
+    received = [native.message("each message", message, num_bytes, y) for message in messages]
+    out = native.message("out_message", out_message, num_bytes, y)
+    both = native.residual(residual, table, y)
+    if native.computes(y):
+        coding = *form.packed, scale, key & MASK64, *both
+        native.core().reduce(*given, *table.native, out, *to, *coding, *received)
+    else:
         how = {"scale": scale, "key": key, "residual": residual}
         torch_or_triton(y).bucketed_reduce(messages, own, table, out_message, y, form, **how)
-        return
-    coding = *form.packed, scale, key & MASK64, *native.addresses(residual, table)
-    out = native.address("out_message", out_message, torch.uint8, num_bytes)
-    to = out, *native.values("y", y, table.num_elements)
-    native.core().reduce(*native.source("own", own, table), *to, *coding, *native.messages(messages, num_bytes))
 
 
 def bucketed_sum(
@@ -121,19 +109,13 @@ def bucketed_sum(
 
     Shapes and errors are those of :func:`bucketed_encode`; ``y`` may be ``own``.
     """
-    _check_table(table, y)
-    _check_values("y", y, table, y)
-    if own is not None:
-        _check_values("own", own, table, y)
-    num_bytes = table.extent(form).message_bytes
-    for message in messages:
-        _check_message("each message", message, num_bytes, y)
-    if not native.computes(y):
+    to, given = native.segments("y", y, table, y), (0, 0) if own is None else native.segments("own", own, table, y)
+    num_bytes = table.extent(form)
+    received = [native.message("each message", message, num_bytes, y) for message in messages]
+    if native.computes(y):
+        native.core().sum(*given, *table.native, *to, *form.packed, scale, *received)
+    else:
         torch_or_triton(y).bucketed_sum(messages, own, table, y, form, scale=scale)
-        return
-    start = (0, 0) if own is None else native.values("own", own, table.num_elements)
-    received = native.messages(messages, num_bytes)
-    native.core().sum(*start, *native.target(table, y), *form.packed, scale, *received)
 
 
 def checksum(message: Tensor) -> int:
@@ -143,55 +125,93 @@ def checksum(message: Tensor) -> int:
     ``message`` is a contiguous uint8 tensor of shape (bytes,), bytes a multiple of 4. Raises ``TypeError`` or
     ``ValueError`` otherwise.
     """
-    _check_message("message", message, 0, message)
-    if message.numel() % 4:
-        raise ValueError(f"a checksum takes whole 32-bit words: pad the {message.numel()} bytes to a multiple of 4")
-    if not native.computes(message):
-        return reference.checksum(message)
-    num_bytes = message.numel()
-    return native.core().checksum(native.address("message", message, torch.uint8, num_bytes), num_bytes)
+    at, num_bytes = native.message("message", message, 0, message), message.numel()
+    if num_bytes % 4:
+        raise ValueError(f"a checksum takes whole 32-bit words: pad the {num_bytes} bytes to a multiple of 4")
+    return native.core().checksum(at, num_bytes) if native.computes(message) else reference.checksum(message)
 
 
-def _check_table(table: Table, tensor: Tensor) -> None:
-    if not isinstance(table, Table):
-        raise TypeError(f"table must be a thinwire.kernels.Table, not {type(table).__name__}")
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"expected a tensor, not {type(tensor).__name__}")
+# ---- Values without a code --------------------------------------------------------------------------------------
+
+# A DDP bucket has many small layers, and an operation for each would take most of the time: payloads are copied and
+# summed by one call of the native core, and on a GPU by one launch.
 
 
-def _check_values(name: str, tensor: Tensor, table: Table, like: Tensor) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
-    if tensor.dtype not in DTYPES:
-        raise TypeError(f"{name} is {tensor.dtype}; the kernels take float32, bfloat16 and float16: convert it first")
-    _check_flat(name, tensor, like)
-    if tensor.numel() < table.num_elements:
-        raise ValueError(
-            f"{name} has {tensor.numel()} elements, but the table's segments reach to element {table.num_elements}"
-        )
+def raw_encode(x: Tensor, table: Table, message: Tensor) -> None:
+    """Write the table's segments of ``x``, in its own dtype, into their payloads in ``message``.
+
+    ``x`` (elements,) of any floating-point dtype; ``message`` (bytes,) uint8. Raises ``TypeError`` for another dtype of
+    the message and ``ValueError`` where a payload or a segment lies outside its tensor.
+    """
+    given, to = _values("x", x, table, x), _payloads("message", message, table, x)
+    if given and native.computes(x):
+        native.core().raw_encode(*given, *table.native, to)
+    else:
+        torch_or_triton(x).raw_encode(x, table, message)
 
 
-def _check_residual(residual: Residual, table: Table, like: Tensor) -> None:
-    for name, tensor in (("residual.now", residual.now), ("residual.next", residual.next)):
-        _check_values(name, tensor, table, like)
-        if tensor.dtype is not torch.float32:
-            raise TypeError(f"{name} must be float32, not {tensor.dtype}")
-    if not 2.0**-126 <= residual.loss_scale <= 2.0**126:
-        raise ValueError(f"loss_scale must be 2^-126 to 2^126, not {residual.loss_scale}")
+def raw_decode(message: Tensor, table: Table, y: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
+    """Set (or with ``add`` increase) the segments of ``y`` to their payloads, which have its dtype, times ``scale``.
+
+    Shapes and errors are those of :func:`raw_encode`.
+    """
+    to, received = _values("y", y, table, y), _payloads("message", message, table, y)
+    if to and native.computes(y):
+        native.core().raw_decode(received, *table.native, *to, add, scale)
+    else:
+        torch_or_triton(y).raw_decode(message, table, y, add=add, scale=scale)
 
 
-def _check_message(name: str, tensor: Tensor, num_bytes: int, like: Tensor) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
-    if tensor.dtype is not torch.uint8:
-        raise TypeError(f"{name} must be uint8, not {tensor.dtype}")
-    _check_flat(name, tensor, like)
-    if tensor.numel() < num_bytes:
-        raise ValueError(f"{name} has {tensor.numel()} bytes, but the table's payloads take {num_bytes}")
+def raw_sum(
+    messages: Sequence[Tensor], own: Tensor, table: Table, y: Tensor, *, scale: float, out_message: Tensor | None = None
+) -> None:
+    """Set ``y = scale · (own + Σ messages)``, in fp32 (or wider), in their order, and the same to ``out_message``.
+
+    ``y`` may be ``own``, which may be of a wider dtype; messages have that of ``y``. Shapes and errors are those of
+    :func:`raw_encode`.
+    """
+    given, to = _values("own", own, table, y), _values("y", y, table, y)
+    received = [_payloads("each message", message, table, y) for message in messages]
+    out = 0 if out_message is None else _payloads("out_message", out_message, table, y)
+    if given and to and native.computes(y):
+        native.core().raw_sum(*given, *table.native, *to, out, scale, *received)
+    else:
+        torch_or_triton(y).raw_sum(messages, own, table, y, scale=scale, out_message=out_message)
 
 
-def _check_flat(name: str, tensor: Tensor, like: Tensor) -> None:
-    if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise ValueError(f"{name} must be 1-D and contiguous; its shape is {tuple(tensor.shape)}: flatten it first")
-    if tensor is not like and tensor.device != like.device:
-        raise ValueError(f"{name} is on {tensor.device}, but the values are on {like.device}: move one of them")
+def rows_add(x: Tensor, other: Tensor, table: Table, out: Tensor, *, alpha: float = 1.0) -> None:
+    """Set ``out = x + alpha · other`` on the table's segments, in fp32. ``out`` may be either. Flat, fp32 or narrower.
+
+    Raises ``ValueError`` where a segment lies outside a tensor.
+    """
+    given, added, to = _values("x", x, table, out), _values("other", other, table, out), _values("out", out, table, out)
+    if given and added and to and native.computes(out):
+        native.core().rows_add(*given, *table.native, *added, *to, alpha)
+    else:
+        torch_or_triton(out).rows_add(x, other, table, out, alpha=alpha)
+
+
+def rows_scale(x: Tensor, table: Table, out: Tensor, *, by: float = 1.0, over: float = 1.0) -> None:
+    """Set ``out = x · by / over`` on the table's segments; ``out`` may be ``x``. One of the two factors is 1. Products
+    are taken in fp32; ``x`` is fp32 where ``over`` is not 1. Errors are those of :func:`rows_add`."""
+    if out is x and by == over == 1.0:
+        return
+    given, to = _values("x", x, table, out), _values("out", out, table, out)
+    if given and to and native.computes(out):
+        native.core().rows_scale(*given, *table.native, *to, by, over)
+    else:
+        torch_or_triton(out).rows_scale(x, table, out, by=by, over=over)
+
+
+def _values(name: str, tensor: Tensor, table: Table, like: Tensor) -> tuple[int, int] | None:
+    """Return values as the core takes them. None, if of another dtype or not contiguous: PyTorch takes those."""
+    if tensor.dtype in native.CODES and tensor.is_contiguous():
+        return native.segments(name, tensor, table, like)
+    if table.num_elements > tensor.numel():
+        raise ValueError(f"segments reach to element {table.num_elements} of a tensor of {tensor.numel()}")
+    return None
+
+
+def _payloads(name: str, message: Tensor, table: Table, values: Tensor) -> int:
+    size = values.element_size()
+    return native.message(name, message, table.message_bytes(("raw", size), lambda numel: numel * size), values)

@@ -16,7 +16,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.kernels.format import GROUP, Format, Residual, before_sum, bucketed_bytes, codes_at, num_buckets
+from thinwire.kernels.format import (
+    GROUP,
+    Format,
+    Residual,
+    before_sum,
+    bucketed_bytes,
+    code_bytes,
+    codes_at,
+    num_buckets,
+)
 from thinwire.kernels.rng import random16, row_key
 from thinwire.kernels.table import Row, Table
 
@@ -216,8 +225,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, numel: int, bits: int) -> Tensor:
-    """Invert :func:`pack`: return ``numel`` codes (uint8)."""
-    groups = packed.view(-1, 16 * bits)
+    """Invert :func:`pack`: return ``numel`` codes (uint8), with which ``packed`` begins."""
+    groups = packed[: code_bytes(numel, bits)].view(-1, 16 * bits)
     codes = packed.new_zeros(groups.shape[0], GROUP)
     at = 0
     for width, low in planes(bits):
@@ -251,23 +260,20 @@ def decode_row(message: Tensor, row: Row, form: Format) -> Tensor:
     meta = message[row.payload : row.payload + 4 * form.num_scales * count].clone().view(torch.float32)
     unit = meta[-count:]
     low = meta[:count] if form.num_scales == 2 else -(torch.full_like(unit, form.offset) * unit)
-    at = row.payload + codes_at(row.numel, form)
-    packed = message[at : at + -(-row.numel // GROUP) * 16 * form.bits]
-    codes = unpack(packed, row.numel, form.bits).to(torch.float32)
+    codes = unpack(message[row.payload + codes_at(row.numel, form) :], row.numel, form.bits).to(torch.float32)
     low, unit = (per_element(v, row.numel, form.bucket) for v in (low, unit))
     return low + codes * unit
 
 
 def send_row(values: Tensor, row: Row, message: Tensor, form: Format, *, key: int, residual: Residual | None) -> Tensor:
     """Put the payload of a segment with these values (fp32) into ``message``; return the values that it decodes to."""
-    span = slice(row.start, row.start + row.numel)
     if residual is not None:
-        values = values + scaled(residual.now[span], residual.loss_scale)
+        values = values + scaled(residual.now[row.elements], residual.loss_scale)
     payload = encode_row(values, row, form, key=key)
     message[row.payload : row.payload + payload.numel()] = payload
     decoded = decode_row(message, row, form)
     if residual is not None:
-        residual.next[span] = (values - decoded) / torch.full_like(values, residual.loss_scale)
+        residual.next[row.elements] = (values - decoded) / torch.full_like(values, residual.loss_scale)
     return decoded
 
 
@@ -275,31 +281,26 @@ def bucketed_encode(
     x: Tensor, table: Table, message: Tensor, form: Format, *, key: int, residual: Residual | None = None
 ) -> None:
     """See :func:`thinwire.kernels.bucketed_encode`."""
-    for row in table.segments:
-        if row.numel:
-            values = x[row.start : row.start + row.numel].to(torch.float32)
-            send_row(values, row, message, form, key=key, residual=residual)
+    for _, row in table.filled:
+        values = x[row.elements].to(torch.float32)
+        send_row(values, row, message, form, key=key, residual=residual)
 
 
 def bucketed_decode(
     message: Tensor, table: Table, y: Tensor, form: Format, *, add: bool = False, scale: float = 1.0
 ) -> None:
     """See :func:`thinwire.kernels.bucketed_decode`."""
-    for row in table.segments:
-        if row.numel:
-            out = y[row.start : row.start + row.numel]
-            value = scaled(decode_row(message, row, form), scale)
-            out.copy_(out.to(torch.float32) + value if add else value)
+    for _, row in table.filled:
+        write(decode_row(message, row, form), row, y, add, scale)
 
 
 def bucketed_sum(
     messages: Sequence[Tensor], own: Tensor | None, table: Table, y: Tensor, form: Format, *, scale: float = 1.0
 ) -> None:
     """See :func:`thinwire.kernels.bucketed_sum`."""
-    for row in table.segments:
-        if row.numel:
-            total = sum_row(messages, own, row, y.device, form, scale=scale)
-            y[row.start : row.start + row.numel] = total.to(y.dtype)
+    for _, row in table.filled:
+        total = sum_row(messages, own, row, y.device, form, scale=scale)
+        y[row.elements] = total.to(y.dtype)
 
 
 def bucketed_reduce(
@@ -315,11 +316,10 @@ def bucketed_reduce(
     residual: Residual | None = None,
 ) -> None:
     """See :func:`thinwire.kernels.bucketed_reduce`."""
-    for row in table.segments:
-        if row.numel:
-            mean = sum_row(messages, own, row, y.device, form, scale=scale)
-            decoded = send_row(mean, row, out_message, form, key=key, residual=residual)
-            y[row.start : row.start + row.numel] = decoded.to(y.dtype)
+    for _, row in table.filled:
+        mean = sum_row(messages, own, row, y.device, form, scale=scale)
+        decoded = send_row(mean, row, out_message, form, key=key, residual=residual)
+        y[row.elements] = decoded.to(y.dtype)
 
 
 def sum_row(
@@ -330,7 +330,7 @@ def sum_row(
     if own is None:
         total = torch.zeros(row.numel, dtype=torch.float32, device=device)
     else:
-        total = own[row.start : row.start + row.numel].to(torch.float32) * before
+        total = own[row.elements].to(torch.float32) * before
     for message in messages:
         total = total + decode_row(message, row, form) * before
     return scaled(total, scale / before)
@@ -339,6 +339,12 @@ def sum_row(
 def scaled(value: Tensor, scale: float) -> Tensor:
     """Return ``value · scale`` with the scale rounded to fp32 first."""
     return value * torch.full_like(value[:1], scale)
+
+
+def write(values: Tensor, row: Row, y: Tensor, add: bool, scale: float) -> None:
+    """Set the row's elements of ``y`` to ``values · scale``, or add that."""
+    out, values = y[row.elements], scaled(values, scale)
+    out.copy_(out.to(torch.float32) + values if add else values)
 
 
 def checksum(message: Tensor) -> int:
@@ -377,11 +383,11 @@ def raw_sum(
     wide = torch.promote_types(own.dtype, torch.float32)
     payloads = [[payload for _, payload in _views(y, table, message)] for message in messages]
     before = before_sum(scale)
-    for i, span in enumerate(_spans(table)):
-        total = own[span].to(wide, copy=True).mul_(before)
+    for i, row in enumerate(table.segments):
+        total = own[row.elements].to(wide, copy=True).mul_(before)
         for received in payloads:
             total.add_(received[i].to(wide) * before)
-        y[span].copy_(total.mul_(scale / before))
+        y[row.elements].copy_(total.mul_(scale / before))
     if out_message is not None:
         raw_encode(y, table, out_message)
 
@@ -389,28 +395,24 @@ def raw_sum(
 def rows_add(x: Tensor, other: Tensor, table: Table, out: Tensor, *, alpha: float = 1.0) -> None:
     """See :func:`thinwire.kernels.rows_add`."""
     wide = torch.promote_types(torch.promote_types(x.dtype, other.dtype), torch.float32)
-    for span in _spans(table):
+    for row in table.segments:
         # Rounded twice: with alpha=, an addition of PyTorch's may be fused with the product.
-        out[span] = x[span].to(wide) + other[span].to(wide) * alpha
+        out[row.elements] = x[row.elements].to(wide) + other[row.elements].to(wide) * alpha
 
 
 def rows_scale(x: Tensor, table: Table, out: Tensor, *, by: float = 1.0, over: float = 1.0) -> None:
     """See :func:`thinwire.kernels.rows_scale`."""
-    for span in _spans(table):
+    for values, to in ((x[row.elements], out[row.elements]) for row in table.segments):
         if by != 1.0:
-            torch.mul(x[span].to(torch.float32), by, out=out[span])
+            torch.mul(values.to(torch.float32), by, out=to)
         elif over != 1.0:
-            torch.div(x[span], over, out=out[span])
+            torch.div(values, over, out=to)
         else:
-            out[span] = x[span]
-
-
-def _spans(table: Table) -> Iterator[slice]:
-    return (slice(row.start, row.start + row.numel) for row in table.segments)
+            to.copy_(values)
 
 
 def _views(values: Tensor, table: Table, message: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the values of each segment in the flat tensor, and its payload as a tensor of their dtype."""
     for row in table.segments:
         payload = message[row.payload : row.payload + row.numel * values.element_size()]
-        yield values[row.start : row.start + row.numel], payload.view(values.dtype)
+        yield values[row.elements], payload.view(values.dtype)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import native
-from thinwire.kernels.ops import _check_message, _check_values
-from thinwire.kernels.reference_floats import HEADER
+from thinwire.kernels.floats import HEADER
 from thinwire.kernels.sparse import MAX_NUMEL, index_bytes, pack_indices, select_topk, unpack_indices
 from thinwire.kernels.table import Row, Table
 
@@ -68,14 +67,13 @@ def spectrum_encode(
     Raises ``TypeError`` for a wrong dtype and ``ValueError`` for a size or device, a block below 2, or a segment of
     2^31 components or more.
     """
-    _check_values("x", x, table, x)
-    num_bytes = _check_received(table, Received(message, parts), x, block, tuple(kept))
+    given = native.segments("x", x, table, x)
+    to = _received(table, Received(message, parts), x, block, tuple(kept))
     tops = torch.zeros(len(table.segments), dtype=torch.float32, device="cpu")
     if native.computes(x) and _transforms(block):
-        where = *_addresses(Received(message, parts), num_bytes, kept), *_blocks(table, block, kept, tops)
-        native.core().spectrum_encode(*native.source("x", x, table), *where)
+        native.core().spectrum_encode(*given, *table.native, *to, *_blocks(table, block, kept, tops))
     for i, row, own in _others(x, table, block, kept):
-        components = torch.view_as_real(spectrum(x[row.start : row.start + row.numel], block_of(row.numel, block)))
+        components = torch.view_as_real(spectrum(x[row.elements], block_of(row.numel, block)))
         real, imaginary = components[:, 0], components[:, 1]
         # Summing the squares over axis 1 takes ten times as long.
         magnitude = torch.mul(real, real).addcmul_(imaginary, imaginary)
@@ -106,13 +104,11 @@ def spectrum_decode(
 
     Shapes and errors are those of :func:`spectrum_encode`.
     """
-    _check_values("y", y, table, y)
-    sizes = [_check_received(table, sent, y, block, tuple(kept)) for sent in received]
+    to = native.segments("y", y, table, y)
+    messages = chain(*[_received(table, sent, y, block, tuple(kept)) for sent in received])
     tops = torch.zeros(len(table.segments), dtype=torch.float32, device="cpu")
     if native.computes(y) and _transforms(block):
-        messages = chain(*(_addresses(sent, size, kept) for sent, size in zip(received, sizes, strict=True)))
-        where = _blocks(table, block, kept, tops)
-        native.core().spectrum_decode(*native.target(table, y), *where, add, scale, *messages)
+        native.core().spectrum_decode(*table.native, *to, *_blocks(table, block, kept, tops), add, scale, *messages)
     for i, row, own in _others(y, table, block, kept):
         total, size = num_components(row.numel, block), block_of(row.numel, block)
         sums = torch.zeros(total, dtype=torch.complex64, device=y.device)
@@ -121,11 +117,10 @@ def spectrum_decode(
             sums.index_add_(0, indices, torch.view_as_complex(parts[own].view(-1, 2)[: indices.numel()]))
             if bool(message[row.payload : row.payload + 4].any()):
                 tops[i] = math.nan
-        signals, out = signal(sums, row.numel, size).mul_(scale).to(y.dtype), y[row.start : row.start + row.numel]
+        signals, out = signal(sums, row.numel, size).mul_(scale).to(y.dtype), y[row.elements]
         out.copy_(out + signals if add else signals)
     for i in tops.isnan().nonzero().flatten().tolist():
-        row = table.segments[i]
-        y[row.start : row.start + row.numel] = math.nan
+        y[table.segments[i].elements] = math.nan
 
 
 def _others(x: Tensor, table: Table, block: int, kept: Sequence[int]) -> Iterator[tuple[int, Row, slice]]:
@@ -141,8 +136,8 @@ def _others(x: Tensor, table: Table, block: int, kept: Sequence[int]) -> Iterato
             yield i, row, own
 
 
-def _check_received(table: Table, received: Received, like: Tensor, block: int, kept: tuple[int, ...]) -> int:
-    """Return the bytes of the payloads. Raise an error unless they lie inside the message, and the parts in theirs."""
+def _received(table: Table, received: Received, like: Tensor, block: int, kept: tuple[int, ...]) -> tuple[int, int]:
+    """Return the addresses of a message and its parts. Raise an error unless they have the sizes that they must."""
 
     def num_bytes() -> int:
         if not isinstance(block, int) or block < 2:
@@ -155,19 +150,9 @@ def _check_received(table: Table, received: Received, like: Tensor, block: int, 
                 ends.append(row.payload + HEADER + index_bytes(num_components(row.numel, block), count))
         return max(ends)
 
-    message, parts = received
     needed = table.kept(("spectrum", block, kept), num_bytes)
-    _check_message("message", message, needed, like)
-    if parts.dtype is not torch.float32 or parts.device != like.device or not parts.is_contiguous():
-        raise TypeError(f"parts must be contiguous, float32, on {like.device}; not {parts.dtype} on {parts.device}")
-    if parts.shape != (2 * sum(kept),):
-        raise ValueError(f"{sum(kept)} components have {2 * sum(kept)} parts, not {tuple(parts.shape)}")
-    return needed
-
-
-def _addresses(received: Received, num_bytes: int, kept: Sequence[int]) -> tuple[int, int]:
-    message = native.address("message", received.message, torch.uint8, num_bytes)
-    return message, native.address("parts", received.parts, torch.float32, 2 * sum(kept))
+    message = native.message("message", received.message, needed, like)
+    return message, native.numbers("parts", received.parts, (2 * sum(kept),), like)
 
 
 def _transforms(block: int) -> bool:

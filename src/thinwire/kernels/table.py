@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import native
-from thinwire.kernels.format import ALIGN, GROUP, Format, bucketed_bytes, bucketed_grain, check_format, num_buckets
+from thinwire.kernels.format import ALIGN, GROUP, Format, bucketed_bytes, bucketed_grain, check_format
 
 LIMIT = 2**62
 """Offsets stay below this, so that sums of two of them cannot leave 64 bits."""
@@ -26,13 +26,10 @@ class Row(NamedTuple):
     payload: int
     site: int
 
-
-@dataclass(frozen=True)
-class Extent:
-    """Requirements of a table for its message in one format."""
-
-    message_bytes: int
-    """Least number of bytes of a message."""
+    @property
+    def elements(self) -> slice:
+        """Place of the segment in the flat tensor."""
+        return slice(self.start, self.start + self.numel)
 
 
 class Table:
@@ -58,16 +55,15 @@ class Table:
             raise ValueError(f"rows must have shape (segments, 5), not {tuple(rows.shape)}")
         self.rows = rows.detach().clone(memory_format=torch.contiguous_format)
         self.segments = tuple(Row(*row) for row in self.rows.tolist())
+        self.filled = tuple((number, row) for number, row in enumerate(self.segments) if row.numel)
+        """Segments that have elements, by their number."""
         self._check()
         self.numel = sum(row.numel for row in self.segments)
         self.largest = max((row.numel for row in self.segments), default=0)
-        self.num_elements = max((row.start + row.numel for row in self.segments if row.numel), default=0)
+        self.num_elements = max((row.start + row.numel for _, row in self.filled), default=0)
         """Least number of elements of a tensor that contains all segments."""
-        self.pointer = native.address("rows", self.rows, torch.int64, self.rows.numel())
-        self._extents: dict[Format, Extent] = {}
-        self._copies: dict[torch.device, Tensor] = {}
-        self._pieces: dict[tuple[torch.device, int, int], Tensor] = {}
-        self._firsts: dict[tuple[torch.device, int], tuple[Tensor, int]] = {}
+        self.native = native.address("rows", self.rows, torch.int64, self.rows.numel()), len(self.segments)
+        """The table as the native core takes it."""
         self._sizes: dict[Hashable, int] = {}
         self._kept: dict[Hashable, Any] = {}
 
@@ -80,21 +76,18 @@ class Table:
     def on(self, device: torch.device | str) -> Tensor:
         """Return the rows as a tensor on ``device``, copied there once."""
         where = torch.device(device)
-        if where.type == "cpu":
-            return self.rows
-        if where not in self._copies:
-            self._copies[where] = self.rows.to(where)
-        return self._copies[where]
+        return self.rows if where.type == "cpu" else self.kept(("rows", where), lambda: self.rows.to(where))
 
-    def extent(self, form: Format) -> Extent:
-        """Return what the segments need in the format ``form``.
+    def extent(self, form: Format) -> int:
+        """Return the least bytes of a message in the format ``form``.
 
         Raises ``ValueError`` for an ``index0`` off the format's grain, or payloads that overlap.
         """
-        extent = self._extents.get(form)
-        if extent is None:
-            extent = self._extents[form] = self._measure(form)
-        return extent
+        known = self._sizes.get(form)
+        if known is None:
+            check_format(form)
+            known = self.message_bytes(form, partial(bucketed_bytes, form=form), form.bucket)
+        return known
 
     def _check(self) -> None:
         for i, row in enumerate(self.segments):
@@ -107,23 +100,7 @@ class Table:
                 )
             if row.payload % ALIGN:
                 raise ValueError(f"row {i}: payload {row.payload} is not a multiple of {ALIGN} bytes")
-        _check_apart("elements", [(row.start, row.start + row.numel) for row in self.segments if row.numel])
-
-    def _measure(self, form: Format) -> Extent:
-        check_format(form)
-        grain = bucketed_grain(form.bucket)
-        spans = []
-        for i, row in enumerate(self.segments):
-            if not row.numel:
-                continue
-            if row.index0 % grain:
-                raise ValueError(
-                    f"row {i}: index0 {row.index0} is not a multiple of {grain}, the grain of bucket {form.bucket}: "
-                    "cut layers at bucketed_grain(bucket)"
-                )
-            spans.append((row.payload, row.payload + bucketed_bytes(row.numel, form)))
-        _check_apart("payload bytes", spans)
-        return Extent(message_bytes=max((end for _, end in spans), default=0))
+        _check_apart("elements", [(row.start, row.start + row.numel) for _, row in self.filled])
 
     def pieces(self, device: torch.device, size: int, each: int = 1) -> Tensor:
         """Cut the segments into pieces of ``size`` elements, each counted ``each`` times.
@@ -131,25 +108,26 @@ class Table:
         Returns an int64 tensor (pieces, 2) on ``device`` of (row, piece inside the row): the work of the programs of a
         GPU launch. Made once.
         """
-        key = (device, size, each)
-        if key not in self._pieces:
-            counts = torch.tensor(
-                [-(-row.numel // size) * each for row in self.segments], dtype=torch.int64, device="cpu"
-            )
+
+        def make() -> Tensor:
+            counts = self._counts(size) * each
             rows = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int64, device="cpu"), counts)
             inside = torch.arange(len(rows), dtype=torch.int64, device="cpu") - (counts.cumsum(0) - counts)[rows]
-            self._pieces[key] = torch.stack((rows, inside), dim=1).to(device)
-        return self._pieces[key]
+            return torch.stack((rows, inside), dim=1).to(device)
+
+        return self.kept(("pieces", device, size, each), make)
 
     def bucket_firsts(self, device: torch.device, bucket: int) -> tuple[Tensor, int]:
         """Return the number of buckets before each segment (int64, on ``device``), and the number of all. Made once."""
-        key = (device, bucket)
-        if key not in self._firsts:
-            counts = torch.tensor(
-                [num_buckets(row.numel, bucket) for row in self.segments], dtype=torch.int64, device="cpu"
-            )
-            self._firsts[key] = (counts.cumsum(0) - counts).to(device), int(counts.sum())
-        return self._firsts[key]
+
+        def make() -> tuple[Tensor, int]:
+            counts = self._counts(bucket)
+            return (counts.cumsum(0) - counts).to(device), int(counts.sum())
+
+        return self.kept(("firsts", device, bucket), make)
+
+    def _counts(self, size: int) -> Tensor:
+        return -(-self.rows[:, 1] // size)
 
     def kept(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Return the result of ``make``, kept for each ``key``: for what else the programs of a GPU launch look up.
@@ -164,18 +142,20 @@ class Table:
         """Return ``bucket``, or if it is larger than every segment the largest segment, rounded up to whole groups."""
         return min(bucket, -(-self.largest // GROUP) * GROUP or GROUP)
 
-    def message_bytes(self, form: Hashable, num_bytes: Callable[[int], int], grain: int = GROUP) -> int:
+    def message_bytes(self, form: Hashable, num_bytes: Callable[[int], int], bucket: int = 1) -> int:
         """Return the bytes of a message in a format, named by ``form``, of payloads of ``num_bytes(numel)``. Made once.
 
-        Raises ``ValueError`` for an ``index0`` off the grain, or payloads that overlap.
+        Raises ``ValueError`` for an ``index0`` off the grain of ``bucket``, or payloads that overlap.
         """
         if form not in self._sizes:
-            spans = []
-            for i, row in enumerate(self.segments):
-                if row.numel and row.index0 % grain:
-                    raise ValueError(f"row {i}: index0 {row.index0} is not a multiple of {grain}: cut layers there")
-                if row.numel:
-                    spans.append((row.payload, row.payload + num_bytes(row.numel)))
+            grain, spans = bucketed_grain(bucket), []
+            for i, row in self.filled:
+                if row.index0 % grain:
+                    raise ValueError(
+                        f"row {i}: index0 {row.index0} is not a multiple of {grain}, the grain of bucket {bucket}: "
+                        "cut layers at bucketed_grain(bucket)"
+                    )
+                spans.append((row.payload, row.payload + num_bytes(row.numel)))
             _check_apart("payload bytes", spans)
             self._sizes[form] = max((end for _, end in spans), default=0)
         return self._sizes[form]

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compressors._core.calls import CodecCall
-from thinwire.compressors._core.checks import check_dtype
-from thinwire.compressors._core.compressor import Compressor, Wrapper
+from thinwire.compressors._core.compressor import Compressor, Wrapper, check_dtype
 from thinwire.compressors._core.mixins import Bounded, find_mixin, first_state
-from thinwire.compressors._core.segments import Key, Piece, Segments
+from thinwire.compressors._core.segments import CodecCall, Key, Piece, Segments
 from thinwire.kernels import Residual
 
 

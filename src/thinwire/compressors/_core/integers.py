@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import ClassVar, Literal, Self
@@ -13,12 +13,11 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.arguments import check_choice, check_int
-from thinwire.compressors._core.calls import SumCall
+from thinwire.compressors._core.bucketed import Packed
 from thinwire.compressors._core.compressor import Count, Traits
 from thinwire.compressors._core.mixins import Clipping, WorldSized
-from thinwire.compressors._core.packed import Packed
-from thinwire.compressors._core.segments import Part
-from thinwire.compressors._core.slots import Slot, State
+from thinwire.compressors._core.segments import Part, SumCall
+from thinwire.compressors._core.slots import Slot, State, slots_of
 from thinwire.compressors._core.summed import Subtract, Summed, SumShape
 from thinwire.kernels import Table, align, int_decode, int_round, site_id
 
@@ -189,7 +188,7 @@ class Integers(Summed, WorldSized, Clipping):
                 rest[piece.elements].sub_(sent[piece.elements])
 
     def clipped(self, parts: Sequence[Part], state: State | None) -> Count:
-        counts = [slots_of(state, piece.name)["clipped"] for piece, _ in parts]
+        counts = [slots_of(state, piece.name).now["clipped"] for piece, _ in parts]
         return torch.cat(counts).sum() if kernels.asynchronous(counts[0]) else sum(int(count) for count in counts)
 
     def sizes(self, parts: Sequence[Part], device: torch.device) -> Tensor:
@@ -197,13 +196,6 @@ class Integers(Summed, WorldSized, Clipping):
         numels = [piece.numel for piece, _ in parts]
         table = _table(parts, self.sum_dtype.itemsize)
         return table.kept(("sizes", device), lambda: torch.tensor(numels, dtype=torch.float64, device="cpu").to(device))
-
-
-def slots_of(state: State | None, name: str) -> Mapping[str, Tensor]:
-    """Return the slots of a layer."""
-    if state is None:
-        raise ValueError("integers need the slots of their layers: pass state=")
-    return state.layers[name].now
 
 
 def fp32(values: Tensor) -> Tensor:

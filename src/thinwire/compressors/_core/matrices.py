@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.compressors._core.calls import SumCall
 from thinwire.compressors._core.compressor import Compressor, Unsuited
-from thinwire.compressors._core.segments import Part, Parts
+from thinwire.compressors._core.segments import Part, Parts, SumCall
 from thinwire.compressors._core.summed import Subtract, Summed, SumShape
 from thinwire.kernels import set_product, site_id, subtract_product
 

@@ -1,4 +1,4 @@
-"""Segments of layers in a message, and the keys of random draws."""
+"""Segments of layers in a message, the keys of random draws, and the arguments of one call of a compressor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from thinwire.compressors._core.slots import LayerState, State, slots_of
 from thinwire.kernels import Table, derive_key, site_id
 
 
@@ -119,3 +121,47 @@ class Segments:
 def _table(pieces: Sequence[Piece]) -> Table:
     rows = [(p.start, p.numel, p.index0, p.payload, site_id(p.name)) for p in pieces]
     return Table(torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(len(rows), 5))
+
+
+class CodecCall(NamedTuple):
+    """Arguments of one call of a compressor, other than the values."""
+
+    segments: Segments
+    """Pieces of layers, and the places of their payloads in the message."""
+    key: Key = Key(0, 0)
+    """Key of random draws."""
+    state: State | None = None
+    """Slots of the layers; None if the compressor has none."""
+    scale: float = 1.0
+    """Factor of decoded values, or of a sum."""
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        return self.segments.pieces
+
+    @property
+    def table(self) -> Table:
+        """Table of the segments, for kernels."""
+        return self.segments.table
+
+    @property
+    def loss_scale(self) -> float:
+        """Loss scale: the factor that gradients have and slots do not."""
+        return 1.0 if self.state is None else self.state.loss_scale
+
+
+class SumCall(NamedTuple):
+    """Arguments of one call of a summed compressor, other than the values. Parts and buffers are listed by round."""
+
+    parts: tuple[Parts, ...]
+    """Layers, and the places of their parts in the buffer of each round."""
+    buffers: tuple[Tensor, ...]
+    """Buffers in which the parts of all ranks are added, in place."""
+    key: Key = Key(0, 0)
+    state: State | None = None
+    scale: float = 1.0
+    """Factor of this rank's parts with which their sum over ranks is the mean."""
+
+    def slots(self, layer: str) -> LayerState:
+        """Return the slots of a layer."""
+        return slots_of(self.state, layer)

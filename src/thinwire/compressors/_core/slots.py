@@ -101,3 +101,10 @@ class State:
             name: LayerState(layer.next, layer.now) for name, layer in self.layers.items()
         }  # what is learned is the same tensor on both sides
         return State(self.next, self.now, self.loss_scale, layers, self.learning_rates, self.learning_rate)
+
+
+def slots_of(state: State | None, layer: str) -> LayerState:
+    """Return the slots of a layer. Raises ``ValueError`` if there is no state."""
+    if state is None:
+        raise ValueError(f"the slots of {layer} are missing: pass state=")
+    return state.layers[layer]

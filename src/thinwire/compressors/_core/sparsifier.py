@@ -12,17 +12,17 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compressors._core.calls import CodecCall
 from thinwire.compressors._core.coded import Coded
 from thinwire.compressors._core.compressor import Compressor, Count, Traits, needs_state
 from thinwire.compressors._core.mixins import Bounded, Indexed, Saturating, Scheduled, StepEnd
-from thinwire.compressors._core.segments import Piece, Segments
+from thinwire.compressors._core.segments import CodecCall, Piece, Segments
 from thinwire.compressors._core.slots import LayerState, Slot
 
 HEADER = 64
@@ -96,7 +96,7 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
                 put_floats(message, at, chosen, room)
             return
         flat = torch.zeros(sum(rooms), dtype=torch.float32, device=message.device)
-        for chosen, start in zip(values, _starts(rooms), strict=True):
+        for chosen, start in zip(values, accumulate(rooms, initial=0), strict=False):
             flat[start : start + chosen.numel()] = chosen
         self.coder.encode(flat, message, call._replace(segments=_value_segments(tuple(pieces), tuple(rooms))))
 
@@ -115,7 +115,7 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
             return values
         flat = torch.empty(sum(rooms), dtype=torch.float32, device=message.device)
         self.coder.decode(message, flat, CodecCall(_value_segments(tuple(pieces), tuple(rooms))))
-        return [flat[start : start + room] for start, room in zip(_starts(rooms), rooms, strict=True)]
+        return list(flat.split(list(rooms)))
 
     def decode(self, message: Tensor, y: Tensor, call: CodecCall, *, add: bool = False) -> None:
         pieces = [piece for piece in call.pieces if piece.numel]
@@ -247,19 +247,11 @@ def check_place(message: Tensor, pieces: Sequence[Piece], y: Tensor, payload_byt
             raise ValueError(f"{piece.name} ends at element {piece.start + piece.numel} of a tensor of {y.numel()}")
 
 
-def _starts(rooms: Sequence[int]) -> list[int]:
-    starts, at = [], 0
-    for room in rooms:
-        starts.append(at)
-        at += room
-    return starts
-
-
 @lru_cache(maxsize=1024)
 def _value_segments(pieces: tuple[Piece, ...], rooms: tuple[int, ...]) -> Segments:
     """Return where the values of ``pieces`` are: end to end in a flat tensor, and behind the indices in a message."""
     placed = []
-    for piece, room, start in zip(pieces, rooms, _starts(rooms), strict=True):
+    for piece, room, start in zip(pieces, rooms, accumulate(rooms, initial=0), strict=False):
         at = piece.payload + HEADER + kernels.index_bytes(piece.numel, room)
         placed.append(Piece(piece.site, start, room, 0, at))
     return Segments.build(placed)

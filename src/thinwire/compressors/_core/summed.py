@@ -11,12 +11,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.compressors._core.calls import SumCall
-from thinwire.compressors._core.checks import check_dtype
-from thinwire.compressors._core.compressor import Compressor, Unsuited
+from thinwire.compressors._core.bucketed import Packed
+from thinwire.compressors._core.compressor import Compressor, Unsuited, check_dtype
 from thinwire.compressors._core.mixins import first_state
-from thinwire.compressors._core.packed import Packed, message_bytes
-from thinwire.compressors._core.segments import Key, Parts, Piece, Segments
+from thinwire.compressors._core.segments import Key, Parts, Piece, Segments, SumCall
 from thinwire.compressors._core.slots import State
 
 Reduction = Literal["sum", "max"]
@@ -34,7 +32,7 @@ class SumShape(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes of the part in a message."""
-        return self.numel * self.dtype.itemsize if self.packed is None else message_bytes(self.packed, self.numel)
+        return self.numel * self.dtype.itemsize if self.packed is None else self.packed.message_bytes(self.numel)
 
 
 Subtract = Callable[[Tensor], None]
@@ -97,3 +95,36 @@ def sum_alone(
     parts = tuple(Parts.build([(piece, s.numel)]) for s in sums)
     for _ in compressor.rounds(x, x, SumCall(parts, buffers, key, state)):
         pass
+
+
+@dataclass(frozen=True)
+class Plain(Summed):
+    """A compressor that divides all elements by the number of ranks and adds them in one dtype."""
+
+    @abstractmethod
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which gradients of ``dtype`` are added."""
+
+    def sums(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[SumShape, ...]:
+        return (SumShape(math.prod(shape), self.sum_dtype(dtype)),)
+
+    def rounds(self, x: Tensor, y: Tensor, call: SumCall) -> Generator[None, None, Subtract]:
+        (parts,), (buffer,) = call.parts, call.buffers
+        own = buffer[parts.where]
+        if x.dtype is own.dtype:
+            # One operation for all layers, many of which are small.
+            torch.cat([x[piece.elements] for piece, _ in parts], out=own)
+            own.mul_(call.scale)
+        else:
+            for piece, where in parts:
+                torch.mul(x[piece.elements].float(), call.scale, out=buffer[where])
+        yield
+        for (piece, _), values in zip(parts, own.split([piece.numel for piece, _ in parts]), strict=True):
+            y[piece.elements].copy_(values)
+
+        def subtract(rest: Tensor) -> None:
+            for piece, _ in parts:
+                values = rest[piece.elements]
+                values.sub_((values * call.scale).to(buffer.dtype).float(), alpha=1.0 / call.scale)
+
+        return subtract

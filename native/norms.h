@@ -1,5 +1,32 @@
-// Norms and sketches with the same bits on every machine, as the binding calls them. One addition after another in an
-// order of their own, by the calling thread. Included in dispatch.cpp, after sparse_dispatch.h.
+// Norms and sketches of vectors with the same bits on every machine: one addition after another in an order of their
+// own, by the calling thread. See thinwire.kernels.norms.
+#pragma once
+#include "dispatch.h"
+
+namespace thinwire {
+
+constexpr int64_t kMostSquareLanes = 1 << 16;
+
+// The sum of a vector's squares, in so many lanes.
+struct SquareSum {
+  const float* vector = nullptr;
+  int64_t numel = 0;
+  int64_t lanes = 0; // a power of two, up to kMostSquareLanes
+  double* out = nullptr;
+};
+
+// Random signs of a vector's elements, added up.
+struct Sketch {
+  const float* vector = nullptr;
+  int64_t numel = 0;
+  int64_t lanes = 0, size = 0;     // powers of two
+  const int64_t* runs = nullptr;   // of `lanes` elements each: a sign, and the lane of the first one
+  const int64_t* order = nullptr;  // of the lanes
+  const float* signs = nullptr;    // of the lanes
+  double* out = nullptr;           // [size]
+
+  int64_t num_runs() const { return ceil_div(numel, lanes); }
+};
 
 namespace {
 
@@ -63,21 +90,46 @@ void add_signed(const Sketch& job, float* sums, float* mixed) {
   std::copy(mixed, mixed + job.size, job.out);
 }
 
+
+bool is_power_of_two(int64_t value) { return value >= 1 && !(value & (value - 1)); }
+
+// vector, numel, lanes, out
+void read_part(Arguments& in, SquareSum& job) {
+  job.vector = in.address<const float>(), job.numel = in.numel();
+  job.lanes = in.integer(), job.out = in.address<double>();
+  in.require(is_power_of_two(job.lanes) && job.lanes <= kMostSquareLanes, "lanes are a power of two, up to 65536");
+}
+
+// vector, numel, lanes, size, runs, order, signs, out
+void read_part(Arguments& in, Sketch& job) {
+  job.vector = in.address<const float>(), job.numel = in.numel();
+  job.lanes = in.integer(), job.size = in.integer();
+  in.require(is_power_of_two(job.lanes) && is_power_of_two(job.size), "lanes and sizes are powers of two");
+  job.runs = in.address<const int64_t>(), job.order = in.address<const int64_t>();
+  job.signs = in.address<const float>(), job.out = in.address<double>();
+}
+
+PyObject* py_square_sums(Arguments& in) {
+  return on_parts<SquareSum, 4>(in, [](const Machine&, const SquareSum* vectors, int64_t count) {
+    [[maybe_unused]] const FloatMode mode;
+    for (int64_t i = 0; i < count; i++) add_squares(vectors[i]);
+    return kDone;
+  });
+}
+
+PyObject* py_sketches(Arguments& in) {
+  return on_parts<Sketch, 8>(in, [](const Machine&, const Sketch* vectors, int64_t count) {
+    int64_t lanes = 0;
+    for (int64_t i = 0; i < count; i++) lanes = std::max(lanes, vectors[i].lanes);
+    const Memory memory(8 * lanes);
+    if (!memory.at) return kNoMemory;
+    [[maybe_unused]] const FloatMode mode;
+    float* const sums = memory.as<float>();
+    for (int64_t i = 0; i < count; i++) add_signed(vectors[i], sums, sums + lanes);
+    return kDone;
+  });
+}
+
 } // namespace
 
-Status square_sums(const Machine&, const SquareSum* vectors, int64_t count) {
-  [[maybe_unused]] const FloatMode mode;
-  for (int64_t i = 0; i < count; i++) add_squares(vectors[i]);
-  return kDone;
-}
-
-Status sketches(const Machine&, const Sketch* vectors, int64_t count) {
-  int64_t lanes = 0;
-  for (int64_t i = 0; i < count; i++) lanes = std::max(lanes, vectors[i].lanes);
-  const Memory memory(8 * lanes);
-  if (!memory.at) return kNoMemory;
-  [[maybe_unused]] const FloatMode mode;
-  float* const sums = memory.as<float>();
-  for (int64_t i = 0; i < count; i++) add_signed(vectors[i], sums, sums + lanes);
-  return kDone;
-}
+} // namespace thinwire
