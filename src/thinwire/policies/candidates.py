@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.compressors import Compressor, PowerSGD, TopK, Unsuited, Wrapper, ef
-from thinwire.compressors._core.schedule import rank_at
+from thinwire.compressors._core.mixins import rank_at
 from thinwire.policies.policy import gradient_norm
 
 Array = NDArray[np.float64]
