@@ -127,7 +127,7 @@ OUTER = {"local/diloco.py", "runtime/bucket_engine.py", "collectives/allgather.p
 STAGE = {f"pipeline/{name}.py" for name in ("boundary", "message", "pipeline")}
 PATHS = {
     "bucket": (_bucket, {"integrations/ddp.py", "runtime/bucket_engine.py"} | REDUCTION, CODES, 33),
-    "gather": (_gather, {"integrations/fsdp.py", "runtime/sharded_engine.py"} | REDUCTION, ("encode", "decode"), 30),
+    "gather": (_gather, {"integrations/fsdp.py", "runtime/sharded_engine.py"} | REDUCTION, ("encode", "decode"), 31),
     "activation": (_activation, STAGE | CODED, ("encode", "decode"), 26),
     "outer step": (_outer_step, OUTER | CHANNEL, ("encode",), 33),
 }
