@@ -169,7 +169,8 @@ def spoiled(rank: int, folder: Path, victim: int | None, what: str, kind: str) -
     x, y = samples()
     pipe.epoch(0, x, y)
     ((name, store),) = pipe.stages[0].stores.items()
-    store.flush()
+    if isinstance(store, thinwire.store.DiskStore):
+        store.flush()
     if rank == victim and what == "bytes":
         slot = store._slots[5]
         with (folder / "store" / f"rank{rank}-{name}" / "records.bin").open("r+b") as records:
