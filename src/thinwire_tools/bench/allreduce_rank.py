@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from thinwire.collectives.small_reduction import SMALL_BYTES
 from torch import Tensor
 
 from thinwire.collectives import (
@@ -30,7 +29,7 @@ from thinwire.collectives import (
     with_shared_memory,
 )
 from thinwire.collectives.algorithms import parse_algorithm
-from thinwire.collectives.transport import Pending
+from thinwire.collectives.transport import SMALL_BYTES, Pending
 from thinwire.compressors import Coded, parse
 from thinwire.runtime.probe import settle
 from thinwire_tools.bench.rank import TIMEOUT, serve
