@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from thinwire.kernels.gpu_decode import add_parts, add_scaled, scale_parts
 from thinwire.kernels.gpu_scales import (
     finish_scales,
     from_key,
@@ -20,9 +21,11 @@ from thinwire.kernels.gpu_scales import (
 from thinwire.kernels.gpu_tiles import (
     bucket_of,
     codes_of,
+    dequantize,
     load_parts,
     load_value,
     pack_parts,
+    put_parts,
     put_residual,
     quantize_parts,
     row_draws,
@@ -32,37 +35,55 @@ from thinwire.kernels.gpu_tiles import (
 
 @triton.jit(do_not_specialize=["key_low", "key_high"])
 def encode_tiles(
-    x, now, next, message, pieces, rows, key_low, key_high, loss_scale, clip,
+    x, now, next, message, pieces, rows, key_low, key_high, loss_scale, clip, received, stride, count, scale, after, y,
     BITS: tl.constexpr, BUCKET: tl.constexpr, GROUPS: tl.constexpr, SCHEME: tl.constexpr, ROUNDING: tl.constexpr,
-    STEPS: tl.constexpr, OFFSET2: tl.constexpr, SUMS: tl.constexpr, RESIDUAL: tl.constexpr,
+    STEPS: tl.constexpr, OFFSET2: tl.constexpr, SUMS: tl.constexpr, RESIDUAL: tl.constexpr, REDUCE: tl.constexpr,
 ):  # fmt: skip
-    """Encode scales and codes of one tile of whole buckets. ``OFFSET2``: twice the format's offset."""
+    """Encode scales and codes of one tile of whole buckets. ``OFFSET2``: twice the format's offset.
+
+    With ``REDUCE``, encode ``(x · scale + Σ v · scale) · after`` of ``count`` received messages, ``stride`` bytes
+    apart, and write its decoded values to ``y``, which may be ``x``.
+    """
     piece, start, numel, index0, payload, site = row_of(pieces, rows)
     first = piece * (GROUPS * 128)
     if (numel - first >= GROUPS * 128) & (start % 8 == 0):
         # Computed, not hinted: Triton 3.7 forgets a hint on a value that was loaded elsewhere.
         encode_tile(
             x, now, next, message, start // 8 * 8, first, numel, index0, payload, site, key_low, key_high,
-            loss_scale, clip, BITS, BUCKET, GROUPS, SCHEME, ROUNDING, STEPS, OFFSET2, SUMS, RESIDUAL, True,
+            loss_scale, clip, received, stride, count, scale, after, y,
+            BITS, BUCKET, GROUPS, SCHEME, ROUNDING, STEPS, OFFSET2, SUMS, RESIDUAL, REDUCE, True,
         )  # fmt: skip
     else:
         encode_tile(
             x, now, next, message, start, first, numel, index0, payload, site, key_low, key_high,
-            loss_scale, clip, BITS, BUCKET, GROUPS, SCHEME, ROUNDING, STEPS, OFFSET2, SUMS, RESIDUAL, False,
+            loss_scale, clip, received, stride, count, scale, after, y,
+            BITS, BUCKET, GROUPS, SCHEME, ROUNDING, STEPS, OFFSET2, SUMS, RESIDUAL, REDUCE, False,
         )  # fmt: skip
 
 
 @triton.jit
 def encode_tile(
     x, now, next, message, start, first, numel, index0, payload, site, key_low, key_high, loss_scale, clip,
+    received, stride, count, scale, after, y,
     BITS: tl.constexpr, BUCKET: tl.constexpr, GROUPS: tl.constexpr, SCHEME: tl.constexpr, ROUNDING: tl.constexpr,
-    STEPS: tl.constexpr, OFFSET2: tl.constexpr, SUMS: tl.constexpr, RESIDUAL: tl.constexpr, EVEN: tl.constexpr,
+    STEPS: tl.constexpr, OFFSET2: tl.constexpr, SUMS: tl.constexpr, RESIDUAL: tl.constexpr, REDUCE: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     PER_BUCKET: tl.constexpr = BUCKET // 128
     BUCKETS: tl.constexpr = GROUPS // PER_BUCKET
     SCALES: tl.constexpr = 2 if OFFSET2 < 0 else 1
     left = numel - first
-    parts = load_parts(x + start + first, now + start + first, loss_scale, left, BITS, GROUPS, EVEN, RESIDUAL)
+    if REDUCE:
+        total = scale_parts(load_parts(x + start + first, x, 1.0, left, BITS, GROUPS, EVEN, False), scale)
+        total = add_parts(
+            total, received, payload, first, numel, BUCKET, stride, count, scale, BITS, BUCKET, GROUPS, OFFSET2, EVEN
+        )
+        parts = scale_parts(total, after)
+        if RESIDUAL:
+            kept = load_parts(now + start + first, now, 1.0, left, BITS, GROUPS, EVEN, False)
+            parts = add_scaled(parts, kept, loss_scale)
+    else:
+        parts = load_parts(x + start + first, now + start + first, loss_scale, left, BITS, GROUPS, EVEN, RESIDUAL)
     if SUMS:  # the lanes of a sum lie otherwise than the parts: the tile is read once more, from the cache
         low, unit, inverse = summed_scales(
             x + start, now + start, loss_scale, clip, first // BUCKET, BUCKET, numel,
@@ -89,6 +110,12 @@ def encode_tile(
     pack_parts(codes_of(message, payload, numel, BUCKET, first, BITS, SCALES), codes, left, BITS, GROUPS, EVEN)
     if RESIDUAL:
         put_residual(next + start + first, loss_scale, parts, codes, sents, units, left, EVEN)
+    if REDUCE:
+        tl.debug_barrier()  # as before residuals
+        decoded = ()
+        for p in tl.static_range(len(parts)):
+            decoded += (dequantize(codes[p], sents[p], units[p]),)
+        put_parts(y + start + first, decoded, left, EVEN)
     if first + GROUPS * 128 >= numel:
         zero_padding(message + payload, numel, BUCKET, BITS, SCALES)
 

@@ -4,6 +4,7 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -32,3 +33,20 @@ def check_aligned(message: Tensor) -> None:
     """Raise ``ValueError`` unless the kernels can read 32-bit words of a message."""
     if message.data_ptr() % 4:
         raise ValueError("a message on a GPU must start at a multiple of 4 bytes: slice it at a multiple of 64")
+
+
+def runs(messages: Sequence[Tensor]) -> list[tuple[Tensor, int, int]]:
+    """Return messages as runs that lie evenly in memory: the first message, the bytes between two, and the number.
+
+    One launch reads a run. Messages that were received together are one.
+    """
+    found: list[tuple[Tensor, int, int]] = []
+    for message in messages:
+        check_aligned(message)
+        first, stride, count = found.pop() if found else (message, 0, 0)
+        apart = message.data_ptr() - first.data_ptr()
+        if count <= 1 or apart == count * stride:
+            found.append((first, apart, count + 1) if count <= 1 else (first, stride, count + 1))
+        else:
+            found += [(first, stride, count), (message, 0, 1)]
+    return found

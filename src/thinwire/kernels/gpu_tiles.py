@@ -143,20 +143,29 @@ def quantize(
 
 
 @triton.jit
-def put_residual(next, loss_scale, parts, codes, lows, units, left, EVEN: tl.constexpr):
-    """Write the error of each value over the loss scale. ``lows`` are those that were sent."""
-    tl.debug_barrier()  # ``next`` may be what other threads, whose work is the same, still read
+def put_parts(to, parts, left, EVEN: tl.constexpr):
+    """Write the values of a tile, in the type of ``to``."""
     PARTS: tl.constexpr = len(parts)
     WIDTH: tl.constexpr = 128 // PARTS
     GROUPS: tl.constexpr = parts[0].shape[0]
     at = tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, WIDTH)[None, :]
     for p in tl.static_range(PARTS):
-        lost = parts[p] - dequantize(codes[p], lows[p], units[p])
-        kept = tl.div_rn(lost, tl.zeros((GROUPS, WIDTH), tl.float32) + loss_scale)
+        value = parts[p].to(to.dtype.element_ty)
         if EVEN:
-            tl.store(next + at + p * WIDTH, kept)
+            tl.store(to + at + p * WIDTH, value)
         else:
-            tl.store(next + at + p * WIDTH, kept, mask=at + p * WIDTH < left)
+            tl.store(to + at + p * WIDTH, value, mask=at + p * WIDTH < left)
+
+
+@triton.jit
+def put_residual(next, loss_scale, parts, codes, lows, units, left, EVEN: tl.constexpr):
+    """Write the error of each value over the loss scale. ``lows`` are those that were sent."""
+    tl.debug_barrier()  # ``next`` may be what other threads, whose work is the same, still read
+    kept = ()
+    for p in tl.static_range(len(parts)):
+        lost = parts[p] - dequantize(codes[p], lows[p], units[p])
+        kept += (tl.div_rn(lost, tl.zeros(lost.shape, tl.float32) + loss_scale),)
+    put_parts(next, kept, left, EVEN)
 
 
 @triton.jit
@@ -238,10 +247,8 @@ def dequantize(code, low, unit):
 
 
 @triton.jit
-def write(base, y, at, value, scale, mask, MODE: tl.constexpr, weight=1.0, after=1.0):
+def write(base, y, at, value, scale, mask, MODE: tl.constexpr):
     value = value * scale
     if MODE > 0:
-        value = tl.load(base + at, mask=mask).to(tl.float32) * weight + value
-    if MODE == 2:
-        value = value * after
+        value = tl.load(base + at, mask=mask).to(tl.float32) + value
     tl.store(y + at, value.to(y.dtype.element_ty), mask=mask)
