@@ -1,5 +1,6 @@
 """Bytes and launches of the Triton kernels, counted in the interpreter, beside the least that they could be."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import pytest
