@@ -29,6 +29,7 @@ _VALIDATION = {
     "bench instrument": Command("experiments.bench.instrument:instrument", "replayed steps beside computed ones"),
     "bench deltas": Command("experiments.bench.deltas:deltas", "sharded weights sent as changes, in few bits"),
     "bench streams": Command("experiments.bench.algorithms:streams", "all-reduces over several TCP connections a pair"),
+    "bench gpu": Command("experiments.bench.gpu:gpu", "bytes and launches of a GPU's kernels, counted without one"),
     "bench integers": Command("experiments.bench.integers:integers", "sums of 2, 4 and 8 bits: time, bytes, loss"),
     "bench training": Command("experiments.bench.training:training", "loss and bytes of each way to train"),
     "policies record": Command("experiments.policies.recording:record", "gradients of trainings, for all policies"),

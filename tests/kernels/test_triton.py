@@ -146,11 +146,11 @@ def test_a_message_at_an_odd_address_is_refused() -> None:
 
 TYPES = {
     **dict.fromkeys(("x", "now", "next", "base", "y", "inverses"), "*fp32"),
+    **dict.fromkeys(("message", "received"), "*u8"),
     **dict.fromkeys(("pieces", "rows", "firsts"), "*i64"),
     **dict.fromkeys(("low_keys", "high_keys"), "*i32"),
-    **dict.fromkeys(("key_low", "key_high", "bucket", "slices"), "i32"),
+    **dict.fromkeys(("key_low", "key_high", "bucket", "slices", "stride", "count"), "i32"),
     **dict.fromkeys(("scale", "weight", "after", "loss_scale", "clip"), "fp32"),
-    "message": "*u8",
 }
 
 
@@ -168,7 +168,9 @@ def known(name: str, form: Format, constants: dict[str, int | bool]) -> dict[str
     from thinwire.kernels import gpu
 
     values = {"BITS": form.bits, "GROUPS": 16, "BUCKET": form.bucket, "MODE": 1, "STEPS": form.steps}
-    values |= {"SUMS": gpu.needs_sums(form), "RESIDUAL": False} | gpu.coding_constants(form) | constants
+    values |= (
+        {"SUMS": gpu.needs_sums(form), "RESIDUAL": False, "REDUCE": False} | gpu.coding_constants(form) | constants
+    )
     return {k: v for k, v in values.items() if k in getattr(gpu, name).arg_names}
 
 
@@ -189,8 +191,9 @@ MADE = [
     *(("encode_tiles", Format(bits, 128, "maxabs"), SENT) for bits in (2, 3, 4)),
     *(("encode_tiles", form, SENT) for form in (Format(2, 256, "maxabs", clip=2.5), Format(4, 128, "norm"),
                                                 Format(1, 128, "sides"), Format(1, 1024, "sign"))),
+    *(("encode_tiles", Format(bits, 128), SENT | {"REDUCE": True}) for bits in (2, 4, 8)),
     *(("decode_tiles", Format(bits, 128), {"MODE": 1}) for bits in (1, 2, 3, 4, 7, 8)),
-    ("decode_tiles", Format(4, 128), {"MODE": 2}),
+    *(("decode_tiles", Format(4, 128), {"MODE": mode}) for mode in (0, 2)),
     ("decode_tiles", Format(4, 100), {"MODE": 1, "BUCKET": 0}),
     ("bucket_extrema", Format(4, 100), {"ROWS": 16, "COLS": 128}),
     ("bucket_scales", Format(4, 100), {"COUNT": 128}),

@@ -68,6 +68,23 @@ def check_aligned(message: Tensor) -> None:
         raise ValueError("a message on a GPU must start at a multiple of 4 bytes: slice it at a multiple of 64")
 
 
+def runs(messages: Sequence[Tensor]) -> list[tuple[Tensor, int, int]]:
+    """Return messages as runs that lie evenly in memory: the first message, the bytes between two, and the number.
+
+    One launch reads a run. Messages that were received together are one.
+    """
+    found: list[tuple[Tensor, int, int]] = []
+    for message in messages:
+        check_aligned(message)
+        first, stride, count = found.pop() if found else (message, 0, 0)
+        apart = message.data_ptr() - first.data_ptr()
+        if count <= 1 or apart == count * stride:
+            found.append((first, apart, count + 1) if count <= 1 else (first, stride, count + 1))
+        else:
+            found += [(first, stride, count), (message, 0, 1)]
+    return found
+
+
 def bucketed_encode(
     x: Tensor, table: Table, message: Tensor, form: Format, *, key: int, residual: Residual | None = None
 ) -> None:
@@ -76,19 +93,28 @@ def bucketed_encode(
     if not table.numel:
         return
     bucket = table.clamped(form.bucket)
-    per_bucket = bucket // GROUP
-    with on(x):
-        if bucket % GROUP == 0 and bucket <= MAX_TILE_BUCKET and per_bucket & (per_bucket - 1) == 0:
-            tile = encode_tile_size(form.bits, bucket)
-            pieces = table.pieces(x.device, tile)
-            now, next, loss_scale = residual or Residual(x, x)
-            encode_tiles[(len(pieces),)](
-                x, now, next, message, pieces, table.on(x.device), *words(key), loss_scale, form.clip,
-                BITS=form.bits, BUCKET=bucket, GROUPS=tile // GROUP, STEPS=form.steps, SUMS=needs_sums(form),
-                RESIDUAL=residual is not None, **coding_constants(form), **options(form.bits),
-            )  # fmt: skip
-        else:
+    if fits_tile(bucket):
+        _encode_tiles(x, table, message, form, bucket, key=key, residual=residual)
+    else:
+        with on(x):
             _encode_any_bucket(x, table, message, form, bucket, key=key, residual=residual)
+
+
+def _encode_tiles(
+    x: Tensor, table: Table, message: Tensor, form: Format, bucket: int, *, key: int, residual: Residual | None,
+    received: tuple[Tensor, int, int] | None = None, scale: float = 1.0, y: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Encode in one launch; with messages that were received, their mean, and write its decoded values to ``y``."""
+    tile = encode_tile_size(form.bits, bucket)
+    pieces, before = table.pieces(x.device, tile), before_sum(scale)
+    now, next, loss_scale = residual or Residual(x, x)
+    with on(x):
+        encode_tiles[(len(pieces),)](
+            x, now, next, message, pieces, table.on(x.device), *words(key), loss_scale, form.clip,
+            *(received or (message, 0, 0)), before, scale / before, x if y is None else y,
+            BITS=form.bits, BUCKET=bucket, GROUPS=tile // GROUP, STEPS=form.steps, SUMS=needs_sums(form),
+            RESIDUAL=residual is not None, REDUCE=y is not None, **coding_constants(form), **options(form.bits),
+        )  # fmt: skip
 
 
 def _encode_any_bucket(
@@ -129,7 +155,7 @@ def bucketed_decode(
     message: Tensor, table: Table, y: Tensor, form: Format, *, add: bool = False, scale: float = 1.0
 ) -> None:
     """See :func:`thinwire.kernels.bucketed_decode`."""
-    _decode(message, table, y, y, form, scale=scale, mode=ADD if add else STORE)
+    _decode((message, 0, 1), table, y, y, form, scale=scale, mode=ADD if add else STORE)
 
 
 def bucketed_sum(
@@ -140,12 +166,13 @@ def bucketed_sum(
         reference.bucketed_sum(messages, own, table, y, form, scale=scale)
         return
     sums = y if y.dtype == torch.float32 else torch.empty(y.shape, dtype=torch.float32, device=y.device)
-    base = torch.zeros(y.shape, dtype=torch.float32, device=y.device) if own is None else own
+    base, mode = (y, MEAN) if own is None else (own, ADD)
     before = weight = before_sum(scale)
-    for message in messages[:-1]:
-        _decode(message, table, base, sums, form, scale=before, mode=ADD, weight=weight)
-        base, weight = sums, 1.0
-    _decode(messages[-1], table, base, y, form, scale=before, mode=MEAN, weight=weight, after=scale / before)
+    *others, last = runs(messages)
+    for run in others:
+        _decode(run, table, base, sums, form, scale=before, mode=mode, weight=weight)
+        base, mode, weight = sums, ADD, 1.0
+    _decode(last, table, base, y, form, scale=before, mode=mode, weight=weight, after=scale / before)
 
 
 def bucketed_reduce(
@@ -161,6 +188,12 @@ def bucketed_reduce(
     residual: Residual | None = None,
 ) -> None:
     """See :func:`thinwire.kernels.bucketed_reduce`."""
+    bucket, received = table.clamped(form.bucket), runs(messages)
+    if len(received) == 1 and fits_tile(bucket) and not needs_sums(form) and table.numel:
+        check_aligned(out_message)
+        fused = {"received": received[0], "scale": scale, "y": y}
+        _encode_tiles(own, table, out_message, form, bucket, key=key, residual=residual, **fused)
+        return
     mean = y if y.dtype == torch.float32 else torch.empty(y.shape, dtype=torch.float32, device=y.device)
     bucketed_sum(messages, own, table, mean, form, scale=scale)
     bucketed_encode(mean, table, out_message, form, key=key, residual=residual)
@@ -168,7 +201,7 @@ def bucketed_reduce(
 
 
 def _decode(
-    message: Tensor,
+    run: tuple[Tensor, int, int],
     table: Table,
     base: Tensor,
     y: Tensor,
@@ -179,6 +212,7 @@ def _decode(
     weight: float = 1.0,
     after: float = 1.0,
 ) -> None:
+    message, stride, count = run
     check_aligned(message)
     pieces = table.pieces(y.device, TILE)
     bucket = table.clamped(form.bucket)
@@ -186,7 +220,7 @@ def _decode(
     if len(pieces):
         with on(y):
             decode_tiles[(len(pieces),)](
-                message, base, y, pieces, table.on(y.device), bucket, scale, weight, after,
+                message, base, y, pieces, table.on(y.device), bucket, stride, count, weight, scale, after,
                 BITS=form.bits, BUCKET=known, GROUPS=TILE // GROUP, OFFSET2=int(2 * form.offset), MODE=mode,
                 **options(form.bits),
             )  # fmt: skip
@@ -202,6 +236,12 @@ def coding_constants(form: Format) -> dict[str, int]:
     scheme = SCHEMES.index(form.scheme)
     rounding = ROUNDINGS.index(form.rounding) if scheme <= 2 else ROUNDINGS.index("nearest")
     return {"SCHEME": scheme, "ROUNDING": rounding, "OFFSET2": int(2 * form.offset)}
+
+
+def fits_tile(bucket: int) -> bool:
+    """Return whether a program can encode whole buckets of this size."""
+    groups = bucket // GROUP
+    return bucket % GROUP == 0 and bucket <= MAX_TILE_BUCKET and groups & (groups - 1) == 0
 
 
 def needs_sums(form: Format) -> bool:

@@ -145,20 +145,29 @@ def quantize(
 
 
 @triton.jit
-def put_residual(next, loss_scale, parts, codes, lows, units, left, EVEN: tl.constexpr):
-    """Write the error of each value over the loss scale. ``lows`` are those that were sent."""
-    tl.debug_barrier()  # ``next`` may be what other threads, whose work is the same, still read
+def put_parts(to, parts, left, EVEN: tl.constexpr):
+    """Write the values of a tile, in the type of ``to``."""
     PARTS: tl.constexpr = len(parts)
     WIDTH: tl.constexpr = 128 // PARTS
     GROUPS: tl.constexpr = parts[0].shape[0]
     at = tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, WIDTH)[None, :]
     for p in tl.static_range(PARTS):
-        lost = parts[p] - dequantize(codes[p], lows[p], units[p])
-        kept = tl.div_rn(lost, tl.zeros((GROUPS, WIDTH), tl.float32) + loss_scale)
+        value = parts[p].to(to.dtype.element_ty)
         if EVEN:
-            tl.store(next + at + p * WIDTH, kept)
+            tl.store(to + at + p * WIDTH, value)
         else:
-            tl.store(next + at + p * WIDTH, kept, mask=at + p * WIDTH < left)
+            tl.store(to + at + p * WIDTH, value, mask=at + p * WIDTH < left)
+
+
+@triton.jit
+def put_residual(next, loss_scale, parts, codes, lows, units, left, EVEN: tl.constexpr):
+    """Write the error of each value over the loss scale. ``lows`` are those that were sent."""
+    tl.debug_barrier()  # ``next`` may be what other threads, whose work is the same, still read
+    kept = ()
+    for p in tl.static_range(len(parts)):
+        lost = parts[p] - dequantize(codes[p], lows[p], units[p])
+        kept += (tl.div_rn(lost, tl.zeros(lost.shape, tl.float32) + loss_scale),)
+    put_parts(next, kept, left, EVEN)
 
 
 @triton.jit
@@ -240,12 +249,10 @@ def dequantize(code, low, unit):
 
 
 @triton.jit
-def write(base, y, at, value, scale, mask, MODE: tl.constexpr, weight=1.0, after=1.0):
+def write(base, y, at, value, scale, mask, MODE: tl.constexpr):
     value = value * scale
     if MODE > 0:
-        value = tl.load(base + at, mask=mask).to(tl.float32) * weight + value
-    if MODE == 2:
-        value = value * after
+        value = tl.load(base + at, mask=mask).to(tl.float32) + value
     tl.store(y + at, value.to(y.dtype.element_ty), mask=mask)
 
 
@@ -407,37 +414,55 @@ def zero_padding(payload, numel, bucket, BITS: tl.constexpr, SCALES: tl.constexp
 
 @triton.jit(do_not_specialize=["key_low", "key_high"])
 def encode_tiles(
-    x, now, next, message, pieces, rows, key_low, key_high, loss_scale, clip,
+    x, now, next, message, pieces, rows, key_low, key_high, loss_scale, clip, received, stride, count, scale, after, y,
     BITS: tl.constexpr, BUCKET: tl.constexpr, GROUPS: tl.constexpr, SCHEME: tl.constexpr, ROUNDING: tl.constexpr,
-    STEPS: tl.constexpr, OFFSET2: tl.constexpr, SUMS: tl.constexpr, RESIDUAL: tl.constexpr,
+    STEPS: tl.constexpr, OFFSET2: tl.constexpr, SUMS: tl.constexpr, RESIDUAL: tl.constexpr, REDUCE: tl.constexpr,
 ):  # fmt: skip
-    """Encode scales and codes of one tile of whole buckets. ``OFFSET2``: twice the format's offset."""
+    """Encode scales and codes of one tile of whole buckets. ``OFFSET2``: twice the format's offset.
+
+    With ``REDUCE``, encode ``(x · scale + Σ v · scale) · after`` of ``count`` received messages, ``stride`` bytes
+    apart, and write its decoded values to ``y``, which may be ``x``.
+    """
     piece, start, numel, index0, payload, site = row_of(pieces, rows)
     first = piece * (GROUPS * 128)
     if (numel - first >= GROUPS * 128) & (start % 8 == 0):
         # Computed, not hinted: Triton 3.7 forgets a hint on a value that was loaded elsewhere.
         encode_tile(
             x, now, next, message, start // 8 * 8, first, numel, index0, payload, site, key_low, key_high,
-            loss_scale, clip, BITS, BUCKET, GROUPS, SCHEME, ROUNDING, STEPS, OFFSET2, SUMS, RESIDUAL, True,
+            loss_scale, clip, received, stride, count, scale, after, y,
+            BITS, BUCKET, GROUPS, SCHEME, ROUNDING, STEPS, OFFSET2, SUMS, RESIDUAL, REDUCE, True,
         )  # fmt: skip
     else:
         encode_tile(
             x, now, next, message, start, first, numel, index0, payload, site, key_low, key_high,
-            loss_scale, clip, BITS, BUCKET, GROUPS, SCHEME, ROUNDING, STEPS, OFFSET2, SUMS, RESIDUAL, False,
+            loss_scale, clip, received, stride, count, scale, after, y,
+            BITS, BUCKET, GROUPS, SCHEME, ROUNDING, STEPS, OFFSET2, SUMS, RESIDUAL, REDUCE, False,
         )  # fmt: skip
 
 
 @triton.jit
 def encode_tile(
     x, now, next, message, start, first, numel, index0, payload, site, key_low, key_high, loss_scale, clip,
+    received, stride, count, scale, after, y,
     BITS: tl.constexpr, BUCKET: tl.constexpr, GROUPS: tl.constexpr, SCHEME: tl.constexpr, ROUNDING: tl.constexpr,
-    STEPS: tl.constexpr, OFFSET2: tl.constexpr, SUMS: tl.constexpr, RESIDUAL: tl.constexpr, EVEN: tl.constexpr,
+    STEPS: tl.constexpr, OFFSET2: tl.constexpr, SUMS: tl.constexpr, RESIDUAL: tl.constexpr, REDUCE: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     PER_BUCKET: tl.constexpr = BUCKET // 128
     BUCKETS: tl.constexpr = GROUPS // PER_BUCKET
     SCALES: tl.constexpr = 2 if OFFSET2 < 0 else 1
     left = numel - first
-    parts = load_parts(x + start + first, now + start + first, loss_scale, left, BITS, GROUPS, EVEN, RESIDUAL)
+    if REDUCE:
+        total = scale_parts(load_parts(x + start + first, x, 1.0, left, BITS, GROUPS, EVEN, False), scale)
+        total = add_parts(
+            total, received, payload, first, numel, BUCKET, stride, count, scale, BITS, BUCKET, GROUPS, OFFSET2, EVEN
+        )
+        parts = scale_parts(total, after)
+        if RESIDUAL:
+            kept = load_parts(now + start + first, now, 1.0, left, BITS, GROUPS, EVEN, False)
+            parts = add_scaled(parts, kept, loss_scale)
+    else:
+        parts = load_parts(x + start + first, now + start + first, loss_scale, left, BITS, GROUPS, EVEN, RESIDUAL)
     if SUMS:  # the lanes of a sum lie otherwise than the parts: the tile is read once more, from the cache
         low, unit, inverse = summed_scales(
             x + start, now + start, loss_scale, clip, first // BUCKET, BUCKET, numel,
@@ -464,6 +489,12 @@ def encode_tile(
     pack_parts(codes_of(message, payload, numel, BUCKET, first, BITS, SCALES), codes, left, BITS, GROUPS, EVEN)
     if RESIDUAL:
         put_residual(next + start + first, loss_scale, parts, codes, sents, units, left, EVEN)
+    if REDUCE:
+        tl.debug_barrier()  # as before residuals
+        decoded = ()
+        for p in tl.static_range(len(parts)):
+            decoded += (dequantize(codes[p], sents[p], units[p]),)
+        put_parts(y + start + first, decoded, left, EVEN)
     if first + GROUPS * 128 >= numel:
         zero_padding(message + payload, numel, BUCKET, BITS, SCALES)
 
@@ -597,43 +628,68 @@ def encode_codes(
 # ---- Decoding --------------------------------------------------------------------------------------------------------
 
 STORE, ADD, MEAN = 0, 1, 2
-"""Modes of decoding, which write v · scale; base · weight + v · scale; (base · weight + v · scale) · after."""
+"""Modes of decoding, which write v · scale; (base · weight + Σ v · scale) · after; the same without a base."""
 
 
 @triton.jit(do_not_specialize=["bucket"])
 def decode_tiles(
-    message, base, y, pieces, rows, bucket, scale, weight, after,
+    message, base, y, pieces, rows, bucket, stride, count, weight, scale, after,
     BITS: tl.constexpr, BUCKET: tl.constexpr, GROUPS: tl.constexpr, OFFSET2: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """Decode one tile. ``BUCKET``: the bucket, if it is a multiple of the group and known when compiling, or 0."""
+    """Decode one tile of ``count`` messages, ``stride`` bytes apart. ``BUCKET``: the bucket, if it is a multiple of the
+    group and known when compiling, or 0."""
     piece, start, numel, _index0, payload, _site = row_of(pieces, rows)
     first = piece * (GROUPS * 128)
     if (numel - first >= GROUPS * 128) & (start % 8 == 0):
         # Computed, not hinted: Triton 3.7 forgets a hint on a value that was loaded elsewhere.
         decode_tile(
-            message, base, y, start // 8 * 8, first, numel, payload, bucket, scale, weight, after,
+            message, base, y, start // 8 * 8, first, numel, payload, bucket, stride, count, weight, scale, after,
             BITS, BUCKET, GROUPS, OFFSET2, MODE, True,
         )  # fmt: skip
     else:
         decode_tile(
-            message, base, y, start, first, numel, payload, bucket, scale, weight, after,
+            message, base, y, start, first, numel, payload, bucket, stride, count, weight, scale, after,
             BITS, BUCKET, GROUPS, OFFSET2, MODE, False,
         )  # fmt: skip
 
 
 @triton.jit
 def decode_tile(
-    message, base, y, start, first, numel, payload, bucket, scale, weight, after,
+    message, base, y, start, first, numel, payload, bucket, stride, count, weight, scale, after,
     BITS: tl.constexpr, BUCKET: tl.constexpr, GROUPS: tl.constexpr, OFFSET2: tl.constexpr, MODE: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
+    left = numel - first
+    if MODE == 0:
+        values = decode_parts(message, payload, first, numel, bucket, BITS, BUCKET, GROUPS, OFFSET2, EVEN)
+        values = scale_parts(values, scale)
+    else:
+        if MODE == 1:
+            values = load_parts(base + start + first, base, 1.0, left, BITS, GROUPS, EVEN, False)
+            values = scale_parts(values, weight)
+        else:
+            values = zero_parts(BITS, GROUPS)
+        values = add_parts(
+            values, message, payload, first, numel, bucket, stride, count, scale, BITS, BUCKET, GROUPS, OFFSET2, EVEN
+        )
+        values = scale_parts(values, after)
+    put_parts(y + start + first, values, left, EVEN)
+
+
+@triton.jit
+def decode_parts(
+    message, payload, first, numel, bucket,
+    BITS: tl.constexpr, BUCKET: tl.constexpr, GROUPS: tl.constexpr, OFFSET2: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Return the values of a tile as :func:`load_parts` does."""
     buckets = (numel + bucket - 1) // bucket
     scales = (message + payload).to(tl.pointer_type(tl.float32))
     packed = codes_of(message, payload, numel, bucket, first, BITS, 2 if OFFSET2 < 0 else 1)
-    parts = unpack_parts(packed, numel - first, BITS, GROUPS, EVEN)
-    PARTS: tl.constexpr = len(parts)
+    codes = unpack_parts(packed, numel - first, BITS, GROUPS, EVEN)
+    PARTS: tl.constexpr = len(codes)
     WIDTH: tl.constexpr = 128 // PARTS
     group = tl.arange(0, GROUPS)[:, None] * 128
+    values = ()
     for p in tl.static_range(PARTS):
         within = group + p * WIDTH + tl.arange(0, WIDTH)[None, :]
         k = (first + group) // BUCKET if BUCKET else bucket_of(first, within, bucket)
@@ -643,9 +699,43 @@ def decode_tile(
         else:
             unit = tl.load(scales + k, mask=k < buckets, other=0.0)
             low = -(unit * (0.5 * OFFSET2))
-        value = dequantize(parts[p], low, unit)
-        at = start + first + within
-        if EVEN:
-            write(base, y, at, value, scale, None, MODE, weight, after)
-        else:
-            write(base, y, at, value, scale, first + within < numel, MODE, weight, after)
+        values += (dequantize(codes[p], low, unit),)
+    return values
+
+
+@triton.jit
+def add_parts(
+    total, message, payload, first, numel, bucket, stride, count, scale,
+    BITS: tl.constexpr, BUCKET: tl.constexpr, GROUPS: tl.constexpr, OFFSET2: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Add the values of ``count`` messages times ``scale``, in their order, to those of a tile."""
+    for _ in tl.range(count):
+        values = decode_parts(message, payload, first, numel, bucket, BITS, BUCKET, GROUPS, OFFSET2, EVEN)
+        total = add_scaled(total, values, scale)
+        message += stride
+    return total
+
+
+@triton.jit
+def add_scaled(total, values, by):
+    added = ()
+    for p in tl.static_range(len(values)):
+        added += (total[p] + values[p] * by,)
+    return added
+
+
+@triton.jit
+def scale_parts(values, by):
+    scaled = ()
+    for p in tl.static_range(len(values)):
+        scaled += (values[p] * by,)
+    return scaled
+
+
+@triton.jit
+def zero_parts(BITS: tl.constexpr, GROUPS: tl.constexpr):
+    PARTS: tl.constexpr = 2 if BITS % 4 == 0 else 4 if BITS % 2 == 0 else 8
+    zeros = ()
+    for _ in tl.static_range(PARTS):
+        zeros += (tl.zeros((GROUPS, 128 // PARTS), tl.float32),)
+    return zeros
