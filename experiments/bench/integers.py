@@ -22,7 +22,7 @@ from thinwire.plan import Filter
 from thinwire.runtime import BucketEngine
 from thinwire_tools import lab
 from thinwire_tools.bench.allreduce import same_everywhere, sent_on_interface
-from thinwire_tools.compare.compare import Bar, facts_of
+from thinwire_tools.compare.compare import Bar, comparison_facts
 from thinwire_tools.compare.paired import compare_training
 from thinwire_tools.compare.tasks import SIZES
 from thinwire_tools.compare.variants import ALONE
@@ -92,7 +92,7 @@ def _train(results: Results, console: Console) -> None:
         comparison = compare_training(task, [ALONE, *SPECS], seeds=seeds, num_ranks=ranks, watcher=bar)
     for line in comparison.remarks():
         console.print(line, soft_wrap=True)
-    about["training"] = facts_of(comparison)
+    about["training"] = comparison_facts(comparison)
     comparison.record(results)
 
 

@@ -113,7 +113,7 @@ def _train(console: Console, task: GPTTask, names: Sequence[str], seed: int, rat
     """All methods in turns over a link of ``rate``, or loopback: the link does not change what is learned.
 
     Raises:
-        RankFailed: one of them did not finish.
+        RankFailedError: one of them did not finish.
     """
     variants = {name: VARIANTS[name] for name in names}
     with ExitStack() as stack:

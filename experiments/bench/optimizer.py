@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from experiments.framework.pages import show
 from thinwire import kernels
 from thinwire.collectives.layout import SLICE
-from thinwire.kernels import AdamGradient, Format, Moving, Residual
+from thinwire.kernels import AdamGradient, Format, MovingAverage, Residual
 from thinwire.optim import CompressedAdamW
 from thinwire_tools.results import OutputFile, Results
 
@@ -155,7 +155,7 @@ def _sending(numel: int, form: Format, together: bool) -> _Turns:
     slices = [slice(start, min(start + SLICE, numel)) for start in range(0, numel, SLICE)]
     tables = [_table(part.start, part.stop - part.start) for part in slices]
     message = torch.zeros(kernels.bucketed_bytes(SLICE, form), dtype=torch.uint8)
-    layers = [AdamGradient(x[at], Moving(before[at], after[at], 0.999), None, 1e-8, 1e-3) for at in slices]
+    layers = [AdamGradient(x[at], MovingAverage(before[at], after[at], 0.999), None, 1e-8, 1e-3) for at in slices]
     while True:
         x.copy_(gradients)
         yield

@@ -21,7 +21,7 @@ from thinwire.runtime import ParityError
 from thinwire_tools import lab, plots
 from thinwire_tools.compare.statistics import need_scipy
 from thinwire_tools.exits import ends_command
-from thinwire_tools.ranks import RankFailed
+from thinwire_tools.ranks import RankFailedError
 from thinwire_tools.results import OutputFile
 
 
@@ -97,12 +97,12 @@ def make_parts(
             try:
                 with study.part(part):
                     rows = make(study)
-            except (RankFailed, ParityError) as failure:
+            except (RankFailedError, ParityError) as failure:
                 # After a rank's failure the others are useless: later parts start new ones.
                 study.close()
                 failures[part] = str(failure)
                 screen.fail(part, str(failure))
-                if isinstance(failure, RankFailed):
+                if isinstance(failure, RankFailedError):
                     console.print(failure.log, style="dim", markup=False)
                 continue
             findings += rows

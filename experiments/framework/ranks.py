@@ -115,7 +115,7 @@ class Ranks:
         """Return each rank's answer to a call of ``function``; ``hear`` takes the steps of rank ``teller``, or of all.
 
         Raises:
-            RankFailed: a rank failed.
+            RankFailedError: a rank failed.
         """
 
         def on_event(rank: int, event: dict[str, Any]) -> None:

@@ -199,8 +199,8 @@ class RecordedPaper:
 def read(folder: Path, *, judge: bool = False) -> list[RecordedPaper]:
     """Return the record of each paper. ``judge``: claims are judged again, instead of taken from the files.
 
-    ``<folder>/<name>/all.json`` is the whole run's; later runs of some of its parts, beside it, take the place of its
-    rows of the same names.
+    ``<folder>/<name>/all.json`` is the whole run's; later runs of some of its parts, in the same folder, take the
+    place of its rows of the same names.
 
     Raises:
         ValueError: a file is not what ``python -m experiments ... --json`` writes.

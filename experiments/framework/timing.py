@@ -120,7 +120,7 @@ class Timing(Ranks):
         """Train with ``methods`` in turns of ``steps`` steps over links of ``rate``, after a turn that does not count.
 
         Raises:
-            RankFailed: a rank failed. The timing is useless then.
+            RankFailedError: a rank failed. The timing is useless then.
         """
         return self.times_by_rate(model, methods, rounds=rounds, steps=steps, rates=(rate,), on_turn=on_turn)[0]
 
@@ -331,7 +331,7 @@ class SeparateRuns:
         """Return `Times` over links of each of ``rates`` with a run where `Timing.times` has a round: its median round.
 
         Raises:
-            RankFailed: a rank did not make it.
+            RankFailedError: a rank did not make it.
         """
         turns: dict[str, Any] = {"rounds": rounds, "steps": steps, "rates": rates, "on_turn": on_turn}
         found = self.each(lambda timing: timing.times_by_rate(model, methods, **turns))

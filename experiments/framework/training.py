@@ -100,7 +100,7 @@ class Runs(Ranks):
         """Train, unless the run is known; ``shaped``: over the slow link.
 
         Raises:
-            RankFailed: a rank failed.
+            RankFailedError: a rank failed.
             ParityError: ranks ended with different parameters.
         """
         link = self.rate if shaped and self.network is not None else None

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from thinwire.policies import Evidence, LGreco
-from thinwire.policies.budget import BudgetedPolicy, Infeasible, total
+from thinwire.policies.budget import BudgetedPolicy, InfeasibleError, total
 from thinwire.policies.candidates import Array, LayerCandidates
 from thinwire.policies.kmeans import MappedPolicy, ladder
 from thinwire.policies.policy import gradient_norm
@@ -92,7 +92,7 @@ class Bayes(BudgetedPolicy):
             tried_errors.append(total(errors, tried[-1]))
         best = _cheapest(tried, tried_errors, costs, budget)
         if best is None:
-            raise Infeasible(f"no plan that was tried keeps the error within {budget:.4g}")
+            raise InfeasibleError(f"no plan that was tried keeps the error within {budget:.4g}")
         return [int(rungs[k]) for rungs, k in zip(ladders, tried[best], strict=True)]
 
     def _proposals(self, draw: np.random.Generator, best: Array, most: Array, tried: Sequence[Array]) -> Array:

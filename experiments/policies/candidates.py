@@ -13,7 +13,7 @@ import numpy as np
 
 from experiments.papers.lgreco.gradients import NUM_RANKS, Snapshot
 from experiments.policies.recording import Training
-from thinwire.compressors import Compressor, MinMax, PowerSGD, Raw, TopK, Unsuited, unwrap
+from thinwire.compressors import Compressor, MinMax, PowerSGD, Raw, TopK, UnsuitedError, unwrap
 from thinwire.plan import Plan, sent_bytes
 from thinwire.policies import Evidence
 from thinwire.policies.candidates import LayerCandidates, squared_errors
@@ -37,7 +37,7 @@ class Family:
         """What a layer of this shape has under uniform compression."""
         try:
             return level.fit(shape)
-        except Unsuited:
+        except UnsuitedError:
             return Raw()
 
 

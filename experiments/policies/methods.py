@@ -12,7 +12,7 @@ from experiments.policies.baselines import Bayes, ByPriority, Linear
 from experiments.policies.candidates import Table
 from thinwire.compressors import Compressor, TopK, unwrap
 from thinwire.policies import Accordion, KMeans, LGreco
-from thinwire.policies.budget import BudgetedPolicy, Infeasible
+from thinwire.policies.budget import BudgetedPolicy, InfeasibleError
 
 Plan = Mapping[str, Compressor]
 Memory = Mapping[str, tuple[float, ...]]
@@ -57,7 +57,7 @@ def within(policy: BudgetedPolicy, table: Table, reference: Plan) -> Plan:
         ]
     try:
         picked = policy.choose(evidence, layers)
-    except Infeasible:
+    except InfeasibleError:
         return reference
     return {layer.name: layer.candidates[k] for layer, k in zip(layers, picked, strict=True)}
 

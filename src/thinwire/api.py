@@ -37,13 +37,13 @@ def compress(model: Any, compressor: Any = None, **options: Any) -> Wire | Compr
 
         model = DistributedDataParallel(model)
         wire = thinwire.compress(model)
-        wire = thinwire.compress(model, {"embed.*": "minmax(bits=2)", "*": "minmax(bits=4)"}, exclude=["bn", "bias"])
+        wire = thinwire.compress(model, {"embed.*": "2bit", "*": "4bit"})
 
-        fully_shard(model)  # FSDP2, its blocks first: gradients, and weights by their default (docs/fsdp.md)
+        fully_shard(model)  # FSDP2: gradients, and weights by their default
         wire = thinwire.compress(model, "minmax(bits=4, bucket=1024)")
 
-        stage = PipelineStage(...)  # of PyTorch: activations and their gradients (docs/pipelines.md)
-        stage = thinwire.compress(stage, forward="delta(maxabs(bits=4))", backward="maxabs(bits=8)")
+        stage = PipelineStage(...)  # activations and their gradients
+        stage = thinwire.compress(stage, forward="delta(maxabs(bits=4))")
 
     The arguments, the result and the exceptions are those of `compress_ddp` for a ``DistributedDataParallel`` model, of
     `compress_fsdp` for a model under ``torch.distributed.fsdp.fully_shard``, and of `compress_stage` for a

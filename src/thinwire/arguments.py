@@ -89,7 +89,7 @@ def _plain(word: str) -> str:
     return re.sub(r"[\s_-]", "", word).lower()
 
 
-class _Refused(ValueError):
+class _RefusedError(ValueError):
     """An invalid text. Corrections are not searched for yet, as their candidates may be invalid as well."""
 
     def __init__(self, at: int, why: str, nearest: str | None = None) -> None:
@@ -135,8 +135,8 @@ class Calls(Generic[T]):
         try:
             return self._read(text)
         except SyntaxError as error:
-            refused = _Refused((error.offset or 1) - 1, error.msg)
-        except _Refused as error:
+            refused = _RefusedError((error.offset or 1) - 1, error.msg)
+        except _RefusedError as error:
             refused = error
         except (RecursionError, MemoryError):
             raise ValueError(f"{text[:40]!r}... is not a {self.what}: it is nested too deeply") from None
@@ -162,16 +162,16 @@ class Calls(Generic[T]):
             return operator.or_(self._made(node.left, text), self._made(node.right, text))
         called = node.func if isinstance(node, ast.Call) else node
         if not isinstance(called, ast.Name):
-            raise _Refused(node.col_offset, "a name must stand there")
+            raise _RefusedError(node.col_offset, "a name must stand there")
         make = self.find(called.id)
         if make is None:
             close = _replaced(text, called, called.id, close_names(called.id, self.names()))
-            raise _Refused(called.col_offset, f"no {self.kind} is called {called.id!r}", close)
+            raise _RefusedError(called.col_offset, f"no {self.kind} is called {called.id!r}", close)
         parameters = inspect.signature(make).parameters
         values = self._values(node, called.id, parameters, text) if isinstance(node, ast.Call) else {}
         for name, parameter in parameters.items():
             if parameter.default is parameter.empty and name not in values:
-                raise _Refused(node.col_offset, f"{called.id} needs its parameter {name}")
+                raise _RefusedError(node.col_offset, f"{called.id} needs its parameter {name}")
         return make(**values)
 
     def _values(
@@ -182,15 +182,15 @@ class Calls(Generic[T]):
         if len(node.args) > len(placed):
             how = "by position" if placed or not parameters else "but by name"
             why = f"{called} takes {len(placed) or 'no'} parameters {how}: {takes}"
-            raise _Refused(node.args[len(placed)].col_offset, why)
+            raise _RefusedError(node.args[len(placed)].col_offset, why)
         values = {n: self._value(arg, parameters[n], text) for n, arg in zip(placed, node.args, strict=False)}
         for keyword in node.keywords:
             name = keyword.arg or "**"
             if name not in parameters:
                 close = _replaced(text, keyword, name, close_names(name, parameters))
-                raise _Refused(keyword.col_offset, f"{called} has no parameter {name!r}: {takes}", close)
+                raise _RefusedError(keyword.col_offset, f"{called} has no parameter {name!r}: {takes}", close)
             if name in values:
-                raise _Refused(keyword.col_offset, f"{name} is given twice")
+                raise _RefusedError(keyword.col_offset, f"{name} is given twice")
             values[name] = self._value(keyword.value, parameters[name], text)
         return values
 
@@ -207,7 +207,7 @@ class Calls(Generic[T]):
         except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
             if "str" in kinds:
                 return ast.unparse(node)
-            raise _Refused(node.col_offset, f"{source} is not a plain value") from None
+            raise _RefusedError(node.col_offset, f"{source} is not a plain value") from None
 
     def _meant(self, text: str) -> str | None:
         """Return the text with a user's other spelling of a name replaced by the name."""

@@ -110,7 +110,7 @@ def prefixed(prefix: str, store: Any) -> Any:
     return torch.distributed.PrefixStore(f"{prefix}/", store)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def rank_of_store(store: Any) -> int | None:
+def store_rank(store: Any) -> int | None:
     """Return the rank whose process a store lives and ends with; None where the launcher has it, or nobody."""
     while isinstance(store, torch.distributed.PrefixStore):  # pyright: ignore[reportPrivateImportUsage]
         store = store.underlying_store

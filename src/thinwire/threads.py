@@ -40,11 +40,11 @@ def start(
     """Start a daemon thread.
 
     Args:
-        run: The thread's function.
-        name: Its name in debuggers and profilers.
-        end: Tells it to end, soon and without waiting for it. Called when the interpreter ends; before that, by the one
+        run: the thread's function.
+        name: its name in debuggers and profilers.
+        end: tells it to end, soon and without waiting for it. Called when the interpreter ends; before that, by the one
             that started it.
-        within_s: Seconds that the interpreter then waits for it; a thread that waits for a dead peer is left behind.
+        within_s: seconds that the interpreter then waits for it; a thread that waits for a dead peer is left behind.
     """
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
@@ -59,10 +59,10 @@ class Worker:
     or with the interpreter. PyTorch computes in it with as many threads as in the one that makes the worker.
 
     Args:
-        name: The thread's name in debuggers and profilers.
-        max_bytes: Memory that jobs may keep together (one larger job runs alone): `submit` waits until there is room.
-        after: The worker whose jobs add to this one's, which ends when that one has ended.
-        within_s: Seconds that the interpreter then waits for it.
+        name: the thread's name in debuggers and profilers.
+        max_bytes: memory that jobs may keep together (one larger job runs alone): `submit` waits until there is room.
+        after: the worker whose jobs add to this one's, which ends when that one has ended.
+        within_s: seconds that the interpreter then waits for it.
     """
 
     def __init__(

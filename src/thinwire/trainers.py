@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.api import compress, compress_ddp, compress_fsdp, explained, is_sharded
 from thinwire.compat import uncompiled
-from thinwire.integrations.ddp import Options, is_alone, rules_of
+from thinwire.integrations.ddp import Options, is_alone, resolve_rules
 from thinwire.runtime import Wire
 
 _FILE = "thinwire.pt"
@@ -167,7 +167,7 @@ def _check(compressor: Any, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name not in ddp and name not in fsdp:
             raise TypeError(explained(name, value, compress_ddp, "DistributedDataParallel"))
-    rules_of(Options(compressor=compressor, **{name: value for name, value in options.items() if name in ddp}))
+    resolve_rules(Options(compressor=compressor, **{name: value for name, value in options.items() if name in ddp}))
 
 
 def _checkpoint(folder: str, step: int) -> Path:

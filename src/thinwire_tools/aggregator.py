@@ -45,17 +45,17 @@ def aggregator(
       wire = thinwire.compress(model, "intsgd(bits=8)", network=network)
 
     Args:
-        host: Where to listen; 0.0.0.0 for all interfaces.
+        host: where to listen; 0.0.0.0 for all interfaces.
         port: 0 takes a free one.
-        slots: Chunks that may be under way at once.
-        slot_elements: Integers in a chunk, at most; memory is 8 bytes for each in every slot.
-        shares: A training that asks for no number of slots gets the total divided by this.
-        join_timeout: Seconds that a training's first worker waits for the last one.
-        idle_timeout: Seconds after which a training that sends nothing is ended, and its slots are free.
-        token_file: A file whose text workers must know, as in AggregatorAddress(address, token=text).
-        tls_certificate: A certificate chain (PEM): connections are encrypted, and workers check whom they talk to.
-        tls_key: Its private key, if it is not in the same file.
-        json: Write what was served to this file at the end.
+        slots: chunks that may be under way at once.
+        slot_elements: integers in a chunk, at most; memory is 8 bytes for each in every slot.
+        shares: a training that asks for no number of slots gets the total divided by this.
+        join_timeout: seconds that a training's first worker waits for the last one.
+        idle_timeout: seconds after which a training that sends nothing is ended, and its slots are free.
+        token_file: a file whose text workers must know, as in AggregatorAddress(address, token=text).
+        tls_certificate: a certificate chain (PEM): connections are encrypted, and workers check whom they talk to.
+        tls_key: its private key, if it is not in the same file.
+        json: write what was served to this file at the end.
 
     Returns:
         The exit code: 0 after Ctrl-C.

@@ -1,7 +1,7 @@
 """Rank processes: they are forked, join a process group, and call the functions that their parent names.
 
-Nothing that a rank sends is evaluated. A rank that ends, fails or falls silent becomes a `RankFailed`, which carries
-the last lines of its log.
+Nothing that a rank sends is evaluated. A rank that ends, fails or falls silent becomes a `RankFailedError`, which
+carries the last lines of its log.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Call = Callable[..., dict[str, Any] | None]
 and what it returns goes back as JSON."""
 
 
-class RankFailed(CommandError, RuntimeError):
+class RankFailedError(CommandError, RuntimeError):
     """A rank ended, failed or fell silent: the text names it, how, and the last lines of its log."""
 
     def __init__(self, rank: int, why: str, log: str) -> None:
@@ -66,7 +66,7 @@ def run_ranks(function: Callable[..., Any], config: dict[str, Any], num_ranks: i
     """Call ``function(**config)`` on all ranks, of ``network`` or of loopback, and return rank 0's answer, as JSON.
 
     Raises:
-        RankFailed: a rank failed. The message has the end of its log.
+        RankFailedError: a rank failed. The message has the end of its log.
     """
     options: dict[str, Any] = {"timeout_s": TIMEOUT.total_seconds(), "preload": function}
     with launch_ranks(_nobody, num_ranks, network, **options) as (ranks, _):
@@ -108,7 +108,7 @@ class RankProcesses:
         preload: a function whose module the first of all processes imports for the others; by default ``make``.
 
     Raises:
-        RankFailed: a rank did not start.
+        RankFailedError: a rank did not start.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class RankProcesses:
         wait at a hold, before they are released.
 
         Raises:
-            RankFailed: a rank failed. These processes are of no further use then.
+            RankFailedError: a rank failed. These processes are of no further use then.
         """
         call = base64.b64encode(pickle.dumps((function, arguments))) + b"\n"
         for rank in self._ranks:
@@ -184,7 +184,7 @@ class RankProcesses:
             ready = self._selector.select(silence_s)
             if not ready:
                 silent = next(rank for rank in self._ranks if rank.answer is None)
-                raise RankFailed(silent.rank, f"sent nothing for {silence_s:.0f} s", silent.tail())
+                raise RankFailedError(silent.rank, f"sent nothing for {silence_s:.0f} s", silent.tail())
             for key, _ in ready:
                 self._handle(key.data, on_event)
             failed = next((rank for rank in self._ranks if rank.failure), None)
@@ -213,7 +213,7 @@ class RankProcesses:
             rank.held = False
             rank.send(_RELEASE)
 
-    def _root_failure(self, first: _Rank, on_event: OnEvent) -> RankFailed:
+    def _root_failure(self, first: _Rank, on_event: OnEvent) -> RankFailedError:
         """Return the failure that caused the others: of a rank that a signal ended, if there is one, else ``first``'s.
 
         Events that the other ranks still send are handled meanwhile.
@@ -230,7 +230,7 @@ class RankProcesses:
         rank = killed[0] if killed else first
         code = rank.process.poll()
         why = f"ended by signal {-code}" if code is not None and code < 0 else rank.failure or "it ended"
-        return RankFailed(rank.rank, why, rank.tail())
+        return RankFailedError(rank.rank, why, rank.tail())
 
 
 def _ignore(*_: Any) -> None:

@@ -21,7 +21,7 @@ def check_output_file(path: str | os.PathLike[str]) -> Path:
     """Return the path of a file that can be written.
 
     Raises:
-        ValueError: The file cannot be written, so that a run would end without its figures.
+        ValueError: the file cannot be written, so that a run would end without its figures.
     """
     file = Path(path)
     if file.is_dir():

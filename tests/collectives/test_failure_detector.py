@@ -149,7 +149,7 @@ def test_a_rank_that_has_stopped_is_told_from_one_that_has_ended_by_its_connecti
 
 
 def test_the_rank_that_has_the_store_stays_until_its_last_words_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "rank_of_store", lambda store: 4)
+    monkeypatch.setattr(failures, "store_rank", lambda store: 4)
     made = connected((2, 4, 6))
     made[1].close(ValueError("tired"))
     for place in (0, 2):

@@ -25,7 +25,7 @@ from thinwire.collectives import (
     Transport,
 )
 from thinwire.collectives.message import HEADER_BYTES, Messages
-from thinwire.collectives.transport import Outgoing, Pending, Traffic
+from thinwire.collectives.transport import OutgoingMessage, Pending, Traffic
 from thinwire_tools import lab
 from thinwire_tools.ranks import ForkedProcess
 
@@ -36,7 +36,7 @@ UNAVAILABLE = lab.unavailable()
 def _everybody(num_ranks: int, num_bytes: int = 256, phases: int = 2) -> Traffic:
     """Every rank sends messages to all others."""
     return [
-        [Outgoing(k, num_bytes, tuple(r for r in range(num_ranks) if r != rank)) for k in range(phases)]
+        [OutgoingMessage(k, num_bytes, tuple(r for r in range(num_ranks) if r != rank)) for k in range(phases)]
         for rank in range(num_ranks)
     ]
 
@@ -111,16 +111,16 @@ def test_only_messages_of_known_size_from_ranks_that_also_get_some() -> None:
     """A rank that gets nothing may have ended an exchange that this rank has not begun."""
 
     def run(transport: Transport) -> list[tuple[int, int]]:
-        late = [Outgoing(0, 128, (1,)), Outgoing(1, 128, (1, 2), late=True)]
-        return list(transport.open([late, [Outgoing(0, 128, (0, 2))], []]).ahead)
+        late = [OutgoingMessage(0, 128, (1,)), OutgoingMessage(1, 128, (1, 2), late=True)]
+        return list(transport.open([late, [OutgoingMessage(0, 128, (0, 2))], []]).ahead)
 
     assert run_threads(run, 3) == [[(0, 1)], [(0, 0)], []]
 
 
 def test_not_into_memory_that_neighbors_still_read() -> None:
     """What comes from another node for several ranks of this one is decoded by all of them, each in its own time."""
-    pair = [Outgoing(0, 128, (2,)), Outgoing(1, 128, (2,))]
-    forwarded = [Outgoing(0, 128, (0,)), Outgoing(1, 128, (3,), source=0)]
+    pair = [OutgoingMessage(0, 128, (2,)), OutgoingMessage(1, 128, (2,))]
+    forwarded = [OutgoingMessage(0, 128, (0,)), OutgoingMessage(1, 128, (3,), source=0)]
 
     def run(transport: Transport) -> list[tuple[int, int]]:
         assert isinstance(transport, SharedMemoryTransport)

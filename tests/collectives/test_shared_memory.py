@@ -30,7 +30,7 @@ from thinwire.collectives.shared_memory import (
     read_ticket,
     unavailable,
 )
-from thinwire.kernels import LINE_BYTES, Word
+from thinwire.kernels import LINE_BYTES, SharedCounter
 
 pytestmark = [pytest.mark.alone, pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))]
 
@@ -150,7 +150,7 @@ def wait_for_the_dead(rank: int, how: str) -> float:
     """Memory that was never a file of /dev/shm leaves none there."""
     before = set(os.listdir("/dev/shm"))
     processes, segments = exchange(rank, 1 << 20, 2)
-    word = Word(segments[1].memory, 0)
+    word = SharedCounter(segments[1].memory, 0)
     if rank == 1:
         if how == "during the wait":
             time.sleep(0.7)
@@ -192,7 +192,7 @@ def test_a_silent_rank_is_noticed_in_time() -> None:
     with Segment(LINE_BYTES) as mine:
         start = time.monotonic()
         with pytest.raises(TransportError, match=r"rank 5: nothing came within 0\.2 s"):
-            await_word(Word(mine.memory, 0), 1, lambda: None, **limits)
+            await_word(SharedCounter(mine.memory, 0), 1, lambda: None, **limits)
         assert 0.2 <= time.monotonic() - start < 10.0
 
 
@@ -261,7 +261,7 @@ def test_a_system_that_lacks_something_says_so(monkeypatch: pytest.MonkeyPatch) 
         (os, "pidfd_open", None, "has no attribute 'pidfd_open'"),
         (os, "pidfd_open", refuse, "cannot watch process"),
         (os, "stat", refuse, "cannot map the memory of process"),
-        (Word, "wait", lambda *_, **__: False, "does not behave"),
+        (SharedCounter, "wait", lambda *_, **__: False, "does not behave"),
         (Process, "is_alive", lambda _: False, "does not behave"),
     ]:
         with monkeypatch.context() as patch:

@@ -28,8 +28,8 @@ from thinwire.collectives import (
     with_shared_memory,
 )
 from thinwire.collectives.shared_memory import Segment, unavailable
-from thinwire.collectives.shared_transport import places_of
-from thinwire.collectives.transport import Outgoing
+from thinwire.collectives.shared_transport import message_places
+from thinwire.collectives.transport import OutgoingMessage
 from thinwire.kernels import LINE_BYTES
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
@@ -45,8 +45,8 @@ LAYERS = layers_of((40_000, "minmax"), (100, "raw"), (3000, "minmax(bits=2, buck
     node=st.sets(st.integers(1, 4)),
 )
 def test_messages_and_words_have_lines_of_their_own(sizes, node) -> None:
-    messages = [Outgoing(phase, size, tuple(sorted(of))) for phase, (size, of) in enumerate(sizes)]
-    places, num_bytes = places_of(messages, frozenset(node))
+    messages = [OutgoingMessage(phase, size, tuple(sorted(of))) for phase, (size, of) in enumerate(sizes)]
+    places, num_bytes = message_places(messages, frozenset(node))
     assert set(places) == {m.phase for m in messages if node & set(m.receivers)}
     spans = []
     for phase, place in places.items():
@@ -113,7 +113,7 @@ def test_a_message_is_not_overwritten_before_it_was_read() -> None:
             order.append(what)
 
     def run(transport):
-        buffers = transport.open([[Outgoing(0, 64, (1,))], []])
+        buffers = transport.open([[OutgoingMessage(0, 64, (1,))], []])
         for step in range(4):
             transport.begin(buffers)
             if transport.rank == 0:

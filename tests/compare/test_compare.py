@@ -146,8 +146,8 @@ def test_the_schedule_rises_to_its_highest_and_decays_to_the_end(steps: int) -> 
 
 
 def test_exit_codes_and_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compare.share_of("1%") == compare.share_of("0.01") == 0.01
-    assert compare.share_of("0.5 %") == 0.005
+    assert compare.parse_share("1%") == compare.parse_share("0.01") == 0.01
+    assert compare.parse_share("0.5 %") == 0.005
     same, broken = side("same", [[5, 3, 2, 2, 2]] * 2), side("broken", [[5, 4, 3, 3, 3]] * 2)
     cases = [(same, broken, False, 0), (same, broken, True, 0), (broken, side("b", [[9, 9]] * 2), True, 1)]
     for variant, control, strict, code in [*cases, (same, side("s", [[2, 2]] * 2), False, 1)]:

@@ -24,7 +24,7 @@ from thinwire_tools.compare import command, demo as demo_module
 from thinwire_tools.compare.paired import Rank
 from thinwire_tools.compare.variants import VARIANTS, Variant
 from thinwire_tools.lab import Loopback
-from thinwire_tools.ranks import RankFailed, RankProcesses
+from thinwire_tools.ranks import RankFailedError, RankProcesses
 
 SMOKE = demo_module.SMOKE
 UNAVAILABLE = lab.unavailable()
@@ -93,14 +93,14 @@ def test_runs_are_the_same_to_the_bit_until_a_rank_is_killed(ranks: RankProcesse
             ranks.process(1).kill()
 
     started = time.monotonic()
-    with pytest.raises(RankFailed, match="rank 1: ended by signal 9") as failed:
+    with pytest.raises(RankFailedError, match="rank 1: ended by signal 9") as failed:
         _run(ranks, VARIANTS["thinwire"], kill)
     assert failed.value.rank == 1
     assert time.monotonic() - started < 35
 
 
 def test_a_rank_that_raises_is_reported_with_its_words_and_its_log(ranks: RankProcesses) -> None:
-    with pytest.raises(RankFailed, match="no compressor is called 'nosuch'") as failed:
+    with pytest.raises(RankFailedError, match="no compressor is called 'nosuch'") as failed:
         _run(ranks, Variant("nosuch"))
     assert "ddp.py" in failed.value.log
 
@@ -111,7 +111,7 @@ def test_a_silent_rank_is_an_error(ranks: RankProcesses, monkeypatch: pytest.Mon
     def stop(rank: int, event: dict[str, Any]) -> None:
         ranks.process(1).send_signal(signal.SIGSTOP)
 
-    with pytest.raises(RankFailed, match=r"rank [01]: sent nothing for 1 s"):
+    with pytest.raises(RankFailedError, match=r"rank [01]: sent nothing for 1 s"):
         _run(ranks, VARIANTS["bf16"], stop)
 
 

@@ -22,7 +22,7 @@ from thinwire.compressors import (
     Piece,
     PowerSGD,
     Segments,
-    Unsuited,
+    UnsuitedError,
     at_step,
     first_state,
     for_world,
@@ -291,7 +291,7 @@ def test_atomo_sends_rank_terms_of_the_singular_values_and_is_unbiased() -> None
     torch.testing.assert_close(fitted.roundtrip(low), low, atol=1e-4, rtol=1e-4)
     assert bool(fitted.roundtrip(torch.full((24, 16), math.nan)).isnan().all())
     for shape in ((24,), (4, 4)):
-        with pytest.raises(Unsuited):
+        with pytest.raises(UnsuitedError):
             parse("atomo(rank=2)").fit(shape)
 
 

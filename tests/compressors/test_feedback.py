@@ -13,7 +13,7 @@ from test_laws import ALIKE, SPECS
 from summed_world import SummedWorld
 from thinwire import parse
 from thinwire.compressors import Coded, Piece, Segments, Summed, Wrapper, ef, first_state
-from thinwire.integrations.optimizers import warn_of_pairing
+from thinwire.integrations.optimizers import warn_about_pairing
 from thinwire.optim import CompressedAdamW
 from thinwire.plan import Plan
 from thinwire.testing.laws import decode_one, encode_one
@@ -76,13 +76,13 @@ def test_what_fails_under_adam_warns_and_says_what_to_use() -> None:
         plan = Plan.build({"w": SHAPE}, {"w": spec})
         for make in ADAM_LIKE:
             with pytest.warns(UserWarning, match=instead) if instead else nullcontext():
-                warn_of_pairing(plan, make([PARAMETER], lr=0.1))
-        warn_of_pairing(plan, torch.optim.SGD([PARAMETER], lr=0.1))
-        warn_of_pairing(plan, None)
+                warn_about_pairing(plan, make([PARAMETER], lr=0.1))
+        warn_about_pairing(plan, torch.optim.SGD([PARAMETER], lr=0.1))
+        warn_about_pairing(plan, None)
     with pytest.warns(UserWarning, match='order="update"'):
-        warn_of_pairing(plan := Plan.build({"w": SHAPE}, {"w": "topk"}), CompressedAdamW([PARAMETER]))
-    warn_of_pairing(plan, CompressedAdamW([PARAMETER], order="update"))
-    warn_of_pairing(Plan.build({"w": SHAPE}, {"w": "onebit"}), CompressedAdamW([PARAMETER]))
+        warn_about_pairing(plan := Plan.build({"w": SHAPE}, {"w": "topk"}), CompressedAdamW([PARAMETER]))
+    warn_about_pairing(plan, CompressedAdamW([PARAMETER], order="update"))
+    warn_about_pairing(Plan.build({"w": SHAPE}, {"w": "onebit"}), CompressedAdamW([PARAMETER]))
 
 
 def test_the_mean_residual_of_powersgd_stays_bounded_while_ranks_drift_apart() -> None:

@@ -21,7 +21,7 @@ from doctor_training import train
 from harness import run_ranks
 from thinwire.collectives import World
 from thinwire.compressors import parse
-from thinwire.plan.forecast import Bucket, Curve, Legs, Links, Pace
+from thinwire.plan.forecast import Bucket, Curve, HierarchyTimes, Links, Pace
 from thinwire.runtime.probe import Pair
 from thinwire_tools import lab
 from thinwire_tools.doctor import examine, page
@@ -37,8 +37,8 @@ from thinwire_tools.doctor.settings import (
     Prediction,
     Setting,
     algorithm_of,
-    compressors_of,
     local_updates,
+    needed_compressors,
     predict_ddp,
     settings_with,
 )
@@ -52,7 +52,7 @@ def measured(bytes_per_s: float, *, now: float, codec_s: float = 1e-9) -> Measur
     pace = Pace((Bucket(0.1, (("a", SHAPES["a"]),)), Bucket(0.15, (("b", SHAPES["b"]),))), 0.2)
     curve = Curve(((0.0, 1e-3), (1e7, 1e-3 + 1e7 / bytes_per_s)))
     watched = Watched((pace,) * 3, (now,) * 3, ((0.1, 0.05),) * 3, 1, 750_000, ("float32",))
-    codecs = dict.fromkeys(compressors_of(SETTINGS, SHAPES), (codec_s / 2, codec_s / 2))
+    codecs = dict.fromkeys(needed_compressors(SETTINGS, SHAPES), (codec_s / 2, codec_s / 2))
     pairs = (Pair(0, 1, bytes_per_s, 1e-3),)
     return Measured(watched, (Links(curve, curve, 2),), pairs, codecs, 2, 2, 1.0, 1, bytes_per_s / 0.9, "eth0")
 
@@ -70,7 +70,7 @@ def test_where_links_differ_what_goes_over_them_may_differ_too() -> None:
     slow, fast = SLOW.links[0].native, Curve(((0.0, 1e-5), (1e7, 1e-5 + 1e7 / 1e10)))
     four = replace(SLOW.links[0], num_ranks=4)
     even, uneven = Links(slow, slow, 2), replace(four, rates=(1.0, 1.0, 1.0, 0.1))
-    paired = replace(four, legs=Legs(World(4, (0, 0, 1, 1)), fast, slow))
+    paired = replace(four, legs=HierarchyTimes(World(4, (0, 0, 1, 1)), fast, slow))
     found = [[str(algorithm_of(setting, links)) for setting in BY_LINK] for links in (even, uneven, paired)]
     by_node, by_rate = "hierarchical(inside=dense, across=slices)", "sra(rates=(1.0, 1.0, 1.0, 0.1))"
     assert found == [["None", "None"], ["None", by_rate], [by_node, "None"]]

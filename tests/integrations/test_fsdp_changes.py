@@ -134,7 +134,7 @@ def _saves(rank: int, size: int, folder: str) -> dict[str, torch.Tensor]:
 def _loads(rank: int, size: int, folder: str, old_size: int, gathered: dict[str, torch.Tensor]) -> torch.Tensor:
     whole, parts = (compress(kept(), CHANGES, COARSE) for _ in range(2))
     whole.load_state_dict(gathered)
-    state = {"wire": parts.state_dict_of(old_size)}
+    state = {"wire": parts.state_dict_template(old_size)}
     dcp.load(state, checkpoint_id=folder)
     parts.load_state_dict(state["wire"])
     assert alike(whole.state_dict(), parts.state_dict())

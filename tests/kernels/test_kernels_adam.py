@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernel_levels import check, needs_native
-from thinwire.kernels import AdamGradient, AdamStep, Moving, adam_apply, adam_normalize
+from thinwire.kernels import AdamGradient, AdamStep, MovingAverage, adam_apply, adam_normalize
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,9 +49,9 @@ def test_bits_are_the_same_everywhere(first: bool) -> None:
             gradient, momentum, weights, update, moved = (_at(offset, _values(numel, seed + i)) for i in range(2, 7))
             before, after = _values(numel, seed + 1).abs(), _at(offset, torch.full((numel,), 7.0))
             momentum_after = torch.full((numel,), 7.0)
-            moving = Moving(momentum, momentum_after, 0.9) if first else None
-            gradients.append(AdamGradient(gradient, Moving(before, after, 0.999), moving, 1e-8, 3e-4))
-            steps.append(AdamStep(weights, update, Moving(moved, moved, 0.9) if first else None, 0.9999, 1.7))
+            moving = MovingAverage(momentum, momentum_after, 0.9) if first else None
+            gradients.append(AdamGradient(gradient, MovingAverage(before, after, 0.999), moving, 1e-8, 3e-4))
+            steps.append(AdamStep(weights, update, MovingAverage(moved, moved, 0.9) if first else None, 0.9999, 1.7))
             all_of_it = (gradient, before, after, momentum_after, weights, moved)
             found |= {f"{i} of {seed}": tensor for i, tensor in enumerate(all_of_it)}
         adam_normalize(gradients)
@@ -78,8 +78,8 @@ def test_a_step_is_the_formula_however_tensors_lie_in_memory() -> None:
     expected, found = (0.99 * w - 2 * after, sent, square, after), []
     for first, second in product(LAYOUTS, repeat=2):
         weights, gradient, squares, kept = first(w), first(g), second(v), second(m)
-        moving = Moving(kept, kept, 0.9)
-        adam_normalize([AdamGradient(gradient, Moving(squares, squares, 0.99), moving, 1e-3, 0.5)])
+        moving = MovingAverage(kept, kept, 0.9)
+        adam_normalize([AdamGradient(gradient, MovingAverage(squares, squares, 0.99), moving, 1e-3, 0.5)])
         adam_apply([AdamStep(weights, gradient, moving, 0.99, 2.0)])
         found.append((weights, gradient, squares, kept))
         torch.testing.assert_close(found[-1], expected)

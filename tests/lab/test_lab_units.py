@@ -55,6 +55,6 @@ def test_a_tool_that_the_kernel_has_no_memory_for_is_started_again(
     if starts > times:
         assert tools.call([], "cat", [], lines=["a line"]) == "a line\n"
     else:
-        with pytest.raises(lab.LabUnavailable, match=f"cat` could not be started: {os.strerror(code)}"):
+        with pytest.raises(lab.LabUnavailableError, match=f"cat` could not be started: {os.strerror(code)}"):
             tools.call([], "cat", [])
     assert next(calls) == starts + 1

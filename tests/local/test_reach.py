@@ -10,20 +10,20 @@ import pytest
 import torch.distributed as dist
 
 from thinwire.local import members as reach
-from thinwire.local.members import Unreachable, check_connections, judge
+from thinwire.local.members import UnreachableError, check_connections, judge
 
 ADDRESSES = {0: "a:1", 1: "b:2", 2: "c:3"}
 
 
-def _outcomes(check: Callable[[int], None], *ranks: int) -> dict[int, Unreachable | None]:
+def _outcomes(check: Callable[[int], None], *ranks: int) -> dict[int, UnreachableError | None]:
     """What ``check`` raised on each rank, all of which run at once."""
-    raised: dict[int, Unreachable | None] = {}
+    raised: dict[int, UnreachableError | None] = {}
 
     def run(rank: int) -> None:
         try:
             check(rank)
             raised[rank] = None
-        except Unreachable as error:
+        except UnreachableError as error:
             raised[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in ranks]
@@ -84,7 +84,7 @@ def test_a_meeting_place_without_a_connection_is_another_ones_fault(monkeypatch:
     monkeypatch.setattr(reach, "ANSWER_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with pytest.raises(Unreachable, match="where the others meet") as raised:
+    with pytest.raises(UnreachableError, match="where the others meet") as raised:
         check_connections(f"127.0.0.1:{port}/torchft/7/0", 1, 2)
     assert raised.value.excused
 

@@ -13,7 +13,7 @@ from experiments.papers.lgreco.speed import fit_quality
 from thinwire import parse
 from thinwire.compressors import ef
 from thinwire.policies import Sync, family
-from thinwire.policies.budget import Infeasible, dynamic_program, total
+from thinwire.policies.budget import InfeasibleError, dynamic_program, total
 from thinwire.policies.candidates import LARGEST_GRAM, Array, LayerCandidates, squared_errors
 from thinwire.policies.families import parameter_value
 from thinwire.policies.lgreco import seconds_per_byte
@@ -147,7 +147,7 @@ def test_the_program_finds_what_brute_force_finds(table, budget: int) -> None:
         return dynamic_program(of_errors, costs, budget, max(1, budget))
 
     if expected is None:
-        with pytest.raises(Infeasible, match="no choice"):
+        with pytest.raises(InfeasibleError, match="no choice"):
             solve()
         return
     plan = solve()
@@ -164,7 +164,7 @@ def test_no_plan_is_over_the_budget(seed: int, layers: int, choices: int, alpha:
     budget = alpha * total(of_errors, [0] * layers)
     try:
         plan = dynamic_program(of_errors, costs, budget, steps)
-    except Infeasible:
+    except InfeasibleError:
         assume(False)
         return
     assert total(of_errors, plan) <= budget * (1 + 1e-12)
@@ -196,7 +196,7 @@ def test_the_dynamic_program_is_within_a_hundredth_of_the_optimum() -> None:
 def test_budgets_at_the_edge_and_what_rounding_leaves_of_them() -> None:
     tiny = np.array([1e-9, 0.0, 0.0])
     assert dynamic_program([tiny, tiny], [np.array([1.0, 3.0, 2.0])] * 2, 0.0) == [2, 2]
-    with pytest.raises(Infeasible):
+    with pytest.raises(InfeasibleError):
         dynamic_program([np.array([1e-9])], [np.array([1.0])], 0.0)
     of_errors = [np.array([np.inf, 1.0]), np.array([np.inf, 2.0])]
     assert dynamic_program(of_errors, [np.array([1.0, 5.0])] * 2, 3.0) == [1, 1]

@@ -18,7 +18,7 @@ import thinwire
 from doctor_training import train
 from harness import run_ranks
 from thinwire_tools import cli
-from thinwire_tools.run.attachment import Attachment, Misused
+from thinwire_tools.run.attachment import Attachment, UsageError
 from thinwire_tools.run.command import run
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "doctor_training.py")
@@ -81,7 +81,7 @@ def misused_on(rank: int, folder: str) -> None:
         ("nosuch", None, "no compressor is called 'nosuch'"),
         ("4bit", here if rank else Path(folder) / "none.pt", "is there on 1 of 2 ranks: put it where all can read it"),
     ):
-        with pytest.raises(Misused, match=words), Attachment(spec, ALWAYS, state, 1):
+        with pytest.raises(UsageError, match=words), Attachment(spec, ALWAYS, state, 1):
             train(1, 0.0)
 
 

@@ -443,7 +443,7 @@ def test_a_run_that_resumes_decides_as_it_would_have(rank: int, at: int, tmp_pat
     model, wire, optimizer = begin()
     saved = {"wire": {"plan": wire.state_dict()["plan"]}}
     dcp.load(saved, checkpoint_id=tmp_path)
-    state = {"model": model.module.state_dict(), "wire": wire.state_dict_of(2, saved["wire"])}
+    state = {"model": model.module.state_dict(), "wire": wire.state_dict_template(2, saved["wire"])}
     dcp.load(state, checkpoint_id=tmp_path)
     model.module.load_state_dict(state["model"])
     wire.load_state_dict(state["wire"])

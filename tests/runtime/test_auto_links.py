@@ -16,7 +16,7 @@ from harness import on_threads, run_threads
 from states import resealed
 from thinwire.collectives import Algorithm, Hierarchical, ScatterReduceAllGather, World, parse_algorithm
 from thinwire.plan import Plan
-from thinwire.plan.forecast import Bucket, Curve, Legs, Links, Pace, coded_transfer
+from thinwire.plan.forecast import Bucket, Curve, HierarchyTimes, Links, Pace, coded_transfer
 from thinwire.policies import Auto, Evidence, Policy, Proposal, StepTime
 from thinwire.runtime import BucketEngine, Wire, WireSettings
 from thinwire.runtime.checkpoint import sealed
@@ -37,7 +37,7 @@ def line(bytes_per_s: float) -> Curve:
 
 def links(slow: float, *, inside: float | None = None, rates: tuple[float, ...] = ()) -> Links:
     """Four ranks whose slowest link carries ``slow`` bytes a second; ``inside`` nodes of two, if there are any."""
-    legs = Legs(PAIRS, line(inside), line(slow)) if inside else None
+    legs = HierarchyTimes(PAIRS, line(inside), line(slow)) if inside else None
     return Links(line(slow), line(slow), 4, legs=legs, rates=rates)
 
 

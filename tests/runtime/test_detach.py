@@ -56,7 +56,7 @@ def _calls(wire: thinwire.Wire, state: dict[str, torch.Tensor]) -> dict[str, Cal
         "gather_state_dict": wire.gather_state_dict,
         "load_state_dict": lambda: wire.load_state_dict(state),
         "reset_stats": wire.reset_stats,
-        "state_dict_of": lambda: wire.state_dict_of(3),
+        "state_dict_template": lambda: wire.state_dict_template(3),
         "stats": lambda: wire.stats,
         "sent_bytes": wire.sent_bytes,
         "detach": wire.detach,

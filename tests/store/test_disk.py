@@ -186,9 +186,9 @@ def test_a_store_of_another_run_shape_or_precision_is_refused(tmp_path: Path) ->
     place = Disk(tmp_path, num_samples=8)
     place.open(FORM, "side", run=1).close()
     # One on disk is not opened unasked.
-    assert place.run_of("side") is None
-    assert Disk(tmp_path, num_samples=8, resume=True).run_of("side") == 1
-    assert Disk(tmp_path, num_samples=8, resume=True).run_of("other") is None
+    assert place.find_run("side") is None
+    assert Disk(tmp_path, num_samples=8, resume=True).find_run("side") == 1
+    assert Disk(tmp_path, num_samples=8, resume=True).find_run("other") is None
     path = tmp_path / "side"
     for message, form, options in (
         ("run 1, this run needs 2", FORM, {"run": 2}),

@@ -13,7 +13,7 @@ import torch
 
 from thinwire import TransportError
 from thinwire.aggregator import Aggregator, AggregatorClient, Limits, parse_address
-from thinwire.aggregator.protocol import HELLO, Greeting, nonce_of, proof
+from thinwire.aggregator.protocol import HELLO, Greeting, proof, read_nonce
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def greeted(sock: socket.socket, greeting: Greeting, token: str = "") -> bytes:
         assert more, "the aggregator hung up"
         data += more
     packed = greeting.pack()
-    return packed + proof(token, nonce_of(data), packed)
+    return packed + proof(token, read_nonce(data), packed)
 
 
 def connection(client: AggregatorClient) -> Any:

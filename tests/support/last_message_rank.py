@@ -11,7 +11,7 @@ from typing import TextIO
 import torch.distributed as dist
 
 from thinwire.collectives import Pending, ProcessGroupTransport
-from thinwire.collectives.transport import Outgoing
+from thinwire.collectives.transport import OutgoingMessage
 
 TIMEOUT = timedelta(seconds=10)
 STEPS = 3
@@ -22,7 +22,10 @@ def exchange() -> str:
     group = dist.new_group(timeout=TIMEOUT)
     assert isinstance(group, dist.ProcessGroup)
     transport = ProcessGroupTransport(group, TIMEOUT)
-    both = [transport.open([[Outgoing(0, 64, (1,))], [Outgoing(0, num_bytes, (0,))]]) for num_bytes in (64, 200_000)]
+    both = [
+        transport.open([[OutgoingMessage(0, 64, (1,))], [OutgoingMessage(0, num_bytes, (0,))]])
+        for num_bytes in (64, 200_000)
+    ]
     for step in range(1, STEPS + 1):
         pending: list[list[Pending]] = []
         for buffers in both:

@@ -122,7 +122,7 @@ class StackStudy(OverLinks[StackScale]):
         """A training of ``task`` from every seed, unless it has been.
 
         Raises:
-            RankFailed: a rank did not make it.
+            RankFailedError: a rank did not make it.
         """
         made = self.trainings()
         return [made.train(task, method, seed, self.reporter(method.title)) for seed in self.seeds]
@@ -133,7 +133,7 @@ class StackStudy(OverLinks[StackScale]):
         """What trainings of one process each found, by method and seed: every rank takes its share of them.
 
         Raises:
-            RankFailed: a rank did not make it.
+            RankFailedError: a rank did not make it.
         """
         pairs = [(name, seed) for seed in self.seeds for name in methods]
         jobs = [{"seed": seed, **job(methods[name])} for name, seed in pairs]

@@ -178,7 +178,7 @@ class AQSGDStudy(OverLinks[AQSGDScale]):
         """A training from every seed, unless it has been.
 
         Raises:
-            RankFailed: a rank did not make it.
+            RankFailedError: a rank did not make it.
         """
         task = self.scale.task(name)
         made, title = self.trainings(num_stages), f"{TITLES[name]}, {method.title}"

@@ -146,7 +146,7 @@ class PipelineTiming(Timing):
         """What stages take by themselves.
 
         Raises:
-            RankFailed: a rank did not make it.
+            RankFailedError: a rank did not make it.
         """
         answers = self.call(compute, task=task, num_stages=self._num_stages, repeats=_REPEATS)
         return Computed(*(max(answer[name] for answer in answers) for name in ("forward_s", "backward_s")))
@@ -155,7 +155,7 @@ class PipelineTiming(Timing):
         """Seconds that so many bytes take from the first stage to the second.
 
         Raises:
-            RankFailed: a rank did not make it.
+            RankFailedError: a rank did not make it.
         """
         self.shape(rate)
         answers = self.call(wire, num_bytes=num_bytes, sender=0, receiver=1, repeats=_WIRE_REPEATS)

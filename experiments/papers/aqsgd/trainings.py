@@ -182,7 +182,7 @@ class Trainings(Ranks):
         """Train, unless it has been.
 
         Raises:
-            RankFailed: a rank did not make it.
+            RankFailedError: a rank did not make it.
             ParityError: both sides of a boundary, or replicas, do not hold the same.
         """
         arguments: dict[str, Any] = {"kind": self._pipe, "task": task, "method": method, "seed": seed, "asked": asked}

@@ -117,7 +117,7 @@ class LGrecoStudy(Study[LGrecoScale]):
         """One training by a variant (None: uncompressed), unless it has been.
 
         Raises:
-            RankFailed: a rank did not make it.
+            RankFailedError: a rank did not make it.
             ParityError: ranks ended with different parameters.
         """
         runs = self._trainings(name)

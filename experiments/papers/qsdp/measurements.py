@@ -150,7 +150,7 @@ class QSDPStudy(Study[QSDPScale]):
         """A training from every seed, in steps of so many micro-batches, unless it has been.
 
         Raises:
-            RankFailed: a rank did not make it.
+            RankFailedError: a rank did not make it.
         """
         size = self.scale.size(name)
         trainings = self.kept(("trainings", num_ranks), lambda: Trainings(num_ranks, cache=self.cache))

@@ -168,7 +168,7 @@ class Trainings(Ranks):
         """Train, unless it has been; ``num_micro``: micro-batches of a step.
 
         Raises:
-            RankFailed: a rank did not make it.
+            RankFailedError: a rank did not make it.
         """
         arguments: dict[str, Any] = {"task": task, "method": method, "seed": seed, "num_micro": num_micro}
         key = {**arguments, "task": described(task), "method": described(method), "rate": self._rate}

@@ -27,10 +27,10 @@ from thinwire.aggregator.protocol import (
     Kind,
     Op,
     ProtocolError,
-    nonce_of,
     packed,
     packed_bytes,
     proof,
+    read_nonce,
     unpacked,
 )
 from thinwire.arguments import check_type
@@ -93,12 +93,12 @@ class AggregatorAddress:
 
     Args:
         address: ``host:port``; ``host:port?slots=16`` requests that many slots instead of the default share.
-        token: The aggregator's token (``--token-file``). It is neither sent nor shown.
-        tls: Encrypts the connection and checks the aggregator's certificate.
+        token: the aggregator's token (``--token-file``). It is neither sent nor shown.
+        tls: encrypts the connection and checks the aggregator's certificate.
 
     Raises:
-        ValueError: The address is invalid.
-        TypeError: The token is not text, or ``tls`` is not an ``ssl.SSLContext``.
+        ValueError: the address is invalid.
+        TypeError: the token is not text, or ``tls`` is not an ``ssl.SSLContext``.
     """
 
     address: str
@@ -122,16 +122,16 @@ class AggregatorClient:
     the number of chunks that it has in flight. An event loop in a background thread sends and receives.
 
     Args:
-        where: Address of the aggregator; as text, ``host:port`` or ``host:port?slots=16``.
-        rank: Rank of this worker.
-        world_size: Number of workers.
-        session: A number that all ranks of this training share, and no other training has.
-        timeout_s: Seconds that ranks may wait for one another.
-        lanes: Number of lanes.
+        where: address of the aggregator; as text, ``host:port`` or ``host:port?slots=16``.
+        rank: rank of this worker.
+        world_size: number of workers.
+        session: a number that all ranks of this training share, and no other training has.
+        timeout_s: seconds that ranks may wait for one another.
+        lanes: number of lanes.
 
     Raises:
-        ValueError: The address is invalid.
-        TransportError: No aggregator answers there, it refuses, or not all ranks connected.
+        ValueError: the address is invalid.
+        TransportError: no aggregator answers there, it refuses, or not all ranks connected.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class AggregatorClient:
 
         Raises:
             TypeError: ``x`` is not such a tensor.
-            TransportError: The connection broke earlier. If it breaks later, waiting raises it.
+            TransportError: the connection broke earlier. If it breaks later, waiting raises it.
         """
         if x.dtype not in _WIDTHS or x.device.type != "cpu" or not x.is_contiguous():
             raise TypeError(f"an aggregator adds contiguous int8 or int32 tensors on the CPU, not {x.dtype} {x.device}")
@@ -331,7 +331,7 @@ class _Link(asyncio.BufferedProtocol):
         self._into, self._arrived = memoryview(into), arrived
 
     def _greet(self) -> None:
-        nonce, greeting = nonce_of(self._into), self._greeting.pack()
+        nonce, greeting = read_nonce(self._into), self._greeting.pack()
         assert self.transport is not None
         self.transport.write(greeting + proof(self._where.token, nonce, greeting))
         self._expect(self._header, self._begin_frame)
@@ -423,7 +423,7 @@ def parse_address(text: str) -> tuple[str, int, int]:
     """Return host, port and slots (0: all) of ``"host:port"``, ``"[::1]:port"`` or ``"host:port?slots=16"``.
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: it is none of these.
     """
     target, question_mark, query = text.partition("?")
     host, _, port = target.rpartition(":")

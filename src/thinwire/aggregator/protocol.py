@@ -107,7 +107,7 @@ def hello(nonce: bytes) -> bytes:
     return HELLO.pack(_MAGIC, VERSION, nonce)
 
 
-def nonce_of(data: bytes | bytearray | memoryview) -> bytes:
+def read_nonce(data: bytes | bytearray | memoryview) -> bytes:
     """Return the nonce of a hello.
 
     Raises:

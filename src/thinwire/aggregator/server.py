@@ -150,7 +150,7 @@ class Session:
         """Add a worker.
 
         Raises:
-            SessionError: Its greeting differs from that of the first worker.
+            SessionError: its greeting differs from that of the first worker.
         """
         for name, mine in self.greeting._asdict().items():
             its = getattr(greeting, name)
@@ -165,7 +165,7 @@ class Session:
         """Remove a worker.
 
         Raises:
-            SessionError: Other workers wait for its integers, or not all have joined.
+            SessionError: other workers wait for its integers, or not all have joined.
         """
         self.left.add(rank)
         for slot in self.slots:
@@ -178,8 +178,8 @@ class Session:
         """Add a worker's integers to a chunk. Once all have contributed, return the result frame for all workers.
 
         Raises:
-            ProtocolError: The frame violates the protocol.
-            SessionError: Workers disagree about the chunk, or a sum overflowed.
+            ProtocolError: the frame violates the protocol.
+            SessionError: workers disagree about the chunk, or a sum overflowed.
         """
         if header.kind != Kind.CONTRIBUTE or not self.complete:
             raise ProtocolError(f"it sent a frame of kind {header.kind.name} when integers were due")
@@ -243,7 +243,7 @@ class Session:
         """Check the timeouts: for joining, for missing contributions, and for an idle session.
 
         Raises:
-            SessionError: One has passed; the message names the missing ranks.
+            SessionError: one has passed; the message names the missing ranks.
         """
         everybody, timeout_s = set(range(self.greeting.world_size)), self.greeting.timeout_ms / 1000
         if not self.complete:
@@ -347,18 +347,18 @@ class Aggregator:
     slots for them, until `stop` is called, by another thread or a signal handler.
 
     Args:
-        host: Address to listen on; 0.0.0.0 for all interfaces.
+        host: address to listen on; 0.0.0.0 for all interfaces.
         port: 0 takes a free one, which is in ``address``.
-        limits: Limits of work and waits.
-        token: What workers must know to take part. Without one, all can who can connect: trusted networks only.
-        tls: With it, connections are encrypted: ``ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)`` with a
+        limits: limits of work and waits.
+        token: what workers must know to take part. Without one, all can who can connect: trusted networks only.
+        tls: with it, connections are encrypted: ``ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)`` with a
             certificate loaded. Without, those on the network can read the sums, and change them where they can change
             packets.
-        log: Called with a line of text for each event.
+        log: called with a line of text for each event.
 
     Raises:
-        ValueError: A number is out of its range.
-        OSError: The address is taken, or not of this machine.
+        ValueError: a number is out of its range.
+        OSError: the address is taken, or not of this machine.
     """
 
     def __init__(
@@ -494,14 +494,14 @@ class Aggregator:
         """Write a frame to all workers of a session."""
         # A worker reads the sum of a chunk before it sends the next one to the same slot.
         most = (1 + len(session.slots)) * (HEADER.size + max(4 * self._slot_elements, self._slot_elements + GROUP))
-        for worker in self._workers_of(session):
+        for worker in self._session_workers(session):
             if worker.transport.get_write_buffer_size() > most:
                 self._refuse(worker, "it sends integers and reads no sums")
                 return
             worker.transport.write(frame)
             self.counters.sent_bytes += len(frame)
 
-    def _workers_of(self, session: Session) -> list[_Worker]:
+    def _session_workers(self, session: Session) -> list[_Worker]:
         return [worker for worker in self._workers if worker.session is session and not worker.closing]
 
     def _close_with(self, worker: _Worker, text: str, *, by_worker: bool) -> None:
@@ -579,7 +579,7 @@ class Aggregator:
         self.counters.failed_sessions += 1
         self._log(f"session ended: {why}")
         self._end(session)
-        for worker in self._workers_of(session):
+        for worker in self._session_workers(session):
             self._close_with(worker, why, by_worker=by_worker)
 
     def _end(self, session: Session) -> None:

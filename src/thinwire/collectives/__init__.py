@@ -68,7 +68,7 @@ from thinwire.collectives.summed import (
 )
 from thinwire.collectives.transport import (
     Buffers as Buffers,
-    Outgoing as Outgoing,
+    OutgoingMessage as OutgoingMessage,
     Pending as Pending,
     PendingWork as PendingWork,
     ProcessGroupTransport as ProcessGroupTransport,

@@ -45,11 +45,11 @@ class Tree:
     Contributions are sent from child to parent and summed on the way; the mean is sent from parent to child.
 
     Args:
-        owner: The root.
-        parents: The parent of each rank; None for the owner.
+        owner: the root.
+        parents: the parent of each rank; None for the owner.
 
     Raises:
-        ValueError: The parents do not form a tree.
+        ValueError: the parents do not form a tree.
     """
 
     def __init__(self, owner: int, parents: Sequence[int | None]) -> None:
@@ -96,7 +96,7 @@ class Algorithm:
         """Return the share of every layer that each rank owns, in proportion.
 
         Raises:
-            ValueError: The algorithm does not fit this world.
+            ValueError: the algorithm does not fit this world.
         """
         return (1,) * world.size
 
@@ -131,7 +131,7 @@ class ScatterReduceAllGather(Algorithm):
     times the bytes of the encoded bucket.
 
     Args:
-        rates: The rate of each rank's link, in any unit, or ``measured``. A rank sends all chunks but its own once and
+        rates: the rate of each rank's link, in any unit, or ``measured``. A rank sends all chunks but its own once and
             its own n−1 times, so ranks with faster links own more, such that all links are busy for equally long. Of
             two ranks each sends the same whatever it owns.
     """
@@ -176,7 +176,7 @@ class ParameterServer(Algorithm):
         return world.size - 1
 
     def shares(self, world: World) -> tuple[int, ...]:
-        return _all_of(self.server, world, "the server")
+        return _sole_owner(self.server, world, "the server")
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class Binomial(Algorithm):
     encoded bucket on average.
 
     Args:
-        root: The rank that owns everything: its tree is the only one, as in the thesis (section 3.5.1). It sends and
+        root: the rank that owns everything: its tree is the only one, as in the thesis (section 3.5.1). It sends and
             receives ``log2(n)`` times the bytes, rounded up.
     """
 
@@ -215,7 +215,7 @@ class Binomial(Algorithm):
             check_int("root", self.root, 0, hint="give a rank, or None for a tree of each rank")
 
     def shares(self, world: World) -> tuple[int, ...]:
-        return super().shares(world) if self.root is None else _all_of(self.root, world, "the root")
+        return super().shares(world) if self.root is None else _sole_owner(self.root, world, "the root")
 
     def crossings(self, world: World) -> float:
         return super().crossings(world) if self.root is None else (world.size - 1).bit_length()
@@ -244,12 +244,12 @@ class Hierarchical(Algorithm):
     everywhere.
 
     Args:
-        inside: The spec of the compressor inside a node; "dense" sends fp32 there, "same" uses the plan's compressor.
+        inside: the spec of the compressor inside a node; "dense" sends fp32 there, "same" uses the plan's compressor.
         across: "slices": every rank of a node sends the node's sum of a slice of its own, so that all of them use the
             node's link; "leaders": the first rank of the node sends the node's whole sum.
 
     Raises:
-        ValueError: An option is invalid.
+        ValueError: an option is invalid.
     """
 
     spec_name: ClassVar[str] = "hierarchical"
@@ -294,7 +294,7 @@ class Hierarchical(Algorithm):
         return f"hierarchical(inside={self.inside}, across={self.across})"
 
 
-def _all_of(owner: int, world: World, called: str) -> tuple[int, ...]:
+def _sole_owner(owner: int, world: World, called: str) -> tuple[int, ...]:
     """Return shares of which one rank has everything."""
     if not 0 <= owner < world.size:
         raise ValueError(f"{called} is rank {owner}, and there are {world.size} ranks")
@@ -343,7 +343,7 @@ def parse_algorithm(spec: str | Algorithm) -> Algorithm:
     ``parameter_server(server=2)`` and ``hierarchical(inside=dense, across=leaders)``.
 
     Raises:
-        ValueError: The spec is invalid: there is no such algorithm, or an option is wrong.
+        ValueError: the spec is invalid: there is no such algorithm, or an option is wrong.
     """
     try:
         return spec if isinstance(spec, Algorithm) else _calls.parse(spec)

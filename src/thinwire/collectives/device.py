@@ -75,14 +75,14 @@ class DeviceBuffers:
         """Allocate the buffers of ``rank``.
 
         Args:
-            layout: The bucket's layout.
-            rank: This rank.
-            device: The device of the buffers.
-            up: Whether contributions are sent to owners.
-            down: Whether means are sent from owners.
+            layout: the bucket's layout.
+            rank: this rank.
+            device: the device of the buffers.
+            up: whether contributions are sent to owners.
+            down: whether means are sent from owners.
 
         Raises:
-            ValueError: The collective algorithm does not send directly to owners.
+            ValueError: the collective algorithm does not send directly to owners.
         """
         check_star(layout.algorithm)
         num_ranks = layout.world_size
@@ -177,7 +177,7 @@ def device_all_reduce(
     current stream.
 
     Raises:
-        TransportError: A collective could not be started.
+        TransportError: a collective could not be started.
     """
     summed = summed_all_reduce(x, layout, transport, buffers.sums, call, buffers.packed)
     next(summed)  # their first round runs while the other layers are encoded

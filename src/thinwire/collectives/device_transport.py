@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.errors import TransportError
-from thinwire.collectives.transport import OPS, Failing, Pending, PendingWork, Transport
+from thinwire.collectives.transport import OPS, ErrorTranslation, Pending, PendingWork, Transport
 from thinwire.compat import all_gather_single
 from thinwire.compressors import Reduction
 
@@ -85,5 +85,5 @@ class DeviceGroupTransport(DeviceTransport):
 
     def _run(self, what: str, operation: Callable[[], dist.Work | None]) -> dist.Work | None:
         self._advance()
-        with Failing(f"the {what}", self._timeout, detector=self.detector):
+        with ErrorTranslation(f"the {what}", self._timeout, detector=self.detector):
             return operation()

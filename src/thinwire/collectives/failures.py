@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from thinwire import threads
 from thinwire.collectives.errors import CommunicationError, PeerFailedError, TransportError
-from thinwire.compat import rank_of_store
+from thinwire.compat import store_rank
 
 _T = TypeVar("_T")
 _BEAT_S, _LOOK_S = 0.5, 0.05
@@ -80,7 +80,7 @@ class Record:
         """Return the record that a rank has written, its texts within bounds.
 
         Raises:
-            ValueError: It is damaged, or not a rank's.
+            ValueError: it is damaged, or not a rank's.
         """
         told = loaded(data)
         if not isinstance(told, dict) or "host" not in told or not told.keys() <= _KINDS.keys():
@@ -151,15 +151,15 @@ class FailureDetector:
         """Connect ``ranks`` of the default process group. All of them must call this.
 
         Args:
-            store: A ``torch.distributed.Store`` that all of them reach.
-            key: A prefix in the store that nothing else uses.
-            ranks: Numbers in the default process group, in the order of the group of the detector.
-            rank: This rank's place in that order.
-            timeout: How long to wait for the others.
+            store: a ``torch.distributed.Store`` that all of them reach.
+            key: a prefix in the store that nothing else uses.
+            ranks: numbers in the default process group, in the order of the group of the detector.
+            rank: this rank's place in that order.
+            timeout: how long to wait for the others.
 
         Raises:
-            TransportError: Some rank did not call this in time.
-            PeerFailedError: Some rank called `announce_error` instead, or has failed in this.
+            TransportError: some rank did not call this in time.
+            PeerFailedError: some rank called `announce_error` instead, or has failed in this.
         """
         try:
             # Threads start first: the others must not wait for a rank that has announced itself and cannot start them.
@@ -187,7 +187,7 @@ class FailureDetector:
         It runs in a thread of its own, in which it is left behind if a rank is lost.
 
         Raises:
-            TransportError: A rank has ended, has said that it communicates no more, or is silent.
+            TransportError: a rank has ended, has said that it communicates no more, or is silent.
         """
         done = in_thread(call)
         while not wait([done], _LOOK_S).done:
@@ -256,7 +256,7 @@ class Board:
     def __init__(self, store: Any, key: str, ranks: Sequence[int], rank: int) -> None:
         self._ranks, self.rank = tuple(ranks), rank
         self._keys = [*(f"{key}/{place}" for place in range(len(ranks))), f"{key}/cause"]
-        self._owner = rank_of_store(store)
+        self._owner = store_rank(store)
         self._host = self._ranks.index(self._owner) if self._owner in self._ranks else None
         """Place of the rank that has the store, if one of these has it."""
         self.has_store = self._host == rank
@@ -551,7 +551,7 @@ def _within(timeout: timedelta, call: Callable[[], _T]) -> _T:
     """Return the result of ``call``. PyTorch's store has calls that wait without end for a process that is stopped.
 
     Raises:
-        TransportError: It takes longer than ``timeout`` and a second.
+        TransportError: it takes longer than ``timeout`` and a second.
     """
     done = in_thread(call)
     try:

@@ -17,7 +17,7 @@ import torch
 
 from thinwire.collectives.algorithms import Algorithm, ScatterReduceAllGather, Tree, World
 from thinwire.collectives.message import HEADER_BYTES, SIZE_BYTES
-from thinwire.collectives.transport import Outgoing, Traffic, Transport, ring_bytes, sent_bytes
+from thinwire.collectives.transport import OutgoingMessage, Traffic, Transport, ring_bytes, sent_bytes
 from thinwire.compressors import Coded, Packed, Parts, Piece, Reduction, Segments, Slot, Summed, SumShape
 from thinwire.kernels import site_id
 
@@ -143,7 +143,7 @@ class Layout:
         """Return the layout of ``layers`` for a world (or its size), by default for scatter-reduce-all-gather.
 
         Raises:
-            ValueError: A layer's compressor does not work with the algorithm.
+            ValueError: a layer's compressor does not work with the algorithm.
         """
         world = World(world) if isinstance(world, int) else world
         algorithm = algorithm or ScatterReduceAllGather()
@@ -246,15 +246,17 @@ class Layout:
     def reduction_traffic(self, *, up: bool = True, down: bool = True) -> Traffic:
         """Return the messages of K chunks. Phase k: contributions to chunk k, toward its owner (``up``). Phase K + k:
         the mean of chunk k, from its owner (``down``)."""
-        traffic: list[list[Outgoing]] = [[] for _ in range(self.world.size)]
+        traffic: list[list[OutgoingMessage]] = [[] for _ in range(self.world.size)]
         for k, chunk in enumerate(self.chunks):
             tree = self.trees[chunk.owner]
             for rank, parent in enumerate(tree.parents):
                 if up and parent is not None:
-                    traffic[rank].append(Outgoing(k, self.sent_chunk(k, rank, parent).message_bytes, (parent,)))
+                    traffic[rank].append(OutgoingMessage(k, self.sent_chunk(k, rank, parent).message_bytes, (parent,)))
                 if down and tree.children[rank]:
                     source = None if parent is None else chunk.owner
-                    mean = Outgoing(len(self.chunks) + k, chunk.message_bytes, tree.children[rank], source=source)
+                    mean = OutgoingMessage(
+                        len(self.chunks) + k, chunk.message_bytes, tree.children[rank], source=source
+                    )
                     traffic[rank].append(mean)
         return traffic
 
@@ -265,10 +267,12 @@ class Layout:
         for rank in range(self.world.size):
             others = tuple(other for other in range(self.world.size) if other != rank)
             if any(chunk.bounded for chunk in self.gathered):
-                size = Outgoing(0, SIZE_BYTES, others)
-                traffic.append([size, Outgoing(1, self.gathered[0].message_bytes, others, late=True)])
+                size = OutgoingMessage(0, SIZE_BYTES, others)
+                traffic.append([size, OutgoingMessage(1, self.gathered[0].message_bytes, others, late=True)])
             else:
-                traffic.append([Outgoing(k, chunk.message_bytes, others) for k, chunk in enumerate(self.gathered)])
+                traffic.append(
+                    [OutgoingMessage(k, chunk.message_bytes, others) for k, chunk in enumerate(self.gathered)]
+                )
         return traffic
 
     def sent_bytes(self, rank: int, transport: Transport | None = None) -> int:

@@ -18,7 +18,7 @@ from thinwire.collectives.transport import Awaited, Pending, Transport
 from thinwire.compressors import Reduction
 
 
-class _Meeting:
+class _Rendezvous:
     """A place where the threads of all ranks exchange values, in one order."""
 
     def __init__(self, size: int, timeout_s: float, device: torch.device | None = None) -> None:
@@ -54,10 +54,10 @@ class _Meeting:
 
 @dataclass
 class _World:
-    """What the threads of all ranks share."""
+    """State that the threads of all ranks share."""
 
     timeout_s: float
-    lanes: tuple[_Meeting, _Meeting]
+    lanes: tuple[_Rendezvous, _Rendezvous]
     mailboxes: dict[tuple[int, int, int], queue.SimpleQueue[Tensor]] = field(default_factory=dict)
     """Messages by sender, receiver and tag."""
 
@@ -71,7 +71,7 @@ class LoopbackTransport(Transport):
 
     @staticmethod
     def world(size: int, timeout_s: float = 30.0) -> list[LoopbackTransport]:
-        world = _World(timeout_s, (_Meeting(size, timeout_s), _Meeting(size, timeout_s)))
+        world = _World(timeout_s, (_Rendezvous(size, timeout_s), _Rendezvous(size, timeout_s)))
         return [LoopbackTransport(rank, size, world) for rank in range(size)]
 
     def _mailbox(self, source: int, target: int, tag: int) -> queue.SimpleQueue[Tensor]:
@@ -118,14 +118,14 @@ class LoopbackTransport(Transport):
 class DeviceLoopbackTransport(DeviceTransport):
     """Sends tensors between threads on one device, each of which has a stream of its own."""
 
-    def __init__(self, inner: Transport, device: torch.device, meeting: _Meeting) -> None:
+    def __init__(self, inner: Transport, device: torch.device, meeting: _Rendezvous) -> None:
         super().__init__(inner, device)
         self._meeting = meeting
 
     @staticmethod
     def world(hosts: Sequence[Transport], device: torch.device, timeout_s: float = 30.0) -> list[DeviceTransport]:
         """Return a transport for each of ``hosts``, which are the transports of the ranks' threads on the host."""
-        meeting = _Meeting(len(hosts), timeout_s, device)
+        meeting = _Rendezvous(len(hosts), timeout_s, device)
         return [DeviceLoopbackTransport(host, device, meeting) for host in hosts]
 
     def _all_to_all(self, out: Tensor, x: Tensor, received: list[int], sent: list[int]) -> None:

@@ -126,8 +126,8 @@ def verify(message: Tensor, *, peer: int, source: int, phase: int, step: int, di
         sums might overflow.
 
     Raises:
-        PeerFailedError: The sender failed.
-        MessageError: The message is too short, damaged, or belongs to another step, layout or format.
+        PeerFailedError: the sender failed.
+        MessageError: the message is too short, damaged, or belongs to another step, layout or format.
     """
     if message.dtype != torch.uint8 or message.dim() != 1 or message.numel() < HEADER_BYTES or message.numel() % 4:
         raise MessageError(f"a message is a 1-D uint8 tensor of at least {HEADER_BYTES} bytes and whole 32-bit words")
@@ -205,9 +205,9 @@ class Messages:
         """Wait for a peer's message of a phase and check it.
 
         Raises:
-            TransportError: The peer is gone or silent.
-            PeerFailedError: The peer failed.
-            MessageError: The message is damaged or not the expected one.
+            TransportError: the peer is gone or silent.
+            PeerFailedError: the peer failed.
+            MessageError: the message is damaged or not the expected one.
         """
         self._arriving.pop((phase, peer)).wait()
         message = self._buffers.inbox[phase, peer][: self._sizes.get((phase, peer))]

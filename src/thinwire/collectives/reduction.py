@@ -40,16 +40,16 @@ def all_reduce(
     decoded. `complete` runs it to its end.
 
     Args:
-        x: Values of ``layout.dtype``, at least ``layout.numel`` of them.
-        layout: Owners and messages, the same on every rank.
-        transport: Sends the messages.
-        buffers: Opened with `Layout.reduction_traffic`.
-        call: Its number and seed, the factor of the sum, and this rank's slots.
+        x: values of ``layout.dtype``, at least ``layout.numel`` of them.
+        layout: owners and messages, the same on every rank.
+        transport: sends the messages.
+        buffers: opened with `Layout.reduction_traffic`.
+        call: its number and seed, the factor of the sum, and this rank's slots.
 
     Raises:
-        TransportError: A rank is gone or silent.
-        PeerFailedError: Another rank failed.
-        MessageError: A message is damaged or of another step.
+        TransportError: a rank is gone or silent.
+        PeerFailedError: another rank failed.
+        MessageError: a message is damaged or of another step.
     """
     with Messages(transport, buffers, step=call.step, digest=layout.digest) as messages:
         run = _Run(x, layout, transport.rank, messages, call)
@@ -78,8 +78,8 @@ def reduce_scatter(
     has, except:
 
     Args:
-        buffers: Opened with ``reduction_traffic(down=False)``.
-        out: With a `part_layout` or `sharded_layout`: a flat tensor of this rank's part that receives the sum. All of
+        buffers: opened with ``reduction_traffic(down=False)``.
+        out: with a `part_layout` or `sharded_layout`: a flat tensor of this rank's part that receives the sum. All of
             ``x`` is undefined then.
     """
     with Messages(transport, buffers, step=call.step, digest=layout.digest) as messages:
@@ -107,8 +107,8 @@ def all_gather(
     Yields and raises as `all_reduce` does, whose arguments it has, except:
 
     Args:
-        buffers: Opened with ``reduction_traffic(up=False)``.
-        kept: This rank's previous messages, by chunk. If a chunk's values are what its previous message decodes to,
+        buffers: opened with ``reduction_traffic(up=False)``.
+        kept: this rank's previous messages, by chunk. If a chunk's values are what its previous message decodes to,
             that message is sent again, bit for bit; otherwise the new message replaces it.
     """
     with Messages(transport, buffers, step=call.step, digest=layout.digest) as messages:

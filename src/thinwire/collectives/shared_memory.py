@@ -29,7 +29,7 @@ from torch import Tensor
 
 from thinwire.collectives.errors import TransportError
 from thinwire.collectives.transport import Transport
-from thinwire.kernels import HAVE_NATIVE, LINE_BYTES, Word
+from thinwire.kernels import HAVE_NATIVE, LINE_BYTES, SharedCounter
 
 NODE_VARIABLE = "THINWIRE_NODE"
 """Environment variable that names this rank's node, if the identity from the kernel is not the intended one."""
@@ -85,8 +85,8 @@ def unavailable() -> str | None:
     try:
         with Segment(LINE_BYTES) as made, Process(os.getpid()) as process:
             other = Segment.from_ticket(made.ticket, LINE_BYTES)
-            Word(made.memory, 0).post(7)
-            if not Word(other.memory, 0).wait(7, timeout_s=1.0) or not process.is_alive():
+            SharedCounter(made.memory, 0).post(7)
+            if not SharedCounter(other.memory, 0).wait(7, timeout_s=1.0) or not process.is_alive():
                 return "memory shared between ranks does not behave on this system"
     except (AttributeError, OSError, RuntimeError) as error:
         # AttributeError: the os module lacks functions that the system does not have.
@@ -153,7 +153,7 @@ class Segment(_Descriptor):
         ``num_bytes`` is computed by the caller, not received.
 
         Raises:
-            SharedMemoryError: It cannot be mapped, or is not the segment of the ticket.
+            SharedMemoryError: it cannot be mapped, or is not the segment of the ticket.
         """
         pid, number, token = read_ticket(ticket)
         path = f"/proc/{pid}/fd/{number}"
@@ -208,7 +208,7 @@ class Process(_Descriptor):
     Make this first, then map a `Segment` of the process, then check `is_alive`: it is the process of the segment.
 
     Raises:
-        SharedMemoryError: There is no such process, or the system has no pidfds.
+        SharedMemoryError: there is no such process, or the system has no pidfds.
     """
 
     def __init__(self, pid: int) -> None:
@@ -239,8 +239,8 @@ def share(transport: Transport, num_bytes: int, others: Mapping[int, int]) -> tu
     All ranks must call this, in the same order, while no other operation runs on ``transport``.
 
     Raises:
-        SharedMemoryError: On every rank, if any of them failed.
-        TransportError: A rank has failed or does not answer.
+        SharedMemoryError: on every rank, if any of them failed.
+        TransportError: a rank has failed or does not answer.
     """
     problem: SharedMemoryError | None = None
     mine, mapped = None, {}
@@ -268,7 +268,7 @@ def share(transport: Transport, num_bytes: int, others: Mapping[int, int]) -> tu
 
 
 def await_word(
-    word: Word,
+    word: SharedCounter,
     value: int,
     check: Callable[[], None],
     *,
@@ -283,7 +283,7 @@ def await_word(
     ``waiting`` is what the error message starts with, and ``peer`` is the rank that is waited for.
 
     Raises:
-        TransportError: The value was not written within ``timeout_s``, or ``check`` raised.
+        TransportError: the value was not written within ``timeout_s``, or ``check`` raised.
     """
     deadline = time.monotonic() + timeout_s
     if word.wait(value, timeout_s=min(timeout_s, _CHECK_S), spin_s=spin_s):

@@ -30,7 +30,7 @@ from thinwire.collectives.shared_memory import (
 from thinwire.collectives.transport import (
     Awaited,
     Buffers,
-    Outgoing,
+    OutgoingMessage,
     Pending,
     Traffic,
     Transport,
@@ -40,7 +40,7 @@ from thinwire.collectives.transport import (
     room,
 )
 from thinwire.compressors import Reduction
-from thinwire.kernels import LINE_BYTES, Word, align
+from thinwire.kernels import LINE_BYTES, SharedCounter, align
 
 TransportChoice = Literal["auto", "group", "shared"]
 _SPIN_S = 30e-6
@@ -51,14 +51,14 @@ def with_shared_memory(transport: Transport, timeout: timedelta, choice: Transpo
     """Return ``transport`` with shared memory between ranks of one node. All ranks must call this.
 
     Args:
-        transport: Sends between nodes.
-        timeout: The limit of every wait for another rank.
+        transport: sends between nodes.
+        timeout: the limit of every wait for another rank.
         choice: "auto" returns ``transport`` itself if no two ranks can share memory, with a warning if ranks share a
             node; "shared" raises in that case, and if only some ranks can; "group" always returns ``transport``.
 
     Raises:
-        SharedMemoryError: On every rank, as described for ``choice``.
-        TransportError: A rank has failed or does not answer.
+        SharedMemoryError: on every rank, as described for ``choice``.
+        TransportError: a rank has failed or does not answer.
     """
     check_choice("transport", choice, get_args(TransportChoice))
     if choice == "group" or transport.world_size == 1:
@@ -83,7 +83,7 @@ class _Neighbor:
 
     def __init__(self, rank: int, process: Process, memory: Tensor) -> None:
         self.rank, self._process = rank, process
-        self._given_up = Word(memory, 0)
+        self._given_up = SharedCounter(memory, 0)
 
     def check(self) -> None:
         """Raise TransportError if it has died or given up."""
@@ -109,7 +109,9 @@ class _MessagePlace(NamedTuple):
     payload: int
 
 
-def places_of(messages: Sequence[Outgoing], neighbors: frozenset[int]) -> tuple[dict[int, _MessagePlace], int]:
+def message_places(
+    messages: Sequence[OutgoingMessage], neighbors: frozenset[int]
+) -> tuple[dict[int, _MessagePlace], int]:
     """Return the places of a rank's messages to its ``neighbors`` by phase, and the bytes of all of them.
 
     Every rank computes this for every rank of its node, so nothing about it is sent.
@@ -134,13 +136,13 @@ class SharedBuffers(Buffers):
     """
 
     own_bytes: int = 0
-    published: dict[int, Word] = field(default_factory=dict)
+    published: dict[int, SharedCounter] = field(default_factory=dict)
     """Words of the messages that this rank sends, by phase."""
-    taken: list[tuple[int, Word]] = field(default_factory=list)
+    taken: list[tuple[int, SharedCounter]] = field(default_factory=list)
     """Receivers of the messages that this rank sends, and their words."""
-    awaited: dict[tuple[int, int], Word] = field(default_factory=dict)
+    awaited: dict[tuple[int, int], SharedCounter] = field(default_factory=dict)
     """Words of the messages that this rank receives, by phase and sender."""
-    done: list[Word] = field(default_factory=list)
+    done: list[SharedCounter] = field(default_factory=list)
     """Words by which this rank reports that it has read messages."""
     remote: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Receivers on other nodes, by phase."""
@@ -165,14 +167,14 @@ class SharedMemoryTransport(Transport):
         """All ranks must call this.
 
         Args:
-            inner: The other transport.
-            timeout: The limit of every wait for another rank.
-            strict: Raise also if only some ranks have no shared memory.
-            identity: Identifies this rank's node, in place of `node_identity`.
+            inner: the other transport.
+            timeout: the limit of every wait for another rank.
+            strict: raise also if only some ranks have no shared memory.
+            identity: identifies this rank's node, in place of `node_identity`.
 
         Raises:
-            SharedMemoryError: On every rank: no two ranks share a node, or a rank cannot share memory.
-            TransportError: A rank has failed or does not answer.
+            SharedMemoryError: on every rank: no two ranks share a node, or a rank cannot share memory.
+            TransportError: a rank has failed or does not answer.
         """
         super().__init__(inner)
         self._timeout_s = timeout.total_seconds()
@@ -181,7 +183,7 @@ class SharedMemoryTransport(Transport):
         self._spin_s = _SPIN_S if self._node and len(os.sched_getaffinity(0)) > 1 else 0.0
         others = self._node - {self.rank}
         mine, mapped = share(inner, LINE_BYTES if others else 0, dict.fromkeys(others, LINE_BYTES))
-        self._given_up = Word(mine, 0) if others else None
+        self._given_up = SharedCounter(mine, 0) if others else None
         self._neighbors = {rank: _Neighbor(rank, its.process, its.memory) for rank, its in mapped.items()}
 
     def _find_node(self, identity: Tensor, strict: bool) -> frozenset[int]:
@@ -209,7 +211,7 @@ class SharedMemoryTransport(Transport):
     def open(self, traffic: Traffic) -> SharedBuffers:
         """See `Transport.open`. Raises `SharedMemoryError`, on every rank alike, if memory runs out."""
         rank = self.rank
-        places = {peer: places_of(traffic[peer], self._node - {peer}) for peer in self._node | {rank}}
+        places = {peer: message_places(traffic[peer], self._node - {peer}) for peer in self._node | {rank}}
         mine, own_bytes = places[rank]
         senders = {
             p: size for p, (own, size) in places.items() if any(rank in place.consumed for place in own.values())
@@ -222,16 +224,16 @@ class SharedMemoryTransport(Transport):
         buffers = SharedBuffers(outgoing, outbox, inbox, incoming, self.new_tag(num_phases(traffic)))
         for phase, place in mine.items():
             outbox[phase] = _payload(memory, place, outgoing[phase])
-            buffers.published[phase] = Word(memory, place.published)
-            buffers.taken += [(peer, Word(memory, at)) for peer, at in place.consumed.items()]
+            buffers.published[phase] = SharedCounter(memory, place.published)
+            buffers.taken += [(peer, SharedCounter(memory, at)) for peer, at in place.consumed.items()]
         alone = {}
         for (phase, peer), message in incoming.items():
             forwarded = phase in outgoing and outgoing[phase].source is not None
             if peer in others:
                 place, theirs = places[peer][0][phase], others[peer].memory
                 inbox[phase, peer] = _payload(theirs, place, message)
-                buffers.awaited[phase, peer] = Word(theirs, place.published)
-                buffers.done.append(Word(theirs, place.consumed[rank]))
+                buffers.awaited[phase, peer] = SharedCounter(theirs, place.published)
+                buffers.done.append(SharedCounter(theirs, place.consumed[rank]))
             elif forwarded and phase in mine:
                 # A message from another node, for others of this one, is received into the memory that they read, maybe
                 # after this rank has ended the exchange.
@@ -282,7 +284,7 @@ class SharedMemoryTransport(Transport):
         self._count(0, buffers.inbox[phase, peer][:num_bytes].numel())
         return Awaited(partial(self._await, word, buffers.uses, peer, "receiving from"))
 
-    def _await(self, word: Word, value: int, peer: int, doing: str) -> None:
+    def _await(self, word: SharedCounter, value: int, peer: int, doing: str) -> None:
         check, waiting = self._neighbors[peer].check, f"{doing} rank {peer} failed"
         try:
             await_word(word, value, check, peer=peer, timeout_s=self._timeout_s, spin_s=self._spin_s, waiting=waiting)
@@ -299,5 +301,5 @@ class SharedMemoryTransport(Transport):
         return self.inner._start_native(x, lane, op)
 
 
-def _payload(memory: Tensor, place: _MessagePlace, message: Outgoing) -> Tensor:
+def _payload(memory: Tensor, place: _MessagePlace, message: OutgoingMessage) -> Tensor:
     return memory[place.payload : place.payload + message.num_bytes]

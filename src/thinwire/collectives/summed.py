@@ -79,7 +79,7 @@ def summed_all_reduce(
     added by native all-reduces.
 
     Raises:
-        TransportError: A rank is gone or silent.
+        TransportError: a rank is gone or silent.
     """
     clock = call.clock
     running = SumRounds(x, layout, buffers, call, rank=transport.rank, num_ranks=transport.world_size)

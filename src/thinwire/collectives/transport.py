@@ -47,7 +47,7 @@ def ring_bytes(num_bytes: int, world_size: int) -> int:
     return 2 * (world_size - 1) * num_bytes // world_size
 
 
-class Outgoing(NamedTuple):
+class OutgoingMessage(NamedTuple):
     """A message that a rank sends to one or several ranks."""
 
     phase: int
@@ -61,11 +61,11 @@ class Outgoing(NamedTuple):
     """Rank that made the message, if its sender forwards it unchanged; None if the sender made it."""
 
 
-Traffic = Sequence[Sequence[Outgoing]]
+Traffic = Sequence[Sequence[OutgoingMessage]]
 """Messages that each rank sends: a pure function of the layout."""
 
 
-def arriving(traffic: Traffic, rank: int) -> dict[tuple[int, int], Outgoing]:
+def arriving(traffic: Traffic, rank: int) -> dict[tuple[int, int], OutgoingMessage]:
     """Return the messages that ``rank`` receives, by phase and sender."""
     everything = [(peer, message) for peer, messages in enumerate(traffic) for message in messages]
     return {(message.phase, peer): message for peer, message in everything if rank in message.receivers}
@@ -116,12 +116,12 @@ class IntegerReducer(Protocol):
 class Buffers:
     """All messages that a rank sends and receives in one collective: allocated once, by `Transport.open`."""
 
-    outgoing: Mapping[int, Outgoing]
+    outgoing: Mapping[int, OutgoingMessage]
     """Messages that this rank sends, by phase."""
     outbox: Mapping[int, Tensor]
     inbox: Mapping[tuple[int, int], Tensor]
     """Memory of received messages, by phase and sender."""
-    arriving: Mapping[tuple[int, int], Outgoing]
+    arriving: Mapping[tuple[int, int], OutgoingMessage]
     """Descriptions of the messages in the inbox, by phase and sender."""
     tag: int
     """First of the buffers' tags, one for each phase. The next exchange uses the same tags: its messages are sent
@@ -380,7 +380,7 @@ class Transport:
 
 
 def receivable_ahead(
-    outgoing: Mapping[int, Outgoing], incoming: Mapping[tuple[int, int], Outgoing]
+    outgoing: Mapping[int, OutgoingMessage], incoming: Mapping[tuple[int, int], OutgoingMessage]
 ) -> list[tuple[int, int]]:
     """Return the messages, by phase and sender, that may be received ahead: those of known size between mutual senders.
 
@@ -391,12 +391,12 @@ def receivable_ahead(
     return [(phase, peer) for (phase, peer), message in incoming.items() if not message.late and peer in receivers]
 
 
-def room(message: Outgoing) -> Tensor:
+def room(message: OutgoingMessage) -> Tensor:
     """Return a buffer for a message, in private memory."""
     return torch.zeros(message.num_bytes, dtype=torch.uint8, device="cpu")
 
 
-class Failing:
+class ErrorTranslation:
     """A context in which a ``RuntimeError`` of ``torch.distributed`` becomes a `TransportError`, with the rank that has
     caused it where a detector can tell. ``peer`` is the rank, within its group, that sends or receives the message."""
 
@@ -432,7 +432,7 @@ class PendingWork:
         peer: int | None = None,
         detector: FailureDetector | None = None,
     ) -> None:
-        self._work, self._failing = work, Failing(doing, timeout, peer, detector)
+        self._work, self._failing = work, ErrorTranslation(doing, timeout, peer, detector)
 
     def wait(self) -> None:
         with self._failing:
@@ -459,12 +459,12 @@ class ProcessGroupTransport(Transport):
     The groups' own methods are called, so they may be groups that ``torch.distributed`` does not list.
 
     Args:
-        group: The process group.
-        timeout: That of the group, for error messages.
-        second: The group of the second lane, of the same ranks. Without one both lanes share ``group``, which is enough
+        group: the process group.
+        timeout: that of the group, for error messages.
+        second: the group of the second lane, of the same ranks. Without one both lanes share ``group``, which is enough
             for a single thread.
-        owned: Whether the groups were made for this transport and are destroyed by `close`.
-        detector: Finds the rank that caused a failure. `close` closes it.
+        owned: whether the groups were made for this transport and are destroyed by `close`.
+        detector: finds the rank that caused a failure. `close` closes it.
     """
 
     def __init__(
@@ -562,7 +562,7 @@ class ProcessGroupTransport(Transport):
                 dist.destroy_process_group(group)
 
     def _start(self, doing: str, operation: Callable[[], dist.Work], peer: int | None = None) -> Pending:
-        with Failing(doing, self.timeout, peer, self.detector):
+        with ErrorTranslation(doing, self.timeout, peer, self.detector):
             return PendingWork(operation(), doing, self.timeout, peer, self.detector)
 
 

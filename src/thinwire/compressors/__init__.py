@@ -7,7 +7,7 @@ from thinwire.compressors._core.compressor import (
     Compressor as Compressor,
     Count as Count,
     Traits as Traits,
-    Unsuited as Unsuited,
+    UnsuitedError as UnsuitedError,
     Wrapper as Wrapper,
     needs_state as needs_state,
     not_finite as not_finite,
@@ -65,8 +65,8 @@ from thinwire.compressors.chunktopk import ChunkTopK as ChunkTopK
 from thinwire.compressors.delta import (
     Delta as Delta,
     check_stateless as check_stateless,
-    coder_of as coder_of,
     direct as direct,
+    message_coder as message_coder,
 )
 from thinwire.compressors.dgc import DGC as DGC
 from thinwire.compressors.ef import RESIDUAL as RESIDUAL, Feedback as Feedback, ef as ef

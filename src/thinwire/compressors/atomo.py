@@ -12,10 +12,10 @@ from torch import Tensor
 
 from thinwire.arguments import check_int
 from thinwire.compressors._core.coded import Coded
-from thinwire.compressors._core.compressor import Compressor, Traits, Unsuited
+from thinwire.compressors._core.compressor import Compressor, Traits, UnsuitedError
 from thinwire.compressors._core.matrices import matrix_shape
 from thinwire.compressors._core.segments import CodecCall, Piece
-from thinwire.compressors._core.sparsifier import HEADER, check_place, header_of, put_floats, put_header
+from thinwire.compressors._core.sparsifier import HEADER, check_place, put_floats, put_header, read_header
 from thinwire.kernels import align, derive_key, site_id
 
 _LEAST_RATIO = 2
@@ -55,10 +55,10 @@ class Atomo(Coded):
 
     def fit(self, shape: Sequence[int]) -> Compressor:
         if len(shape) < 2 or not math.prod(shape):
-            raise Unsuited(f"{self} decomposes matrices, and a layer of shape {tuple(shape)} is none")
+            raise UnsuitedError(f"{self} decomposes matrices, and a layer of shape {tuple(shape)} is none")
         rows, columns = matrix_shape(shape)
         if _LEAST_RATIO * min(self.rank, rows, columns) * (rows + columns) > rows * columns:
-            raise Unsuited(f"{self} would take more than half of the bytes of a layer of shape {tuple(shape)}")
+            raise UnsuitedError(f"{self} would take more than half of the bytes of a layer of shape {tuple(shape)}")
         return replace(self, columns=columns)
 
     def _sides(self, numel: int) -> tuple[int, int, int]:
@@ -97,7 +97,7 @@ class Atomo(Coded):
 
     def _matrix(self, message: Tensor, piece: Piece) -> Tensor:
         rows, columns, terms = self._sides(piece.numel)
-        if header_of(message, piece)[0]:
+        if read_header(message, piece)[0]:
             return torch.full((rows, columns), math.nan, dtype=torch.float32, device=message.device)
         at = piece.payload + HEADER
         values = message[at : at + 4 * (rows + columns) * terms].view(torch.float32)

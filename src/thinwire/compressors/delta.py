@@ -69,7 +69,7 @@ def direct(inner: Coded) -> Coded:
     return inner
 
 
-def coder_of(compressor: Compressor) -> Compressor:
+def message_coder(compressor: Compressor) -> Compressor:
     """Return the compressor that encodes the messages of ``compressor``: Q of ``delta(Q)``, or itself."""
     return compressor.coder if isinstance(compressor, Delta) else compressor
 

@@ -157,7 +157,7 @@ class FFT(Coded, Scheduled, Indexed):
 
     def spectrum(self, x: Tensor) -> Tensor:
         """Return the components of a flat layer, block by block, as complex64."""
-        block = kernels.block_of(x.numel(), self._block)
+        block = kernels.block_size(x.numel(), self._block)
         return kernels.spectrum(x.to(torch.float16) if self.cast else x, block)
 
     def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:

@@ -16,7 +16,7 @@ from thinwire.compressors._core.compressor import Compressor, Traits, not_finite
 from thinwire.compressors._core.integers import Integers, fp32, integer_square_sum
 from thinwire.compressors._core.mixins import ColdStart, FollowsOptimizer, Scheduled, StepEnd
 from thinwire.compressors._core.segments import Part, SumCall
-from thinwire.compressors._core.slots import LayerState, Slot, State, slots_of
+from thinwire.compressors._core.slots import LayerState, Slot, State, layer_slots
 from thinwire.compressors._core.summed import Plain, Subtract, SumShape
 from thinwire.kernels import square_sums
 
@@ -135,7 +135,7 @@ class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
     def alphas(self, parts: Sequence[Part], state: State | None) -> Tensor:
         """Return α of each layer in unscaled units: fp64, (parts,)."""
         slot = _ALL if self.block == "global" else _NORM
-        norms = torch.cat([slots_of(state, p.name).now[slot] for p, _ in parts]).clamp(min=0.0)
+        norms = torch.cat([layer_slots(state, p.name).now[slot] for p, _ in parts]).clamp(min=0.0)
         sizes = self.sizes(parts, norms.device)
         total = self.numel or sizes
         blocks = torch.ones_like(sizes) * total if self.block == "global" else sizes

@@ -68,7 +68,7 @@ class Lattice(Bucketed):
     def traits(self) -> Traits:
         return Traits(unbiased=True)
 
-    def key_of(self, key: Key) -> int:
+    def draw_key(self, key: Key) -> int:
         return key.shared
 
     def make_format(self) -> Format:

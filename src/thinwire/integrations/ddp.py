@@ -28,19 +28,19 @@ from thinwire.compat import (
     untraced,
 )
 from thinwire.compressors import GRADIENT_DTYPES, Raw, Summed, SummedMatrices, find_mixin
-from thinwire.integrations.optimizers import Updates, check_optimizer, warn_of_pairing
+from thinwire.integrations.optimizers import Updates, check_optimizer, warn_about_pairing
 from thinwire.integrations.options import (
     Checks,
     CommonOptions,
     check_arguments,
     check_bool,
     check_compressor,
-    policy_of,
-    record_of,
+    describe_options,
+    make_policy,
     unfit,
 )
 from thinwire.integrations.step_watch import StepWatch
-from thinwire.integrations.transports import agreed_transport, carried, device_of, replicated
+from thinwire.integrations.transports import agreed_transport, carried, exchange_device, replicated
 from thinwire.plan import DEFAULT_RULES, Filter, Plan, Rules, named_parameters
 from thinwire.plan.contraction import check_feedback
 from thinwire.policies import Auto, Policy, parse_policy
@@ -447,10 +447,10 @@ def connect(
     exchanged = {name: p for name, p in parameters.items() if p.requires_grad}
     shapes = {name: p.shape for name, p in exchanged.items()}
     # These are new process groups: PyTorch uses its own from the main thread while these are busy in the worker.
-    with agreed_transport(group, options.network.timeout, record_of(options)) as host:
+    with agreed_transport(group, options.network.timeout, describe_options(options)) as host:
         with failing_together([host], "thinwire.compress()"):
             check()
-            device = None if options.simulate else device_of(exchanged, group, options.as_device)
+            device = None if options.simulate else exchange_device(exchanged, group, options.as_device)
             plan, policy, momentum, preconditioned = _prepare(module, parameters, device, options)
             follows = Updates.check(plan, options.optimizer, parameters)
         engine = BucketEngine(
@@ -475,7 +475,7 @@ def _prepare(
     module: torch.nn.Module, parameters: Mapping[str, torch.Tensor], device: torch.device | None, options: Options
 ) -> tuple[Plan, Policy | None, "Momentum | None", "Preconditioned | None"]:
     """Check the arguments for ``module``. Returns the plan, its policy, and what is sent in place of gradients."""
-    rules, policy = rules_of(options)
+    rules, policy = resolve_rules(options)
     check_optimizer(options.optimizer, module)
     if isinstance(policy, Auto) and any(p.device.type != "cpu" for p in module.parameters()):
         raise NotImplementedError("auto times steps on the host, which knows no times of a GPU: give a compressor")
@@ -486,7 +486,7 @@ def _prepare(
     _check_dtypes(exchanged, plan)
     check_feedback(plan.layers.values())
     if options.optimizer is not None:
-        warn_of_pairing(plan, options.optimizer)
+        warn_about_pairing(plan, options.optimizer)
     if plan.all_raw and not all(isinstance(asked, Raw) for asked in plan.rules.values()):
         warn_caller(
             "nothing is compressed: every layer is excluded, too small, or such as the compressor cannot take. "
@@ -518,7 +518,7 @@ def of_optimizer(
     return None, Preconditioned(optimizer, parameters), with_feedback(plan)
 
 
-def rules_of(options: Options) -> tuple[Rules, Policy | None]:
+def resolve_rules(options: Options) -> tuple[Rules, Policy | None]:
     """Return the compression rules, and the policy that changes the plan while training, if there is one.
 
     Raises:
@@ -530,7 +530,7 @@ def rules_of(options: Options) -> tuple[Rules, Policy | None]:
     chosen = automatic(compressor)
     if chosen is None:
         check_compressor("compressor", compressor)
-    policy = policy_of(options.adapt)
+    policy = make_policy(options.adapt)
     if chosen is not None or isinstance(policy, Auto):
         _check_auto(chosen, options)
         return DEFAULT_RULES, chosen
@@ -642,7 +642,7 @@ def attach_alone(module: torch.nn.Module, options: Options) -> Wire:
     """
     parameters = {name: p for name, p in named_parameters(module).items() if p.requires_grad}
     shapes = {name: p.shape for name, p in parameters.items()}
-    rules, _ = rules_of(options)
+    rules, _ = resolve_rules(options)
     check_optimizer(options.optimizer, module)
     # Several ranks that resume from this one's checkpoint take its plan and start with its moments.
     plan = Plan.build(shapes, rules, options.filter(module))

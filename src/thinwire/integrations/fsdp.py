@@ -29,20 +29,20 @@ from thinwire.compat import (
 from thinwire.compressors import GRADIENT_DTYPES, Delta
 from thinwire.integrations.ddp import automatic
 from thinwire.integrations.momentum import with_feedback
-from thinwire.integrations.optimizers import check_optimizer, warn_of_pairing
+from thinwire.integrations.optimizers import check_optimizer, warn_about_pairing
 from thinwire.integrations.options import (
     CommonOptions,
     check_arguments,
     check_bool,
     check_compressor,
-    policy_of,
-    record_of,
+    describe_options,
+    make_policy,
 )
 from thinwire.integrations.preconditioned import Preconditioned
 from thinwire.integrations.process_group import Work
 from thinwire.integrations.replicas import Future, ReplicaGroup, attach_whole, check_buffer, wait_late
 from thinwire.integrations.step_watch import StepWatch
-from thinwire.integrations.transports import agreed_transport, bare_transport, carried, device_of
+from thinwire.integrations.transports import agreed_transport, bare_transport, carried, exchange_device
 from thinwire.integrations.unused import Uses
 from thinwire.optim import CompressedAdamW, QuantizedAdam
 from thinwire.plan import Plan, Rules, Site, at_site, named_parameters, sharded_plan
@@ -294,12 +294,12 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> Wire:
     replicate_group = _replicate_group(sharded)
     # The Wire closes its transports; if anything fails before there is one, they are closed here.
     with ExitStack() as without_wire:
-        network, record = options.network, record_of(options)
+        network, record = options.network, describe_options(options)
         everyone = [*groups.values(), *([replicate_group] if replicate_group is not None else [])]
         hosts = [without_wire.enter_context(agreed_transport(g, network.timeout, record)) for g in everyone]
         with failing_together(hosts, "thinwire.compress()"):
             policy = _policy(options)
-            device = device_of(named_parameters(model), everyone[0], options.as_device, instead="")
+            device = exchange_device(named_parameters(model), everyone[0], options.as_device, instead="")
             if device is not None and not options.master:
                 raise NotImplementedError(
                     "master=False compares what was sent with what is kept, for which a GPU would stop"
@@ -334,7 +334,7 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> Wire:
     _attached[model] = wire
     StepWatch(wire, named_parameters(model))
     wire.moments = preconditioned
-    _warn_of_memory(wire, preconditioned)
+    _warn_about_memory(wire, preconditioned)
     if isinstance(options.optimizer, QuantizedAdam):
         optimizer = options.optimizer
         wire.engine.keep_gradients_raw(until=lambda: optimizer.frozen)
@@ -375,7 +375,7 @@ def _prepare(
         named = {name: p for name, p in named_parameters(model).items() if name in shapes}
         preconditioned, plan = Preconditioned(options.optimizer, named), with_feedback(plan, "gradients/")
     check_feedback(plan.layers.values())
-    warn_of_pairing(plan, options.optimizer)
+    warn_about_pairing(plan, options.optimizer)
     return plan, units, preconditioned
 
 
@@ -407,7 +407,7 @@ def _ranks(group: FSDPGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group.process_group))
 
 
-def _warn_of_memory(wire: Wire, preconditioned: Preconditioned | None) -> None:
+def _warn_about_memory(wire: Wire, preconditioned: Preconditioned | None) -> None:
     state_bytes = wire.memory + (preconditioned.num_bytes if preconditioned is not None else 0)
     if state_bytes >= 1 << 20:
         warn_caller(
@@ -428,7 +428,7 @@ def _policy(options: ShardedOptions) -> Policy | None:
         raise ValueError(
             "with QuantizedAdam gradients are raw in the warm-up and have error feedback then: leave out adapt="
         )
-    policy = policy_of(options.adapt)
+    policy = make_policy(options.adapt)
     if isinstance(policy, Auto) or automatic(options.gradients):
         raise ValueError("auto is for DistributedDataParallel models: give weights= and gradients= instead")
     for name in ("weights", "gradients", "across"):

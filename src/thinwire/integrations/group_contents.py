@@ -12,11 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.arguments import warn_caller
 from thinwire.collectives import Layer
 from thinwire.compat import ddp_ready_order
-from thinwire.compressors import GRADIENT_DTYPES, Coded, Compressor, Raw, Summed, Unsuited
+from thinwire.compressors import GRADIENT_DTYPES, Coded, Compressor, Raw, Summed, UnsuitedError
 from thinwire.integrations.group_options import GroupBuffer, ProcessGroupOptions, stateless
 from thinwire.integrations.transports import replicated
-from thinwire.plan import Filter, Plan, Rules, named_parameters, names_of
-from thinwire.runtime import Contents, GroupStats, Kind, NamedShape, Walk, dense_bytes
+from thinwire.plan import Filter, Plan, Rules, named_parameters, parameter_names
+from thinwire.runtime import Contents, GroupStats, Kind, LayerCursor, NamedShape, dense_bytes
 
 _PATIENCE = 100
 """Number of unknown buffers, where a model is registered, before a warning says that none of its were found."""
@@ -29,7 +29,7 @@ class BufferContents:
     def __init__(self, options: ProcessGroupOptions, world_size: int) -> None:
         self.options = options
         self._world_size = world_size
-        self._walks: dict[torch.dtype, Walk] = {}
+        self._walks: dict[torch.dtype, LayerCursor] = {}
         """Registered layers, by the dtype of their gradients."""
         self._compressors: dict[str, Compressor] = {}
         self._contents: dict[tuple[NamedShape, ...], Contents] = {}
@@ -42,11 +42,11 @@ class BufferContents:
         """Register the layers of a model; see `ProcessGroup.register_model`. Returns what ranks must agree on."""
         walks, layers = _walks(model)
         inner = model.module if isinstance(model, DistributedDataParallel) else model
-        asked = self.options.compressor_of("all_reduce") if rules is None else rules
+        asked = self.options.get_compressor("all_reduce") if rules is None else rules
         for spec in asked.values() if isinstance(asked, Mapping) else (asked,):
             stateless("rules", spec)
         exclude = tuple(self.options.exclude)
-        keep = Filter(min_numel=self.options.min_numel, exclude=exclude, names=names_of(inner))
+        keep = Filter(min_numel=self.options.min_numel, exclude=exclude, names=parameter_names(inner))
         self._compressors.update(Plan.build(dict(layers), asked, keep).layers)
         self._walks = walks
         self._contents.clear()
@@ -59,10 +59,10 @@ class BufferContents:
         """Return the layers in a buffer, or in each rank's part of it; None if it is to be sent exactly.
 
         Args:
-            buffer: The buffer's properties, apart from ``registered``.
-            tensors: All tensors that the collective reads and writes.
-            stats: Counts the buffer.
-            compressible: Whether the operation of the collective allows compression.
+            buffer: the buffer's properties, apart from ``registered``.
+            tensors: all tensors that the collective reads and writes.
+            stats: counts the buffer.
+            compressible: whether the operation of the collective allows compression.
         """
         first, kind = tensors[0], buffer.kind
         with self._lock:
@@ -118,15 +118,15 @@ class BufferContents:
         if numel < self.options.min_numel:
             return None
         try:
-            compressor = self.options.compressor_of(kind).fit((numel,))
-        except Unsuited:
+            compressor = self.options.get_compressor(kind).fit((numel,))
+        except UnsuitedError:
             return None
         if isinstance(compressor, Raw) or not isinstance(compressor, Coded | Summed):
             return None
         return Contents(numel, (Layer(f"{kind} of {numel}", 0, (numel,), compressor),))
 
 
-def _walks(model: nn.Module) -> tuple[dict[torch.dtype, Walk], list[NamedShape]]:
+def _walks(model: nn.Module) -> tuple[dict[torch.dtype, LayerCursor], list[NamedShape]]:
     from torch.distributed.tensor import DTensor  # imported here because it takes a second
 
     ddp = model if isinstance(model, DistributedDataParallel) else None
@@ -140,7 +140,7 @@ def _walks(model: nn.Module) -> tuple[dict[torch.dtype, Walk], list[NamedShape]]
     for dtype in dict.fromkeys(p.dtype for _, p in trained):
         layers = [(name, tuple(p.shape)) for name, p in trained if p.dtype == dtype]
         whole_passes = 2 if ddp is not None and ddp.static_graph else 1
-        walks[dtype] = Walk(layers, whole_passes=whole_passes, rebuilds=rebuilds, bucket_order=bucket_order)
+        walks[dtype] = LayerCursor(layers, whole_passes=whole_passes, rebuilds=rebuilds, bucket_order=bucket_order)
     return walks, [(name, tuple(p.shape)) for name, p in trained]
 
 

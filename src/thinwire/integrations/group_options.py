@@ -56,25 +56,25 @@ class ProcessGroupOptions:
     Options must be the same on all ranks of the group.
 
     Args:
-        compressor: The compressor of all-reduces. It must not keep state, since a group does not know which
+        compressor: the compressor of all-reduces. It must not keep state, since a group does not know which
             parameters a buffer holds.
-        all_gather: The compressor of all-gathers, by which FSDP2 sends weights. None is ``compressor``, or raw if that
+        all_gather: the compressor of all-gathers, by which FSDP2 sends weights. None is ``compressor``, or raw if that
             one is summed (``cast``, ``randk``), since nothing is summed there.
-        reduce_scatter: The compressor of reduce-scatters. None is ``compressor``, or raw if that one is summed.
-        min_numel: The number of elements below which a buffer (such as a loss that is averaged), or each rank's part
+        reduce_scatter: the compressor of reduce-scatters. None is ``compressor``, or raw if that one is summed.
+        min_numel: the number of elements below which a buffer (such as a loss that is averaged), or each rank's part
             of it, is sent raw by gloo. A registered layer of fewer is sent raw, too.
-        exclude: Patterns of registered layers that are sent raw, in addition to those with fewer than two dimensions.
-        algorithm: The collective algorithm of all-reduces, as `thinwire.compress` takes it.
-        transport: The transport between ranks of one node, as `thinwire.compress` takes it.
-        seed: The seed of the random draws of stochastic rounding.
-        timeout: The timeout of every message. The default is that of ``init_process_group`` or ``new_group``.
-        where: A function that returns whether a `GroupBuffer` is compressed, by its ``kind``, ``op``, ``numel``,
+        exclude: patterns of registered layers that are sent raw, in addition to those with fewer than two dimensions.
+        algorithm: the collective algorithm of all-reduces, as `thinwire.compress` takes it.
+        transport: the transport between ranks of one node, as `thinwire.compress` takes it.
+        seed: the seed of the random draws of stochastic rounding.
+        timeout: the timeout of every message. The default is that of ``init_process_group`` or ``new_group``.
+        where: a function that returns whether a `GroupBuffer` is compressed, by its ``kind``, ``op``, ``numel``,
             ``dtype``, ``registered``, ``in_place`` and ``is_known``; it must return the same on all ranks. The default
             compresses those known to hold gradients or weights, ``lambda buffer: buffer.is_known``.
 
     Raises:
-        ValueError: A spec or a value is invalid, or a compressor needs state.
-        TypeError: An argument is of the wrong type.
+        ValueError: a spec or a value is invalid, or a compressor needs state.
+        TypeError: an argument is of the wrong type.
         RuntimeError: PyTorch makes its process groups with torchcomms.
     """
 
@@ -119,7 +119,7 @@ class ProcessGroupOptions:
         """The timeout, in the attribute that `DeviceMesh` reads."""
         return self.timeout
 
-    def compressor_of(self, kind: Kind) -> Compressor:
+    def get_compressor(self, kind: Kind) -> Compressor:
         """Return the compressor of one kind of collective."""
         return parse(self.compressor if kind == "all_reduce" else getattr(self, kind))
 
@@ -143,7 +143,7 @@ def stateless(where: str, spec: str | Compressor) -> Compressor:
     """Return the compressor of a spec, if it needs nothing but the buffer.
 
     Raises:
-        ValueError: The compressor needs more, or the spec is invalid.
+        ValueError: the compressor needs more, or the spec is invalid.
     """
     compressor = parse(spec)
     instead = "use thinwire.compress(model), which keeps state for each parameter"

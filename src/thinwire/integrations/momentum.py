@@ -28,7 +28,7 @@ from thinwire.kernels import (
 from thinwire.optim import QuantizedAdam
 from thinwire.plan import Plan
 from thinwire.runtime import Wire
-from thinwire.runtime.bucket import BucketLayers, Substitute, in_order_of
+from thinwire.runtime.bucket import BucketLayers, Substitute, view_layer
 
 _ROUNDING = 1e-4
 """Relative difference below which lengths are the same: a loss scale or a sum in fp16 changes them by less."""
@@ -39,7 +39,7 @@ _LANES_PER_ROOT = 16
 
 
 @dataclass(frozen=True)
-class _HandedOver:
+class _LocalGradient:
     """A layer's gradient as the training loop got it."""
 
     shortened: Tensor
@@ -49,7 +49,7 @@ class _HandedOver:
 
 
 @dataclass
-class _Sketched:
+class _SketchedBucket:
     """The compressed layers of a bucket in this backward pass, from which lengths of mean gradients are estimated."""
 
     names: tuple[str, ...]
@@ -94,8 +94,8 @@ class Momentum(Substitute):
         self._parameters = dict(parameters)
         held = held_by(optimizer)
         self._beta = {n: float(held[p]["betas"][0]) for n, p in parameters.items() if p in held}
-        self._sketched: dict[BucketLayers, _Sketched] = {}
-        self._handed_over: dict[str, _HandedOver] = {}
+        self._sketched: dict[BucketLayers, _SketchedBucket] = {}
+        self._handed_over: dict[str, _LocalGradient] = {}
         self._wire: Callable[[], Wire | None] = lambda: None
 
     def attach(self, wire: Wire) -> None:
@@ -120,7 +120,7 @@ class Momentum(Substitute):
         names = tuple(part.name for part in compressed)
         numels = tuple(part.gradient.numel() for part in compressed)
         nothing = torch.empty(0, dtype=torch.float32, device="cpu")
-        self._sketched[layers] = _Sketched(names, numels, _sketches(compressed, wire.step), nothing, nothing)
+        self._sketched[layers] = _SketchedBucket(names, numels, _sketches(compressed, wire.step), nothing, nothing)
 
     def sketches(self) -> Tensor | None:
         """Return the sketches of all buckets of this backward pass, whose mean over the ranks `set_lengths` takes; None
@@ -169,7 +169,7 @@ class Momentum(Substitute):
         for name, factor, length in zip(names, factors, lengths, strict=True):
             if (gradient := self._parameters[name].grad) is not None:
                 gradient.mul_(factor)
-            self._handed_over[name] = _HandedOver(factor, length)
+            self._handed_over[name] = _LocalGradient(factor, length)
 
     def forget_sketches(self) -> None:
         """Forget the sketches of a backward pass, before the next one."""
@@ -220,7 +220,7 @@ class Momentum(Substitute):
         parts = []
         for (name, _), gradient in zip(layers, pieces, strict=True):
             parameter = self._parameters[name]
-            momentum, ordered = self._optimizer.momentum(parameter), in_order_of(parameter, gradient)
+            momentum, ordered = self._optimizer.momentum(parameter), view_layer(parameter, gradient)
             parts.append(_Part(name, gradient, ordered, momentum, self._beta[name]))
         return parts
 

@@ -56,7 +56,7 @@ def check_holds_all(optimizer: torch.optim.Optimizer, parameters: Mapping[str, t
         )
 
 
-def warn_of_pairing(plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:
+def warn_about_pairing(plan: Plan, optimizer: torch.optim.Optimizer | None) -> None:
     """Warn if ``optimizer`` is Adam or a relative and the plan has `DGC`, or error feedback around one bit, signs or a
     sparse choice of the gradient.
 
@@ -128,8 +128,8 @@ class Updates:
         """Return whether any layer of the plan follows the optimizer.
 
         Raises:
-            TypeError: The length of the optimizer's steps does not depend on that of the gradients.
-            ValueError: The optimizer lacks one of those layers.
+            TypeError: the length of the optimizer's steps does not depend on that of the gradients.
+            ValueError: the optimizer lacks one of those layers.
         """
         names = followers(plan)
         if not names or optimizer is None:  # a missing optimizer is an error of the plan

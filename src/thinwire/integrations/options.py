@@ -16,7 +16,7 @@ from thinwire.aggregator import AggregatorAddress, parse_address
 from thinwire.arguments import check_choice, check_int, check_type
 from thinwire.collectives import Algorithm, TransportChoice, parse_algorithm
 from thinwire.compressors import GRADIENT_DTYPES, Compressor, parse
-from thinwire.plan import Filter, named_parameters, names_of
+from thinwire.plan import Filter, named_parameters, parameter_names
 from thinwire.policies import Auto, Policy, parse_policy
 from thinwire.runtime import WireSettings
 from thinwire.runtime.consistency import library_version
@@ -140,7 +140,7 @@ class CommonOptions:
 
     def filter(self, module: nn.Module) -> Filter:
         """Return the filter of the layers of ``module`` that stay raw."""
-        return Filter(min_numel=self.min_numel, exclude=tuple(self.exclude), names=names_of(module))
+        return Filter(min_numel=self.min_numel, exclude=tuple(self.exclude), names=parameter_names(module))
 
 
 def unfit(module: nn.Module) -> dict[str, str]:
@@ -214,7 +214,7 @@ def check_compressor(name: str, given: object) -> None:
                 raise type(error)(f"{name}: {error}") from None
 
 
-def policy_of(adapt: str | Policy | None) -> Policy | None:
+def make_policy(adapt: str | Policy | None) -> Policy | None:
     """Return the policy that ``adapt=`` names.
 
     Raises:
@@ -226,7 +226,7 @@ def policy_of(adapt: str | Policy | None) -> Policy | None:
         raise ValueError(f"adapt: {error}") from None
 
 
-def record_of(options: CommonOptions) -> dict[str, str]:
+def describe_options(options: CommonOptions) -> dict[str, str]:
     """Return what all ranks must have in common: every option as text, by its name, and the versions of the libraries.
 
     Values that mean the same have the same text, such as a compressor and its spec, or a list and a tuple. For an

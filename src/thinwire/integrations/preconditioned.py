@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thinwire.integrations.optimizers import check_holds_all
 from thinwire.optim import CompressedAdamW
-from thinwire.runtime.bucket import BucketLayers, Substitute, bucket_parts, in_order_of
+from thinwire.runtime.bucket import BucketLayers, Substitute, bucket_parts, view_layer
 from thinwire.runtime.checkpoint import check_sealed, sealed
 from thinwire.runtime.placement import Placement
 
@@ -42,7 +42,7 @@ class Preconditioned(Substitute):
 
     def make(self, flat: Tensor, layers: BucketLayers, loss_scale: float) -> None:
         parts = [(self._parameters[name], gradient) for name, gradient in bucket_parts(flat, layers)]
-        self._optimizer.outgoing([(p, in_order_of(p, gradient)) for p, gradient in parts], loss_scale)
+        self._optimizer.outgoing([(p, view_layer(p, gradient)) for p, gradient in parts], loss_scale)
 
     def make_sharded(self, flat: Tensor, placement: Placement, loss_scale: float) -> None:
         """Do what `make` does, in a flat buffer that has a part for each rank, with its shards of all layers."""

@@ -74,10 +74,10 @@ class ProcessGroup(dist.ProcessGroup):
         """Create it for ``torch.distributed``; ``creation`` has the store, the ranks and the timeout.
 
         Raises:
-            TypeError: The options are not `ProcessGroupOptions`.
-            DisagreementError: Ranks gave different options.
-            SharedMemoryError: The transport is ``shared``, and ranks cannot share memory.
-            TransportError: A rank did not come within the timeout, or is gone.
+            TypeError: the options are not `ProcessGroupOptions`.
+            DisagreementError: ranks gave different options.
+            SharedMemoryError: the transport is ``shared``, and ranks cannot share memory.
+            TransportError: a rank did not come within the timeout, or is gone.
         """
         rank, size = creation.group_rank, creation.group_size
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue] - of the subclasses that Python may make
@@ -134,12 +134,12 @@ class ProcessGroup(dist.ProcessGroup):
         all kinds.
 
         Args:
-            model: A model on all ranks of the group.
-            rules: Compressors by name pattern, in place of that of the options.
+            model: a model on all ranks of the group.
+            rules: compressors by name pattern, in place of that of the options.
 
         Raises:
-            TypeError: The model is sharded: its buffers interleave shards.
-            ValueError: A pattern matches no layer, or a compressor needs state.
+            TypeError: the model is sharded: its buffers interleave shards.
+            ValueError: a pattern matches no layer, or a compressor needs state.
         """
         self._running().agree(self._contents.register_model(model, rules))
 

@@ -1,4 +1,4 @@
-"""Where a model's gradients are and what carries them: process groups of thinwire's own, beside those of PyTorch."""
+"""The device of a model's gradients, and the transports that carry them over process groups of thinwire's own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from thinwire.collectives import (
     announce_error,
     with_shared_memory,
 )
-from thinwire.collectives.transport import Failing
+from thinwire.collectives.transport import ErrorTranslation
 from thinwire.compat import gloo_group, group_timeout, prefixed
 from thinwire.integrations.options import Network
 from thinwire.plan import named_parameters
@@ -32,7 +32,7 @@ from thinwire.runtime import agree
 _SIMULATE = "; simulate=True studies the effect on accuracy on any device"
 
 
-class _Meeting(NamedTuple):
+class _Rendezvous(NamedTuple):
     """A place where some ranks find each other, once."""
 
     store: Any
@@ -50,7 +50,7 @@ _meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]
 """Numbers of meetings, by the default process group, because a new one has a new store, and by the ranks."""
 
 
-def _meeting(ranks: Sequence[int]) -> _Meeting:
+def _meeting(ranks: Sequence[int]) -> _Rendezvous:
     """Return the next meeting of ``ranks``, which all of them count alike."""
     world = dist.group.WORLD
     assert world is not None, "there is a process group"
@@ -62,7 +62,7 @@ def _meeting(ranks: Sequence[int]) -> _Meeting:
     if world in _stuck:
         store = _stores[world] = store.clone()
         _stuck.discard(world)
-    return _Meeting(store, f"thinwire meeting {number} of {'-'.join(map(str, ranks))}", ranks)
+    return _Rendezvous(store, f"thinwire meeting {number} of {'-'.join(map(str, ranks))}", ranks)
 
 
 def bare_transport(group: dist.ProcessGroup, timeout: timedelta | None = None) -> ProcessGroupTransport:
@@ -71,8 +71,8 @@ def bare_transport(group: dist.ProcessGroup, timeout: timedelta | None = None) -
     ``timeout`` is that of each message, by default that of ``group``.
 
     Raises:
-        TransportError: A rank did not come in time, or is gone.
-        PeerFailedError: A rank failed in `failing_before_meeting`, or in this function.
+        TransportError: a rank did not come in time, or is gone.
+        PeerFailedError: a rank failed in `failing_before_meeting`, or in this function.
     """
     timeout = timeout or group_timeout(group)
     meeting = _meeting(dist.get_process_group_ranks(group))
@@ -93,7 +93,7 @@ def _add_streams(transport: ProcessGroupTransport, group: dist.ProcessGroup, str
     All ranks must have agreed on the number and call this with it, because gloo would wait for those that do not.
 
     Raises:
-        TransportError: A rank did not come in time, or is gone.
+        TransportError: a rank did not come in time, or is gone.
     """
     if streams > 1:
         meeting = _meeting(dist.get_process_group_ranks(group))
@@ -101,7 +101,7 @@ def _add_streams(transport: ProcessGroupTransport, group: dist.ProcessGroup, str
 
 
 def _new_groups(
-    meeting: _Meeting, group: dist.ProcessGroup, timeout: timedelta, detector: FailureDetector | None, num: int
+    meeting: _Rendezvous, group: dist.ProcessGroup, timeout: timedelta, detector: FailureDetector | None, num: int
 ) -> list[dist.ProcessGroup]:
     """Make ``num`` process groups over gloo, which ``torch.distributed`` does not list, among the ranks of ``group``.
 
@@ -112,7 +112,7 @@ def _new_groups(
     stores = [prefixed(f"{meeting.key}, group {i}", meeting.store) for i in range(num)]
 
     def make() -> list[dist.ProcessGroup]:
-        with Failing(doing, timeout, detector=detector):
+        with ErrorTranslation(doing, timeout, detector=detector):
             return [gloo_group(store, group.rank(), group.size(), timeout) for store in stores]
 
     if detector is None:
@@ -213,7 +213,7 @@ def trained(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in replicated(model).items() if p.requires_grad}
 
 
-def device_of(
+def exchange_device(
     trained: Mapping[str, torch.Tensor], group: dist.ProcessGroup, as_device: bool, instead: str = _SIMULATE
 ) -> torch.device | None:
     """Return the device from which gradients are sent without going over the host; None if they are on the CPU."""
@@ -230,8 +230,8 @@ def check_device(devices: Mapping[torch.device, str], backends: str, instead: st
     in ``cpu:gloo,cuda:nccl``; ``instead`` ends error messages with what else may be done.
 
     Raises:
-        NotImplementedError: The parameters are on several devices, or on one that is not a GPU.
-        RuntimeError: Something is missing; the message names it.
+        NotImplementedError: the parameters are on several devices, or on one that is not a GPU.
+        RuntimeError: something is missing; the message names it.
     """
     device, name = next((device, name) for device, name in devices.items() if device.type != "cpu")
     if device.type == "meta":

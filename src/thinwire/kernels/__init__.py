@@ -3,7 +3,7 @@
 from thinwire.kernels.adam import (
     AdamGradient as AdamGradient,
     AdamStep as AdamStep,
-    Moving as Moving,
+    MovingAverage as MovingAverage,
     adam_apply as adam_apply,
     adam_normalize as adam_normalize,
 )
@@ -43,7 +43,7 @@ from thinwire.kernels.format import (
 from thinwire.kernels.native import (
     CORE,
     LINE_BYTES as LINE_BYTES,
-    Word as Word,
+    SharedCounter as SharedCounter,
     asynchronous as asynchronous,
     cpu_level as cpu_level,
     is_dense as is_dense,
@@ -80,7 +80,7 @@ from thinwire.kernels.sparse import (
 )
 from thinwire.kernels.spectrum import (
     Received as Received,
-    block_of as block_of,
+    block_size as block_size,
     num_components as num_components,
     spectrum as spectrum,
     spectrum_decode as spectrum_decode,

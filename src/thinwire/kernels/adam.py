@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from thinwire.kernels import native
 
 
-class Moving(NamedTuple):
+class MovingAverage(NamedTuple):
     """An exponential moving average, ``after = beta · before + (1 − beta) · value``; both tensors may be the same."""
 
     before: Tensor
@@ -29,9 +29,9 @@ class AdamGradient(NamedTuple):
     """A layer's gradient, which :func:`adam_normalize` replaces. All tensors have one shape, dtype and device."""
 
     gradient: Tensor
-    square: Moving
+    square: MovingAverage
     """The average of the gradient's square."""
-    momentum: Moving | None
+    momentum: MovingAverage | None
     """The average of the gradient, if it takes the gradient's place."""
     eps: float
     factor: float
@@ -42,7 +42,7 @@ class AdamStep(NamedTuple):
 
     weights: Tensor
     update: Tensor
-    momentum: Moving | None
+    momentum: MovingAverage | None
     """The average of the updates, if it takes the update's place. It is changed in place: its two tensors are one."""
     kept: float
     size: float
@@ -127,5 +127,5 @@ def _addresses(first: Tensor, *others: Tensor | None) -> list[int] | None:
     return [native.address("each", t, torch.float32, numel, strides) if t is not None else 0 for t in (first, *others)]
 
 
-def _shares(moving: Moving | None) -> tuple[float, float]:
+def _shares(moving: MovingAverage | None) -> tuple[float, float]:
     return (moving.beta, 1 - moving.beta) if moving else (0.0, 0.0)

@@ -47,7 +47,7 @@ def header_words(message: Tensor, table: Table, word: int) -> Tensor:
     return torch.where(rows[:, 1] > 0, message.view(torch.int32)[at], 0)
 
 
-def bits_of(x: Tensor) -> Tensor:
+def magnitude_bits(x: Tensor) -> Tensor:
     """Return the bits of |x| as integers (int64)."""
     return x.contiguous().view(torch.int32).to(torch.int64) & MAGNITUDE
 
@@ -63,12 +63,12 @@ def header(nonfinite: Tensor, saturated: Tensor, a: Tensor | None = None, b: Ten
     return words.view(torch.uint8)
 
 
-def draws_of(row: Row, key: int, device: torch.device) -> Tensor:
+def draw_bits(row: Row, key: int, device: torch.device) -> Tensor:
     """Return 16 random bits for each element of a row (int64)."""
     return random16(row.index0, row.numel, *row_key(key, row.site), device).to(torch.int64)
 
 
-def values_of(x: Tensor, row: Row) -> Tensor:
+def row_values(x: Tensor, row: Row) -> Tensor:
     """Return the row's elements as contiguous fp32."""
     return x[row.elements].to(torch.float32).contiguous()
 
@@ -84,7 +84,7 @@ def from_bits(bits: Tensor) -> Tensor:
     return bits.to(torch.int32).view(torch.float32)
 
 
-def words_of(message: Tensor, at: int, count: int) -> Tensor:
+def read_words(message: Tensor, at: int, count: int) -> Tensor:
     """Return ``count`` little-endian 32-bit words (int32) at byte ``at``."""
     return message[at : at + 4 * count].clone().view(torch.int32)
 
@@ -115,9 +115,9 @@ def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int, scale:
         native.core().natural_encode(*given, *table.native, to, shift, key & MASK64)
         return
     for _, row in table.filled:
-        values = values_of(x, row)
-        bits = bits_of(values)
-        exponent = (bits + (draws_of(row, key, x.device) << 7) + 64) >> 23
+        values = row_values(x, row)
+        bits = magnitude_bits(values)
+        exponent = (bits + (draw_bits(row, key, x.device) << 7) + 64) >> 23
         finite = bits < INFINITY
         steps = exponent - NATURAL_LOWEST - shift
         saturated = (steps > NATURAL_STEPS) & finite
@@ -139,7 +139,7 @@ def natural_decode(message: Tensor, table: Table, y: Tensor, *, add: bool = Fals
         native.core().natural_decode(received, *table.native, *to, add, scale)
         return
     for _, row in table.filled:
-        nonfinite, _, shift = words_of(message, row.payload, 3)
+        nonfinite, _, shift = read_words(message, row.payload, 3)
         codes = message[row.payload + HEADER : row.payload + HEADER + row.numel].to(torch.int64)
         magnitude = codes & 127
         lowest = NATURAL_LOWEST + shift.clamp(*NATURAL_SHIFTS).to(torch.int64)
@@ -196,13 +196,13 @@ def rangefloat_encode(
         native.core().rangefloat_encode(*given, *table.native, to, by, bits, ROUNDINGS.index(rounding), key & MASK64)
         return
     for i, row in table.filled:
-        (largest, bits_given), values = params[i], values_of(x, row)
+        (largest, bits_given), values = params[i], row_values(x, row)
         whole = (bits_given >= 0) & (bits_given <= 22) & (bits_given == bits_given.floor())
         mantissa = torch.where(whole, bits_given, -1.0).to(torch.int64)
         valid = rangefloat_first(largest, mantissa, bits)[2]
-        nonfinite = bits_of(values) >= INFINITY
+        nonfinite = magnitude_bits(values) >= INFINITY
         usable = torch.where(valid, largest, 1.0), torch.where(valid, mantissa, 22)
-        codes = rangefloat_codes(values, *usable, bits, rounding, draws_of(row, key, x.device))
+        codes = rangefloat_codes(values, *usable, bits, rounding, draw_bits(row, key, x.device))
         codes = torch.where(nonfinite, (1 << bits) - 1, codes)
         codes = torch.where(valid, codes, 0)
         start = header(nonfinite, (values.abs() > largest) & ~nonfinite & valid, largest, mantissa)
@@ -222,7 +222,7 @@ def rangefloat_decode(
         native.core().rangefloat_decode(received, *table.native, *to, bits, add, scale)
         return
     for _, row in table.filled:
-        words = words_of(message, row.payload, 4)
+        words = read_words(message, row.payload, 4)
         first, shift, valid = rangefloat_first(words[2:3].view(torch.float32), words[3].to(torch.int64), bits)
         codes = unpack_wide(message[row.payload + HEADER :], row.numel, bits)
         write(rangefloat_values(codes, first, shift, valid, bits), row, y, add, scale)
@@ -248,7 +248,7 @@ def rangefloat_codes(x: Tensor, largest: Tensor, mantissa: Tensor, bits: int, ro
     top = first + positives - 1
     eps = from_bits((first << shift).reshape(1))
     magnitude = torch.minimum(x.abs(), largest)
-    word = bits_of(magnitude)
+    word = magnitude_bits(magnitude)
     if rounding == "nearest":
         step = ((word + (1 << (shift - 1))) >> shift).clamp(max=top)
         below = magnitude >= eps * 0.5
@@ -318,7 +318,7 @@ def levels_encode(x: Tensor, table: Table, message: Tensor, levels: Tensor, *, b
         native.core().levels_encode(*given, *table.native, to, by, bits, bucket)
         return
     for i, row in table.filled:
-        level, values, size = levels[i], values_of(x, row), min(bucket, row.numel)
+        level, values, size = levels[i], row_values(x, row), min(bucket, row.numel)
         padding = -(-row.numel // size) * size - row.numel
         buckets = torch.cat((values, values[-1:].expand(padding))).view(-1, size)
         low, high = torch.aminmax(buckets, dim=1)
@@ -355,8 +355,8 @@ def levels_decode(
     for _, row in table.filled:
         meta, at, _ = levels_parts(row.numel, bits, bucket)
         count, size = num_buckets(row.numel, bucket), min(bucket, row.numel)
-        level = words_of(message, row.payload, 1 << bits).view(torch.float32)
-        scales = words_of(message, row.payload + meta, 2 * count).view(torch.float32)
+        level = read_words(message, row.payload, 1 << bits).view(torch.float32)
+        scales = read_words(message, row.payload + meta, 2 * count).view(torch.float32)
         codes = unpack(message[row.payload + at :], row.numel, bits)
         low, span = (v.repeat_interleave(size)[: row.numel] for v in (scales[:count], scales[count:]))
         write(low + span * level[codes.to(torch.int64)], row, y, add, scale)
@@ -409,7 +409,7 @@ def magnitudes_encode(
         native.core().magnitudes_encode(*given, *table.native, to, by, bits, bucket, *both)
         return
     for _, row in table.filled:
-        values, size = values_of(x, row), min(bucket, row.numel)
+        values, size = row_values(x, row), min(bucket, row.numel)
         if residual is not None:
             values = values + scaled(residual.now[row.elements], residual.loss_scale)
         count = num_buckets(row.numel, size)
@@ -454,7 +454,7 @@ def magnitudes_decode(
     values = torch.cat((magnitudes, -magnitudes))
     for _, row in table.filled:
         at = row.payload + magnitudes_parts(row.numel, bits, bucket)[0]
-        scales = words_of(message, row.payload, num_buckets(row.numel, bucket)).view(torch.float32)
+        scales = read_words(message, row.payload, num_buckets(row.numel, bucket)).view(torch.float32)
         codes = unpack(message[at:], row.numel, bits)
         each = scales.repeat_interleave(min(bucket, row.numel))[: row.numel]
         write(values[codes.to(torch.int64)] * each, row, y, add, scale)
@@ -496,7 +496,7 @@ def int_round(
         native.core().int_round(*given, *table.native, by, to, size, limit, key & MASK64, nearest, count)
         return clipped
     for i, row in table.filled:
-        values = values_of(x, row)
+        values = row_values(x, row)
         place = alphas[i] * values
         counts = torch.isfinite(values) & ~torch.isnan(place)
         clipped[i] = ((place.abs() > limit) & counts).sum()
@@ -506,7 +506,7 @@ def int_round(
         else:
             below = place.floor()
             fraction = ((place - below) * 65536.0).to(torch.int64)
-            whole = below.to(torch.int64) + (fraction + draws_of(row, key, x.device) >= 65536)
+            whole = below.to(torch.int64) + (fraction + draw_bits(row, key, x.device) >= 65536)
         at = row.payload // size
         out[at : at + row.numel] = whole.to(out.dtype)
     return clipped

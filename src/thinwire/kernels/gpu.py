@@ -34,7 +34,7 @@ from thinwire.kernels.gpu_kernels import (
     decode_tiles,
     encode_codes,
     encode_tiles,
-    row_of,
+    find_piece,
     write,
 )
 from thinwire.kernels.table import Table
@@ -253,7 +253,7 @@ def needs_sums(form: Format) -> bool:
 
 @triton.jit
 def put_rows(x, message, pieces, rows, SIZE: tl.constexpr):
-    piece, start, numel, _index0, payload, _site = row_of(pieces, rows)
+    piece, start, numel, _index0, payload, _site = find_piece(pieces, rows)
     at = piece * SIZE + tl.arange(0, SIZE)
     to = (message + payload).to(tl.pointer_type(x.dtype.element_ty))
     tl.store(to + at, tl.load(x + start + at, mask=at < numel), mask=at < numel)
@@ -261,7 +261,7 @@ def put_rows(x, message, pieces, rows, SIZE: tl.constexpr):
 
 @triton.jit
 def take_rows(message, y, pieces, rows, scale, SIZE: tl.constexpr, MODE: tl.constexpr):
-    piece, start, numel, _index0, payload, _site = row_of(pieces, rows)
+    piece, start, numel, _index0, payload, _site = find_piece(pieces, rows)
     at = piece * SIZE + tl.arange(0, SIZE)
     value = tl.load((message + payload).to(tl.pointer_type(y.dtype.element_ty)) + at, mask=at < numel)
     write(y, y, start + at, value.to(tl.float32), scale, at < numel, MODE)
@@ -274,7 +274,7 @@ def sum_rows(
 ):  # fmt: skip
     """Write ``base · weight`` and, with ``MESSAGE``, a payload times ``before``, in fp32: to ``total``, or if it is the
     ``LAST``, times ``after``, to the places of the mean. Payloads have the dtype of ``y``."""
-    piece, start, numel, _index0, payload, _site = row_of(pieces, rows)
+    piece, start, numel, _index0, payload, _site = find_piece(pieces, rows)
     at = piece * SIZE + tl.arange(0, SIZE)
     inside = at < numel
     kind: tl.constexpr = y.dtype.element_ty
@@ -293,7 +293,7 @@ def sum_rows(
 
 @triton.jit
 def add_rows(x, other, out, pieces, rows, alpha, SIZE: tl.constexpr):
-    piece, start, numel, _index0, _payload, _site = row_of(pieces, rows)
+    piece, start, numel, _index0, _payload, _site = find_piece(pieces, rows)
     at = piece * SIZE + tl.arange(0, SIZE)
     value = tl.load(x + start + at, mask=at < numel, other=0.0).to(tl.float32)
     value += tl.load(other + start + at, mask=at < numel, other=0.0).to(tl.float32) * alpha
@@ -302,7 +302,7 @@ def add_rows(x, other, out, pieces, rows, alpha, SIZE: tl.constexpr):
 
 @triton.jit
 def scale_rows(x, out, pieces, rows, by, over, SIZE: tl.constexpr):
-    piece, start, numel, _index0, _payload, _site = row_of(pieces, rows)
+    piece, start, numel, _index0, _payload, _site = find_piece(pieces, rows)
     at = piece * SIZE + tl.arange(0, SIZE)
     value = tl.load(x + start + at, mask=at < numel, other=0.0).to(tl.float32) * by
     value = tl.div_rn(value, tl.zeros((SIZE,), tl.float32) + over)

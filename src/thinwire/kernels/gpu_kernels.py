@@ -13,7 +13,7 @@ import triton.language as tl
 
 
 @triton.jit
-def row_of(pieces, rows):
+def find_piece(pieces, rows):
     """Return the piece of the row that this program works on: (piece, start, numel, index0, payload, site)."""
     pid = tl.program_id(0).to(tl.int64)
     row = rows + 5 * tl.load(pieces + 2 * pid)
@@ -22,14 +22,14 @@ def row_of(pieces, rows):
 
 
 @triton.jit
-def codes_of(message, payload, numel, bucket, first, BITS: tl.constexpr, SCALES: tl.constexpr):
+def codes_address(message, payload, numel, bucket, first, BITS: tl.constexpr, SCALES: tl.constexpr):
     """Return the address of the codes from element ``first`` (a multiple of 128), behind ``SCALES`` scales a bucket."""
     at = ((numel + bucket - 1) // bucket * (4 * SCALES) + 63) // 64 * 64
     return message + payload + tl.multiple_of(at, 64) + tl.multiple_of(first // 128 * (16 * BITS), 16)
 
 
 @triton.jit
-def bucket_of(first, within, bucket):
+def bucket_index(first, within, bucket):
     """Return the buckets of the elements ``first + within``; the division per element stays in 32 bits where it can."""
     before = first // bucket
     return before + ((first - before * bucket).to(bucket.dtype) + within) // bucket
@@ -83,7 +83,7 @@ def load_parts(
 
 
 @triton.jit
-def draws_of(counter, p: tl.constexpr, k0, k1, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
+def draw_bits(counter, p: tl.constexpr, k0, k1, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
     """Return 16 random bits (int32) for the elements of part ``p``, and for those 64 places behind."""
     group = tl.arange(0, GROUPS)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
@@ -104,7 +104,7 @@ def quantize_parts(
     below, above = (), ()
     for p in tl.static_range(HALF):
         if ROUNDING == 0:
-            first, second = draws_of(counter, p, k0, k1, GROUPS, WIDTH)
+            first, second = draw_bits(counter, p, k0, k1, GROUPS, WIDTH)
         elif ROUNDING == 1:
             first = tl.full((GROUPS, WIDTH), 0x8000, tl.int32)
             second = first
@@ -423,7 +423,7 @@ def encode_tiles(
     With ``REDUCE``, encode ``(x · scale + Σ v · scale) · after`` of ``count`` received messages, ``stride`` bytes
     apart, and write its decoded values to ``y``, which may be ``x``.
     """
-    piece, start, numel, index0, payload, site = row_of(pieces, rows)
+    piece, start, numel, index0, payload, site = find_piece(pieces, rows)
     first = piece * (GROUPS * 128)
     if (numel - first >= GROUPS * 128) & (start % 8 == 0):
         # Computed, not hinted: Triton 3.7 forgets a hint on a value that was loaded elsewhere.
@@ -486,7 +486,7 @@ def encode_tile(
         inverses += (inverse,)
     counter = (index0 + first) // 2
     codes = quantize_parts(parts, lows, units, inverses, counter, left, k0, k1, SCHEME, ROUNDING, OFFSET2, EVEN)
-    pack_parts(codes_of(message, payload, numel, BUCKET, first, BITS, SCALES), codes, left, BITS, GROUPS, EVEN)
+    pack_parts(codes_address(message, payload, numel, BUCKET, first, BITS, SCALES), codes, left, BITS, GROUPS, EVEN)
     if RESIDUAL:
         put_residual(next + start + first, loss_scale, parts, codes, sents, units, left, EVEN)
     if REDUCE:
@@ -535,7 +535,7 @@ def bucket_extrema(
 ):  # fmt: skip
     """Merge the extrema of one slice of ``ROWS`` buckets into their keys; ``firsts``: the buckets before each row."""
     pid = tl.program_id(0).to(tl.int64)
-    piece, start, numel, _index0, _payload, _site = row_of(pieces, rows)
+    piece, start, numel, _index0, _payload, _site = find_piece(pieces, rows)
     first = tl.load(firsts + tl.load(pieces + 2 * pid))
     k = piece // slices * ROWS + tl.arange(0, ROWS)
     within = piece % slices * COLS + tl.arange(0, COLS)
@@ -558,7 +558,7 @@ def bucket_scales(
     """Write the scales of ``COUNT`` buckets, from their extrema or from sums taken here, into the message, and the
     factor into ``inverses``."""
     pid = tl.program_id(0).to(tl.int64)
-    piece, start, numel, _index0, payload, site = row_of(pieces, rows)
+    piece, start, numel, _index0, payload, site = find_piece(pieces, rows)
     first = tl.load(firsts + tl.load(pieces + 2 * pid))
     buckets = (numel + bucket - 1) // bucket
     k = piece * COUNT + tl.arange(0, COUNT)
@@ -587,7 +587,7 @@ def encode_codes(
 ):  # fmt: skip
     """Encode the codes of one tile, with the scales of each element looked up."""
     pid = tl.program_id(0).to(tl.int64)
-    piece, start, numel, index0, payload, site = row_of(pieces, rows)
+    piece, start, numel, index0, payload, site = find_piece(pieces, rows)
     first = piece * (GROUPS * 128)
     left = numel - first
     parts = load_parts(x + start + first, now + start + first, loss_scale, left, BITS, GROUPS, False, RESIDUAL)
@@ -600,7 +600,7 @@ def encode_codes(
     k0, k1 = row_draws(key_low, key_high, site)
     for p in tl.static_range(PARTS):
         within = tl.arange(0, GROUPS)[:, None] * 128 + p * WIDTH + tl.arange(0, WIDTH)[None, :]
-        k = bucket_of(first, within, bucket)
+        k = bucket_index(first, within, bucket)
         inside = within < left
         unit = tl.load(sent_units + k, mask=inside, other=0.0)
         units += (unit,)
@@ -619,7 +619,7 @@ def encode_codes(
             inverses_ += (unit,)
     counter = (index0 + first) // 2
     codes = quantize_parts(parts, lows, units, inverses_, counter, left, k0, k1, SCHEME, ROUNDING, OFFSET2, False)
-    packed = codes_of(message, payload, numel, bucket, first, BITS, 2 if OFFSET2 < 0 else 1)
+    packed = codes_address(message, payload, numel, bucket, first, BITS, 2 if OFFSET2 < 0 else 1)
     pack_parts(packed, codes, left, BITS, GROUPS, False)
     if RESIDUAL:
         put_residual(next + start + first, loss_scale, parts, codes, sents, units, left, False)
@@ -638,7 +638,7 @@ def decode_tiles(
 ):  # fmt: skip
     """Decode one tile of ``count`` messages, ``stride`` bytes apart. ``BUCKET``: the bucket, if it is a multiple of the
     group and known when compiling, or 0."""
-    piece, start, numel, _index0, payload, _site = row_of(pieces, rows)
+    piece, start, numel, _index0, payload, _site = find_piece(pieces, rows)
     first = piece * (GROUPS * 128)
     if (numel - first >= GROUPS * 128) & (start % 8 == 0):
         # Computed, not hinted: Triton 3.7 forgets a hint on a value that was loaded elsewhere.
@@ -684,7 +684,7 @@ def decode_parts(
     """Return the values of a tile as :func:`load_parts` does."""
     buckets = (numel + bucket - 1) // bucket
     scales = (message + payload).to(tl.pointer_type(tl.float32))
-    packed = codes_of(message, payload, numel, bucket, first, BITS, 2 if OFFSET2 < 0 else 1)
+    packed = codes_address(message, payload, numel, bucket, first, BITS, 2 if OFFSET2 < 0 else 1)
     codes = unpack_parts(packed, numel - first, BITS, GROUPS, EVEN)
     PARTS: tl.constexpr = len(codes)
     WIDTH: tl.constexpr = 128 // PARTS
@@ -692,7 +692,7 @@ def decode_parts(
     values = ()
     for p in tl.static_range(PARTS):
         within = group + p * WIDTH + tl.arange(0, WIDTH)[None, :]
-        k = (first + group) // BUCKET if BUCKET else bucket_of(first, within, bucket)
+        k = (first + group) // BUCKET if BUCKET else bucket_index(first, within, bucket)
         if OFFSET2 < 0:
             low = tl.load(scales + k, mask=k < buckets, other=0.0)
             unit = tl.load(scales + buckets + k, mask=k < buckets, other=0.0)

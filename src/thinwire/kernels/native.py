@@ -203,7 +203,7 @@ _MASK32 = 0xFFFFFFFF
 _MAX_WAIT_NS = 1 << 62
 
 
-class Word:
+class SharedCounter:
     """A counter of 32 bits at ``offset`` in ``memory``, which it keeps alive. Values are taken modulo 2^32.
 
     One process increases it, and others sleep until then.

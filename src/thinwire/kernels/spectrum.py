@@ -27,14 +27,14 @@ class Received(NamedTuple):
     parts: Tensor
 
 
-def block_of(numel: int, block: int) -> int:
+def block_size(numel: int, block: int) -> int:
     """Return the elements of the blocks of a segment: ``block``, or all of a shorter segment, and at least 2."""
     return max(2, min(block, numel))
 
 
 def num_components(numel: int, block: int) -> int:
     """Return how many components a segment of ``numel`` elements has: of each of its blocks half as many and one."""
-    own = block_of(numel, block)
+    own = block_size(numel, block)
     return -(-numel // own) * (own // 2 + 1)
 
 
@@ -73,7 +73,7 @@ def spectrum_encode(
     if native.computes(x) and _transforms(block):
         native.core().spectrum_encode(*given, *table.native, *to, *_blocks(table, block, kept, tops))
     for i, row, own in _others(x, table, block, kept):
-        components = torch.view_as_real(spectrum(x[row.elements], block_of(row.numel, block)))
+        components = torch.view_as_real(spectrum(x[row.elements], block_size(row.numel, block)))
         real, imaginary = components[:, 0], components[:, 1]
         # Summing the squares over axis 1 takes ten times as long.
         magnitude = torch.mul(real, real).addcmul_(imaginary, imaginary)
@@ -110,7 +110,7 @@ def spectrum_decode(
     if native.computes(y) and _transforms(block):
         native.core().spectrum_decode(*table.native, *to, *_blocks(table, block, kept, tops), add, scale, *messages)
     for i, row, own in _others(y, table, block, kept):
-        total, size = num_components(row.numel, block), block_of(row.numel, block)
+        total, size = num_components(row.numel, block), block_size(row.numel, block)
         sums = torch.zeros(total, dtype=torch.complex64, device=y.device)
         for message, parts in received:
             indices = unpack_indices(message, row.payload + HEADER, total, kept[i])

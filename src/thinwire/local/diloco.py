@@ -133,7 +133,7 @@ class DiLoCo(LocalUpdates):
             parameters = trained_parameters(module, inner_optimizer)
             self._check(parameters, fragments)
             if isinstance(model, DistributedDataParallel):
-                warn_of_averaged_gradients(model, group)
+                warn_about_averaged_gradients(model, group)
             shapes = sent_shapes(parameters)
             plan = exchange_plan(shapes, compressor, feedback=feedback)
             check_feedback(plan.layers.values())
@@ -361,7 +361,7 @@ class DiLoCo(LocalUpdates):
                 for fragment in self._fragments:
                     fragment.write(fragment.anchor)
 
-    def _read(self, state: Mapping[str, Tensor]) -> _Loaded:
+    def _read(self, state: Mapping[str, Tensor]) -> _LoadedState:
         """Check a state but for the Wire's part. Raises ``ValueError``."""
         check_sealed(state, [k for k in state if not k.startswith("wire/") and k not in ("gathered", "checksums")])
         fragments = range(len(self._fragments))
@@ -377,7 +377,7 @@ class DiLoCo(LocalUpdates):
         for i, fragment in enumerate(self._fragments):
             kept |= fragment.saved(with_mean=i == pending)
         values = {name: (own, state_entry(state, name, own.shape)) for name, own in kept.items()}
-        return _Loaded(steps, tokens, following, pending, gathered, share, sent_at, values)
+        return _LoadedState(steps, tokens, following, pending, gathered, share, sent_at, values)
 
     def close(self) -> None:
         """End the exchanges' threads and process groups, after `finish`, on every worker."""
@@ -386,7 +386,7 @@ class DiLoCo(LocalUpdates):
 
 
 @dataclass
-class _Loaded:
+class _LoadedState:
     """A state that was checked."""
 
     steps: int
@@ -467,7 +467,7 @@ def _keep(state, bucket):  # without annotations, which DDP would check as objec
     return future
 
 
-def warn_of_averaged_gradients(ddp: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
+def warn_about_averaged_gradients(ddp: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
     """Warn where ``ddp`` averages the gradients of all workers of ``group``, who are to train alone."""
     workers, averaged = (set(dist.get_process_group_ranks(g)) for g in (group, ddp.process_group))
     if len(workers) == 1 or not workers <= averaged or ddp in _silent:

@@ -37,7 +37,7 @@ _MOST_CONNECTIONS = 16
 _LONGEST_ANSWER_BYTES = 4096
 
 
-class Unreachable(CommunicationError):
+class UnreachableError(CommunicationError):
     """Workers cannot connect to each other. With ``excused``, that is not this worker's fault."""
 
     def __init__(self, message: str, *, excused: bool) -> None:
@@ -142,7 +142,7 @@ class Members:
         if world_size > 1:
             try:
                 check_connections(store_addr, rank, world_size)
-            except Unreachable as error:
+            except UnreachableError as error:
                 self.excused = error.excused
                 raise
         self._configure(store_addr, replica_id, rank, world_size, *more, **named)
@@ -242,7 +242,7 @@ def check_connections(store_addr: str, rank: int, world_size: int) -> None:
         world_size: the number of workers.
 
     Raises:
-        Unreachable: some pair of workers has no connection; the message names it.
+        UnreachableError: some pair of workers has no connection; the message names it.
     """
     place, _, prefix = store_addr.partition("/")
     host, _, port = place.rpartition(":")
@@ -253,14 +253,16 @@ def check_connections(store_addr: str, rank: int, world_size: int) -> None:
         )
     except RuntimeError as error:
         # The lighthouse has answered this worker, so that it is in the network.
-        raise Unreachable(f"no connection to the worker at {place}, where the others meet", excused=True) from error
+        raise UnreachableError(
+            f"no connection to the worker at {place}, where the others meet", excused=True
+        ) from error
     store = dist.PrefixStore(f"{prefix}/thinwire", meeting)  # pyright: ignore[reportPrivateImportUsage]
     others = [other for other in range(world_size) if other != rank]
     with listening() as server:
         store.set(f"address/{rank}", f"{own_host(host, int(port))}:{server.getsockname()[1]}")
         addresses = _answers(store, "address", others, ANSWER_S)
         if not addresses:
-            raise Unreachable("no other worker has come to where this one waits for them", excused=False)
+            raise UnreachableError("no other worker has come to where this one waits for them", excused=False)
         with ThreadPoolExecutor(_MOST_CONNECTIONS) as pool:
             reached = dict(zip(addresses, pool.map(accepts, addresses.values()), strict=True))
         unreached = {other for other in others if not reached.get(other)}
@@ -272,7 +274,7 @@ def check_connections(store_addr: str, rank: int, world_size: int) -> None:
 
 
 def judge(rank: int, world_size: int, unreached: Mapping[int, set[int]], addresses: Mapping[int, str]) -> None:
-    """Raise `Unreachable` unless every worker has reached every other one.
+    """Raise `UnreachableError` unless every worker has reached every other one.
 
     Args:
         rank: this worker's rank.
@@ -289,13 +291,13 @@ def judge(rank: int, world_size: int, unreached: Mapping[int, set[int]], address
         if other not in unreached or (reports and all(other in found for found in reports)):
             faulty.append(other)
     if rank in faulty:
-        raise Unreachable("no other worker can connect to this one", excused=False)
+        raise UnreachableError("no other worker can connect to this one", excused=False)
     if faulty:
         listed = ", ".join(names[other] for other in faulty)
-        raise Unreachable(f"no worker can connect to the one at {listed}", excused=True)
+        raise UnreachableError(f"no worker can connect to the one at {listed}", excused=True)
     pairs = [(here, there) for here, found in sorted(unreached.items()) for there in sorted(found)]
     listed = "; ".join(f"rank {here} to {names.get(there, there)}" for here, there in pairs)
-    raise Unreachable(
+    raise UnreachableError(
         f"some workers cannot connect to others: {listed}", excused=all(rank not in pair for pair in pairs)
     )
 

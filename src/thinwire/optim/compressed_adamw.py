@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.arguments import check_choice, check_number
-from thinwire.kernels import AdamGradient, AdamStep, Moving, adam_apply, adam_normalize
+from thinwire.kernels import AdamGradient, AdamStep, MovingAverage, adam_apply, adam_normalize
 from thinwire.optim.shards import as_whole, is_sharded, local, over_shards, sharded_like
 
 
 @dataclass
-class _Next:
+class _NextMoments:
     """Local moments after the step under way: they count once the optimizer steps, so a skipped step leaves none."""
 
     moments: dict[str, Tensor]
@@ -95,7 +95,7 @@ class CompressedAdamW(torch.optim.Optimizer):
         order: Literal["pre", "update"] = "pre",
         clip: float | None = None,
     ) -> None:
-        self._next: dict[Tensor, _Next] = {}
+        self._next: dict[Tensor, _NextMoments] = {}
         self._group_of: dict[Tensor, dict[str, Any]] = {}
         self._loaded: dict[Tensor, dict[str, Tensor]] = {}
         check_adam(lr, betas, eps, weight_decay)
@@ -210,7 +210,7 @@ class CompressedAdamW(torch.optim.Optimizer):
             state, kept = self.state[parameter], 1 - group["lr"] * group["weight_decay"]
             if group["order"] == "pre":
                 beta1, momentum = group["betas"][0], local(state["exp_avg"])
-                mean, size = Moving(momentum, momentum, beta1), 1 / (1 - beta1 ** state["step"])
+                mean, size = MovingAverage(momentum, momentum, beta1), 1 / (1 - beta1 ** state["step"])
             else:
                 mean, size = None, 1.0
             steps.append(AdamStep(local(parameter), update, mean, kept, size))
@@ -233,24 +233,24 @@ class CompressedAdamW(torch.optim.Optimizer):
         """Return the conversion of a gradient to an update, in units of the learning rate if those are limited."""
         state, moments = self.state[parameter], self._next[parameter].moments
         (beta1, beta2), step = group["betas"], state["step"] + 1
-        square = Moving(local(state["exp_avg_sq"]), local(moments["exp_avg_sq"]), beta2)
+        square = MovingAverage(local(state["exp_avg_sq"]), local(moments["exp_avg_sq"]), beta2)
         momentum = None
         # x / (√(v / c²) + eps) = c·x / (√v + c·eps): an operation less for each element.
         correction = math.sqrt(1 - beta2**step)
         eps = correction * group["eps"]
         if group["order"] == "update":
-            momentum = Moving(local(state["exp_avg"]), local(moments["exp_avg"]), beta1)
+            momentum = MovingAverage(local(state["exp_avg"]), local(moments["exp_avg"]), beta1)
             correction /= 1 - beta1**step
         factor = correction * (group["lr"] if group["clip"] is None else 1.0)
         return AdamGradient(gradient, square, momentum, eps, factor)
 
-    def _after_next_step(self, parameter: Tensor, *, whole: bool) -> _Next:
+    def _after_next_step(self, parameter: Tensor, *, whole: bool) -> _NextMoments:
         state = self._state_of(parameter, whole=whole)
         after = self._next.get(parameter)
         if after is None or (
             is_sharded(parameter) and any(is_sharded(m) != is_sharded(state[name]) for name, m in after.moments.items())
         ):
-            after = _Next({name: torch.empty_like(state[name]) for name in self.local_moments(parameter)})
+            after = _NextMoments({name: torch.empty_like(state[name]) for name in self.local_moments(parameter)})
             self._next[parameter] = after
         return after
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.arguments import check_int, check_number
-from thinwire.kernels import AdamGradient, AdamStep, Moving, adam_apply, adam_normalize, square_sums
+from thinwire.kernels import AdamGradient, AdamStep, MovingAverage, adam_apply, adam_normalize, square_sums
 from thinwire.optim.compressed_adamw import check_adam
 from thinwire.optim.shards import local, over_shards
 
@@ -198,8 +198,8 @@ class QuantizedAdam(torch.optim.Optimizer):
         correction = math.sqrt(1 - beta2 ** (state["frozen_at"] or state["step"]))
         normalized = AdamGradient(
             update,
-            Moving(variance, variance, kept),
-            Moving(momentum, momentum, beta1),
+            MovingAverage(variance, variance, kept),
+            MovingAverage(momentum, momentum, beta1),
             correction * group["eps"],
             correction / (1 - beta1 ** state["step"]),
         )

@@ -181,7 +181,7 @@ class BoundarySide:
         comes after them.
 
         Raises:
-            ValueError: They are not of the shapes that the other side expects.
+            ValueError: they are not of the shapes that the other side expects.
         """
         what = "a stage's output" if self.earlier else "the gradient of a stage's input"
         self._crossings[self.outward].check(tensors, self._rows(chunk), what)
@@ -238,8 +238,8 @@ class BoundarySide:
         """Return the tensors in the message from rank ``peer``, and keep what the other side keeps.
 
         Raises:
-            PeerFailedError: The other side could not make the message.
-            MessageError: The message is damaged, or not the one that is expected.
+            PeerFailedError: the other side could not make the message.
+            MessageError: the message is damaged, or not the one that is expected.
         """
         layout, crossing = self.layout(self.inward, chunk), self._crossings[self.inward]
         verify(message, peer=peer, **self._header(layout, chunk, sent=False))

@@ -46,7 +46,7 @@ class LinkChoices:
         """Return the choices in a tensor of `to_tensor`. ``counts``: the compressors to choose from, by direction.
 
         Raises:
-            ValueError: It is not such a tensor, or has an index that is out of range.
+            ValueError: it is not such a tensor, or has an index that is out of range.
         """
         if not isinstance(x, Tensor) or x.dtype != torch.int64 or x.shape != (1 + num_boundaries, len(DIRECTIONS)):
             raise ValueError(
@@ -73,7 +73,7 @@ def choose(stages: Sequence[CompressedStage], transport: Transport, step: int) -
     A boundary between two stages of one rank has no link, and an empty entry.
 
     Raises:
-        TransportError: A rank is gone or silent.
+        TransportError: a rank is gone or silent.
     """
     ranks = stages[0].stage_index_to_group_rank
     boundaries = [b for b in range(stages[0].num_stages - 1) if ranks[b] != ranks[b + 1]]

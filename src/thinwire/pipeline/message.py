@@ -47,8 +47,8 @@ class Batch:
         """Return the batch, after its ids and lengths are checked.
 
         Raises:
-            TypeError: An id is not an integer.
-            ValueError: There are no samples, an id occurs twice or is negative, or a length is impossible.
+            TypeError: an id is not an integer.
+            ValueError: there are no samples, an id occurs twice or is negative, or a length is impossible.
         """
         ids = _integers("sample ids", samples)
         if not ids:
@@ -113,7 +113,7 @@ class ScheduleStep:
         """Return the step that another rank has announced. Everything in it is checked.
 
         Raises:
-            ValueError: The data is no such step.
+            ValueError: the data is no such step.
         """
         try:
             told = json.loads(data)
@@ -163,8 +163,8 @@ class BoundaryTensors:
     is as large. Integers and bools are sent as they are.
 
     Raises:
-        TypeError: A dtype is one that no compressor takes.
-        ValueError: The tensors are of different batches.
+        TypeError: a dtype is one that no compressor takes.
+        ValueError: the tensors are of different batches.
     """
 
     specs: tuple[Spec, ...]
@@ -314,12 +314,12 @@ class MessageLayout:
         """Return the layout for these samples.
 
         Args:
-            crossing: The tensors that cross the boundary.
-            rows: The samples of the micro-batch.
-            coded: Whether each of them is sent compressed.
-            coders: A compressor for each activation tensor.
-            chooses: Whether the sender chooses the reference of each vector's change, in a byte.
-            site: Distinguishes the random draws of this boundary from those of others.
+            crossing: the tensors that cross the boundary.
+            rows: the samples of the micro-batch.
+            coded: whether each of them is sent compressed.
+            coders: a compressor for each activation tensor.
+            chooses: whether the sender chooses the reference of each vector's change, in a byte.
+            site: distinguishes the random draws of this boundary from those of others.
         """
         at = HEADER_BYTES
         parts = crossing.parts(rows.padded)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.arguments import check_int, check_type
-from thinwire.compressors import Coded, Compressor, Delta, Raw, Unsuited, check_stateless, coder_of, parse
+from thinwire.compressors import Coded, Compressor, Delta, Raw, UnsuitedError, check_stateless, message_coder, parse
 from thinwire.kernels import FORMAT_VERSION
 from thinwire.pipeline.message import BoundaryTensors, Direction
 from thinwire.plan.contraction import check_contraction
@@ -91,7 +91,7 @@ class PipelineOptions:
         else:
             given = self._forward if direction == "forward" else self._backward
             compressor = given[boundary % len(given)]
-        return coded(direction, coder_of(compressor))
+        return coded(direction, message_coder(compressor))
 
     def check(self, num_stages: int) -> None:
         """Raise ``ValueError`` unless there is one compressor, or one for each boundary of ``num_stages`` stages."""
@@ -127,7 +127,7 @@ def coded(name: str, compressor: Compressor) -> Coded:
     """Return ``compressor``, if activations or gradients can be sent in it.
 
     Raises:
-        ValueError: They cannot; ``name`` is that of the option.
+        ValueError: they cannot; ``name`` is that of the option.
     """
     if isinstance(compressor, Delta):
         raise ValueError(
@@ -144,9 +144,9 @@ def inner_coder(compressor: Compressor) -> Coded:
     training may not converge with these changes.
 
     Raises:
-        ValueError: They cannot be sent in it.
+        ValueError: they cannot be sent in it.
     """
-    inner = coded("forward", coder_of(compressor))
+    inner = coded("forward", message_coder(compressor))
     if inner is not compressor:
         check_contraction(inner)
     return inner
@@ -156,7 +156,7 @@ def fitted(coder: Coded, crossing: BoundaryTensors) -> tuple[Coded, ...]:
     """Return the compressor of each activation that crosses, for samples of that shape.
 
     Raises:
-        ValueError: It cannot take such samples.
+        ValueError: it cannot take such samples.
     """
     return tuple(_fitted(coder, crossing.specs[i].shape[1:]) for i in crossing.floats)
 
@@ -166,7 +166,7 @@ def _fitted(coder: Coded, shape: Sequence[int]) -> Coded:
         return coder
     try:
         fitted = coder.fit(shape or (1,))
-    except Unsuited as why:
+    except UnsuitedError as why:
         raise ValueError(f"{coder} cannot code activations of shape {tuple(shape)} a sample: {why}") from None
     if isinstance(fitted, Raw):
         raise ValueError(f"{coder} cannot code activations of shape {tuple(shape)} a sample: they would be sent raw")
@@ -188,7 +188,7 @@ def read_state(state: Mapping[str, Tensor], seed: int, kind: str, *names: str) -
     """Return copies of the entries of a state, by part and name.
 
     Raises:
-        ValueError: It lacks one of ``names``, is damaged, or is of another seed or wire format. The error names the
+        ValueError: it lacks one of ``names``, is damaged, or is of another seed or wire format. The error names the
             ``kind`` of state.
     """
     missing = {"seed", "format_version", *names} - set(state)

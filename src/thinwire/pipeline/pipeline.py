@@ -53,9 +53,9 @@ class Arrivals:
     the worker's message may be sent only after that.
 
     Args:
-        receives: The pending receive of each micro-batch.
-        decode: Decodes the message of a micro-batch, on the host.
-        expected: Messages that the worker waits for, in its order, from the beginning. `expect` adds to them: the
+        receives: the pending receive of each micro-batch.
+        decode: decodes the message of a micro-batch, on the host.
+        expected: messages that the worker waits for, in its order, from the beginning. `expect` adds to them: the
             group's timeout counts from when a message is waited for.
     """
 
@@ -87,8 +87,8 @@ class Arrivals:
         """Return the tensors of a micro-batch, once they are received. They are taken once.
 
         Raises:
-            TransportError: The message was not received.
-            PeerFailedError, MessageError: The message is not the expected one.
+            TransportError: the message was not received.
+            PeerFailedError, MessageError: the message is not the expected one.
         """
         self._taken.add(chunk)
         job = self._jobs.pop(chunk, None)
@@ -153,8 +153,8 @@ class Pipeline:
         """All ranks of ``group`` must call this.
 
         Raises:
-            PeerFailedError: Another rank failed before its first step.
-            TransportError: Another rank did not join in time, or is gone.
+            PeerFailedError: another rank failed before its first step.
+            TransportError: another rank did not join in time, or is gone.
         """
         # The group is the pipeline's own: messages of others in the user's group may have the same tags.
         try:
@@ -220,9 +220,9 @@ class Pipeline:
         ``first_micro_batch`` is its number of samples, if it is known here.
 
         Raises:
-            ValueError, TypeError, StoreError: This rank, or the first stage's, cannot take the step.
-            PeerFailedError: Another rank cannot.
-            DisagreementError: Ranks have different options.
+            ValueError, TypeError, StoreError: this rank, or the first stage's, cannot take the step.
+            PeerFailedError: another rank cannot.
+            DisagreementError: ranks have different options.
         """
         if not self._present:
             return
@@ -260,7 +260,7 @@ class Pipeline:
         """Compress the tensors of a micro-batch and send them, in the worker's thread. `settle` waits for that.
 
         Raises:
-            ValueError: They are not of the shapes that the other side expects.
+            ValueError: they are not of the shapes that the other side expects.
         """
         side.prepare(chunk, tensors)
         message, tag = side.message(side.outward, chunk), self._tag_of(side, side.outward, chunk)
@@ -306,8 +306,8 @@ class Pipeline:
         """Wait until all records are saved and all messages of this step are sent.
 
         Raises:
-            TransportError: A message could not be sent.
-            StoreError: A record could not be saved.
+            TransportError: a message could not be sent.
+            StoreError: a record could not be saved.
         """
         error = self.failure()
         leaving, self._leaving = self._leaving, []

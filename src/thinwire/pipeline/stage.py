@@ -44,7 +44,7 @@ _LARGE_CHANGE = 0.3
 that of activations that are sent directly."""
 
 
-class _Replaced:
+class _ReplacedMethod:
     """Substitute for the method with which a plain stage begins a run. It warns of a mistake: the stage trains, and the
     compressed stage that was made of it has never run."""
 
@@ -79,7 +79,7 @@ class CompressedStage(PipelineStage):
     def __init__(self, stage: PipelineStage, options: PipelineOptions) -> None:
         # It takes the place of a stage that was set up already, with any arguments.
         vars(self).update(vars(stage))
-        if isinstance(vars(self).get(_BEGIN), _Replaced):  # compressed before, by a stage that this one replaces
+        if isinstance(vars(self).get(_BEGIN), _ReplacedMethod):  # compressed before, by a stage that this one replaces
             del vars(self)[_BEGIN]
         backends = dist.get_backend_config(self.group)
         if "cpu:" not in backends:
@@ -108,7 +108,7 @@ class CompressedStage(PipelineStage):
         """Records of a state, by side, until the side's store is opened."""
         self._computed: dict[Direction, deque[float]] = {name: deque(maxlen=_TIMED) for name in DIRECTIONS}
         self._is_warned = False
-        self._replaced = _Replaced(stage)
+        self._replaced = _ReplacedMethod(stage)
         setattr(stage, _BEGIN, self._replaced)
 
     def set_sample_ids(
@@ -247,9 +247,9 @@ class CompressedStage(PipelineStage):
             chosen = self.choices.rows.get(side.boundary, {})
             side.set_up(step, self.num_chunks, pipeline.worker, crossings, chosen)
             if side.earlier and side.keeps:
-                self._warn_of_large_changes(side.boundary)
+                self._warn_about_large_changes(side.boundary)
 
-    def _warn_of_large_changes(self, boundary: int) -> None:
+    def _warn_about_large_changes(self, boundary: int) -> None:
         """Warn once where `delta` gains little, because activations never settle."""
         change = self.totals.lasting_change()
         if change < _LARGE_CHANGE or self._is_warned:
@@ -264,7 +264,7 @@ class CompressedStage(PipelineStage):
 
     def existing_run(self) -> int | None:
         """Return the run of the stores on disk that this training continues, if there are any."""
-        return self.options.store.run_of(self._folder(f"boundary{self.stage_index}-earlier"))
+        return self.options.store.find_run(self._folder(f"boundary{self.stage_index}-earlier"))
 
     def open_stores(self) -> None:
         """Open the store of each side that has none, as it was when a state was saved, if one was loaded."""

@@ -18,7 +18,7 @@ from thinwire.arguments import check_type
 from thinwire.collectives import Transport
 from thinwire.collectives.message import seal, verify
 from thinwire.collectives.transport import ring_bytes
-from thinwire.compressors import Compressor, Delta, coder_of, parse
+from thinwire.compressors import Compressor, Delta, message_coder, parse
 from thinwire.integrations.transports import bare_transport
 from thinwire.kernels import FORMAT_VERSION, derive_key
 from thinwire.pipeline.message import Batch, BoundaryTensors, Ids, MessageLayout, Spec
@@ -45,18 +45,18 @@ class SampleSum:
     last message left out: ``2 + 1/N`` times the activation in fp32.
 
     Args:
-        transport: The ranks.
+        transport: the ranks.
         compressor: ``delta(...)`` of a coded compressor, or such a compressor alone, which keeps nothing.
-        place: Where records are kept.
-        name: Distinguishes the layer from others, the same on all ranks.
-        seed: The seed of stochastic rounding.
-        stats: Counts what this rank sends.
+        place: where records are kept.
+        name: distinguishes the layer from others, the same on all ranks.
+        seed: the seed of stochastic rounding.
+        stats: counts what this rank sends.
     """
 
     def __init__(
         self, transport: Transport, compressor: Compressor, place: Memory, *, name: str, seed: int, stats: PipelineStats
     ) -> None:
-        self.transport, self._coder, self._place = transport, coded("compressor", coder_of(compressor)), place
+        self.transport, self._coder, self._place = transport, coded("compressor", message_coder(compressor)), place
         self._keeps = isinstance(compressor, Delta)
         self._name, self._seed, self.stats = name, seed, stats
         self._shape: tuple[int, ...] | None = None
@@ -72,8 +72,8 @@ class SampleSum:
 
         Raises:
             ValueError: ``x`` has another number of samples than ``samples``, or another shape than before.
-            StoreError: There is no room for a sample.
-            TransportError, PeerFailedError, MessageError: A message was not received, or is not the expected one.
+            StoreError: there is no room for a sample.
+            TransportError, PeerFailedError, MessageError: a message was not received, or is not the expected one.
         """
         self._set_up(x, len(samples))
         flat = x.detach().to("cpu", torch.float32).reshape(len(samples), -1)
@@ -225,13 +225,13 @@ class CompressedRowwiseParallel(RowwiseParallel):
     Args:
         compressor: ``delta(...)`` of a coded compressor, or such a compressor alone, which keeps nothing and needs
             no ids.
-        store: Limit of the samples that are kept, ``thinwire.store.Memory(...)``; samples without room are sent whole.
-        seed: The seed of stochastic rounding.
-        input_layouts: See ``RowwiseParallel``.
+        store: limit of the samples that are kept, ``thinwire.store.Memory(...)``; samples without room are sent whole.
+        seed: the seed of stochastic rounding.
+        input_layouts: see ``RowwiseParallel``.
 
     Raises:
-        TypeError, ValueError: An option is invalid.
-        DisagreementError: From ``parallelize_module``, ranks were given different options.
+        TypeError, ValueError: an option is invalid.
+        DisagreementError: from ``parallelize_module``, ranks were given different options.
     """
 
     def __init__(
@@ -260,10 +260,10 @@ class CompressedRowwiseParallel(RowwiseParallel):
         """Set the samples of the next forward pass, in their order in the batch, on every rank of the mesh the same.
 
         Args:
-            ids: A number of 0 to 2^62 for each sample, its own in every epoch; none twice.
+            ids: a number of 0 to 2^62 for each sample, its own in every epoch; none twice.
 
         Raises:
-            TypeError, ValueError: These are no ids.
+            TypeError, ValueError: these are no ids.
         """
         self._samples = Batch.from_ids(ids, None, None, ()).samples
         self._taken.clear()
@@ -282,8 +282,8 @@ class CompressedRowwiseParallel(RowwiseParallel):
         """Continue from a state, after ``parallelize_module`` and on every rank from the one it saved.
 
         Raises:
-            ValueError: It is damaged, or not the state of a style with as many layers, this seed and wire format.
-            StoreError: From the next forward pass, its messages are not of these layers.
+            ValueError: it is damaged, or not the state of a style with as many layers, this seed and wire format.
+            StoreError: from the next forward pass, its messages are not of these layers.
         """
         parts = read_state(state, self.seed, "tensor-parallel style")
         del parts[""]

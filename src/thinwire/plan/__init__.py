@@ -14,7 +14,7 @@ from thinwire.plan.filters import (
     Names as Names,
     matches as matches,
     named_parameters as named_parameters,
-    names_of as names_of,
+    parameter_names as parameter_names,
 )
 from thinwire.plan.plan import DEFAULT_RULES as DEFAULT_RULES, Plan as Plan, Rules as Rules
 from thinwire.plan.sites import Site as Site, at_site as at_site, sharded_plan as sharded_plan

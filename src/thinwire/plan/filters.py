@@ -18,7 +18,7 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {unwrapped(name): p for name, p in module.named_parameters()}
 
 
-def names_of(module: nn.Module) -> Names:
+def parameter_names(module: nn.Module) -> Names:
     """Return all names of the module's parameters, also by wrappers, each with that of `named_parameters`."""
     own = {id(p): name for name, p in named_parameters(module).items()}
     listed = list(module.named_parameters(remove_duplicate=False))

@@ -78,7 +78,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Legs:
+class HierarchyTimes:
     """Times of a hierarchy's messages, inside nodes and between them, by the bytes that a rank sends."""
 
     world: World
@@ -118,7 +118,7 @@ class Links:
     """Seconds of processor time that a byte of an all-reduce takes on the sender's machine."""
     exchange_cpu: float = 0.0
     """Seconds of processor time that a byte of an exchange takes."""
-    legs: Legs | None = None
+    legs: HierarchyTimes | None = None
     """Times of hierarchies, if there are several nodes and one of them has several ranks."""
     rates: tuple[float, ...] = ()
     """Rate of each rank's link relative to the fastest; empty if it was not measured."""

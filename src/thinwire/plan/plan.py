@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from thinwire.compressors import Compressor, Raw, Unsuited, at_step, cold_start, ef, for_world, parse
+from thinwire.compressors import Compressor, Raw, UnsuitedError, at_step, cold_start, ef, for_world, parse
 from thinwire.plan.filters import Filter, check_order, check_pattern, matches
 
 Rules = str | Compressor | Mapping[str, str | Compressor]
@@ -92,9 +92,9 @@ class Plan:
             raise TypeError(f"{name}: {unfit}; take its name out of the rules: a pattern such as '*' leaves it raw")
         try:
             if unfit is not None:
-                raise Unsuited(unfit)
+                raise UnsuitedError(unfit)
             chosen = asked.fit(shape)
-        except Unsuited as why:
+        except UnsuitedError as why:
             return replace(self, layers={**self.layers, name: Raw()}, unsuited={**self.unsuited, name: str(why)})
         if chosen.traits.wants_feedback:
             chosen = ef(chosen)
@@ -167,7 +167,7 @@ class Plan:
         """Return the plan of a dictionary that `to_dict` returned.
 
         Raises:
-            ValueError: It is not a dictionary of names and specs.
+            ValueError: it is not a dictionary of names and specs.
         """
         if not isinstance(specs, dict) or not all(isinstance(part, str) for item in specs.items() for part in item):
             raise ValueError("a plan is a JSON object of parameter names and specs")
@@ -184,7 +184,7 @@ class Plan:
         """Return this plan with the layers of a text that `to_json` returned.
 
         Raises:
-            ValueError: The text is not a JSON object of specs.
+            ValueError: the text is not a JSON object of specs.
         """
         try:
             content = json.loads(text)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from thinwire.arguments import check_number
-from thinwire.compressors import Compressor, Unsuited, Wrapper, ef, parse
+from thinwire.compressors import Compressor, UnsuitedError, Wrapper, ef, parse
 from thinwire.policies.candidates import usable_gradients
 from thinwire.policies.families import check_contracting, contracts, parameter_name, with_parameter, with_share
 from thinwire.policies.policy import Evidence, Policy, Proposal, gradient_norm
@@ -75,7 +75,7 @@ class Accordion(Policy):
     def _choice(self, reference: Compressor, shape: Sequence[int], *, high: bool) -> Compressor:
         try:
             chosen = self._asked(reference, high=high).fit(shape)
-        except Unsuited:
+        except UnsuitedError:
             return reference
         # Residuals must survive the change.
         pair = (self._asked(reference, high=side) for side in (False, True))

@@ -77,7 +77,7 @@ class BudgetedPolicy(Policy):
         if layers:
             try:
                 picked, note = self.choose(evidence, layers), ""
-            except Infeasible as error:
+            except InfeasibleError as error:
                 note = f"{error}: the reference stays"
         return Proposal(
             dict(base) | {layer.name: layer.candidates[k] for layer, k in zip(layers, picked, strict=True)},
@@ -94,7 +94,7 @@ class BudgetedPolicy(Policy):
         """Return the index of the candidate that each layer gets.
 
         Raises:
-            Infeasible: the reference is to stay.
+            InfeasibleError: the reference is to stay.
         """
 
     def base(self, evidence: Evidence) -> tuple[Mapping[str, Compressor], Mapping[str, tuple[float, ...]]]:
@@ -177,7 +177,7 @@ def balanced(evidence: Evidence, gathers: float) -> Evidence:
     return replace(evidence, gradients=scaled, times=times)
 
 
-class Infeasible(ValueError):
+class InfeasibleError(ValueError):
     """No choice stays within the budget."""
 
 
@@ -194,7 +194,7 @@ def dynamic_program(errors: Sequence[Array], costs: Sequence[Array], budget: flo
         steps: the number of steps into which the budget is cut.
 
     Raises:
-        Infeasible: no choice stays within the budget.
+        InfeasibleError: no choice stays within the budget.
     """
     # least[e] is the least cost of the layers so far with errors of at most e steps; it never rises with e.
     least = np.zeros(steps + 1)
@@ -217,7 +217,7 @@ def dynamic_program(errors: Sequence[Array], costs: Sequence[Array], budget: flo
         # Errors that meet a budget may exceed it when they are rounded up, even the least ones.
         chosen = [int(np.argmin(errors_of)) for errors_of in errors]
         if not total(errors, chosen) <= budget:
-            raise Infeasible(f"no choice keeps the error within {budget:.4g}")
+            raise InfeasibleError(f"no choice keeps the error within {budget:.4g}")
         return _spend(chosen, errors, costs, budget)
     chosen, left = [], steps
     for choice, units in reversed(taken):
@@ -277,7 +277,7 @@ def cheapest_plans(
     rounding; references and raw layers count among all kinds.
 
     Raises:
-        Infeasible: no choice stays within the budget.
+        InfeasibleError: no choice stays within the budget.
     """
     if not layers:
         return [[]]
@@ -293,7 +293,7 @@ def cheapest_plans(
         )
         try:
             picked = dynamic_program(some_errors, some_costs, budget, steps)
-        except Infeasible:
+        except InfeasibleError:
             continue
         plans.append([ks[k] for ks, k in zip(kept, picked, strict=True)])
     return plans

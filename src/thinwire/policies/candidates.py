@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compressors import Compressor, PowerSGD, TopK, Unsuited, Wrapper, ef
+from thinwire.compressors import Compressor, PowerSGD, TopK, UnsuitedError, Wrapper, ef
 from thinwire.compressors._core.mixins import rank_at
 from thinwire.policies.policy import gradient_norm
 
@@ -57,7 +57,7 @@ class LayerCandidates:
         for candidate in candidates:
             try:
                 suited.append(candidate.fit(shape))
-            except Unsuited:
+            except UnsuitedError:
                 continue
         kept = tuple(dict.fromkeys((reference, *suited)))
         errors = np.array(squared_errors(gradient, kept))

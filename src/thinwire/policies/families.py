@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from thinwire.arguments import check_number
-from thinwire.compressors import FFT, Chain, Compressor, Raw, Unsuited, Wrapper, ef, unwrap
+from thinwire.compressors import FFT, Chain, Compressor, Raw, UnsuitedError, Wrapper, ef, unwrap
 
 _GEOMETRIC = 12
 """Number of members of a family whose errors take an encoding each and whose parameter is a share."""
@@ -103,7 +103,7 @@ def members_that_fit(
     for value in range(max(1, math.ceil(low)), math.floor(min(high, default)) + 1):
         try:
             member = with_parameter(compressor, value).fit(shape)
-        except (Unsuited, ValueError):
+        except (UnsuitedError, ValueError):
             continue
         members.append(ef(member) if member.traits.wants_feedback else member)
     return tuple(filter(contracts, members))

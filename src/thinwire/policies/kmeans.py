@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinwire.arguments import check_int
 from thinwire.compressors import Compressor, Wrapper
-from thinwire.policies.budget import Adjust, BudgetedPolicy, Infeasible, is_raw, total
+from thinwire.policies.budget import Adjust, BudgetedPolicy, InfeasibleError, is_raw, total
 from thinwire.policies.candidates import Array, LayerCandidates, usable_gradients
 from thinwire.policies.families import check_contracting, parameter_value
 from thinwire.policies.policy import Evidence, gradient_norm
@@ -52,7 +52,7 @@ class MappedPolicy(BudgetedPolicy):
                     best, cheapest = picked, cost
         if best is None:
             smaller = "" if cheapest == np.inf else " and sends less than the reference"
-            raise Infeasible(f"no range keeps the error within {budget:.4g}{smaller}")
+            raise InfeasibleError(f"no range keeps the error within {budget:.4g}{smaller}")
         return [int(rungs[k]) for rungs, k in zip(ladders, best, strict=True)]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from thinwire.arguments import check_choice, check_int, check_type
 from thinwire.compressors import Compressor, parse
 from thinwire.plan.cost import Speeds
-from thinwire.policies.budget import STEPS, BudgetedPolicy, Infeasible, cheapest_plans, is_raw, kind_of, total
+from thinwire.policies.budget import STEPS, BudgetedPolicy, InfeasibleError, cheapest_plans, is_raw, kind_of, total
 from thinwire.policies.candidates import Array, LayerCandidates, Price, with_error_feedback
 from thinwire.policies.families import check_contracting, contracts, family, parameter_value
 from thinwire.policies.policy import Evidence, Policy, Proposal, Sync
@@ -189,13 +189,13 @@ class LGreco(BudgetedPolicy):
             # The problem is the same with errors and costs exchanged.
             picked = self._best(layers, costs, errors, self.alpha * total(costs, reference))
             if total(errors, picked) >= total(errors, reference) and self.alpha == 1:
-                raise Infeasible("no plan errs less in no more bytes")
+                raise InfeasibleError("no plan errs less in no more bytes")
             return picked
         budget = self.budget(layers)
         picked = self._best(layers, errors, costs, budget)
         # The reference can stay only where it is within the budget itself.
         if total(costs, picked) >= total(costs, reference) and self.alpha == 1:
-            raise Infeasible("no plan is smaller at no more error")
+            raise InfeasibleError("no plan is smaller at no more error")
         return picked
 
     def _best(

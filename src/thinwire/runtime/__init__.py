@@ -9,7 +9,7 @@ from thinwire.runtime.exchange import Contents, Exchange, Kind, Route, dense_byt
 from thinwire.runtime.executor import AsyncReadback, Follower, ThreadExecutor, for_reducer, on_the_host
 from thinwire.runtime.placement import ShardedLayer
 from thinwire.runtime.probe import measure_one_way
-from thinwire.runtime.registered import NamedShape, Walk
+from thinwire.runtime.registered import LayerCursor, NamedShape
 from thinwire.runtime.stats import GroupStats, Stats
 from thinwire.runtime.units import Unit
 from thinwire.runtime.wire import Wire
@@ -25,6 +25,7 @@ __all__ = [
     "Follower",
     "GroupStats",
     "Kind",
+    "LayerCursor",
     "NamedShape",
     "ParityError",
     "Route",
@@ -32,7 +33,6 @@ __all__ = [
     "Stats",
     "ThreadExecutor",
     "Unit",
-    "Walk",
     "Wire",
     "WireSettings",
     "agree",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives import Algorithm, ScatterReduceAllGather, Transport, World, parse_algorithm
-from thinwire.compressors import Compressor, Raw, Unsuited, parse
+from thinwire.compressors import Compressor, Raw, UnsuitedError, parse
 from thinwire.plan import Plan, Speeds
 from thinwire.plan.cost import codec_seconds
 from thinwire.plan.forecast import Bucket, Links, Pace
@@ -66,7 +66,7 @@ class LearningRates:
         """Return the instance that `to_tensor` saved, or a new one if there is none.
 
         Raises:
-            ValueError: The state is not three float64 values.
+            ValueError: the state is not three float64 values.
         """
         if state is None:
             return LearningRates()
@@ -284,8 +284,8 @@ class Adapter:
         Ranks communicate if a decision takes effect in ``step``.
 
         Raises:
-            DisagreementError: Rank 0 sent an invalid plan for this model.
-            TransportError: A rank has failed or does not answer.
+            DisagreementError: rank 0 sent an invalid plan for this model.
+            TransportError: a rank has failed or does not answer.
         """
         started = time.perf_counter()
         self._rates.observe(learning_rate)
@@ -392,7 +392,7 @@ class Adapter:
             algorithm = parse_algorithm(str(record["algorithm"])) if "algorithm" in record else self.algorithm
             self._check(algorithm)
             return layers, str(record["note"]), algorithm, record.get("trial") is True
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, Unsuited) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, UnsuitedError) as error:
             raise DisagreementError(f"rank 0 sent a plan that is none for this model: {error}") from error
 
     def state(self, *, on_every_rank: bool = False) -> dict[str, Tensor]:

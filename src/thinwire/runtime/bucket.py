@@ -28,7 +28,7 @@ def bucket_parts(flat: Tensor, layers: BucketLayers) -> Iterator[tuple[str, Tens
         start += numel
 
 
-def in_order_of(parameter: Tensor, values: Tensor) -> Tensor:
+def view_layer(parameter: Tensor, values: Tensor) -> Tensor:
     """Return a layer of a DDP bucket as a view with the indices of its parameter.
 
     DDP keeps values in the order in which the parameter lies in memory, if that leaves no gaps.

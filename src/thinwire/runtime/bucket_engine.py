@@ -52,7 +52,7 @@ _STALE_STEPS = 16
 
 
 @dataclass
-class _Known:
+class _SeenBucket:
     """A bucket that was seen before."""
 
     layers: BucketLayers
@@ -168,7 +168,7 @@ class BucketEngine(Engine):
         self._beside_bytes = 0
         """Bytes that the last step sent in addition to its buckets: the lengths of momenta (`QuantizedAdam`)."""
         self._step_plan = StepPlan(world_size, self.shapes, self.slots)
-        self._buckets: dict[Hashable, _Known] = {}
+        self._buckets: dict[Hashable, _SeenBucket] = {}
         self._parity_error: Exception | None = None
         self._limits, self._clippings = AsyncReadback(), AsyncReadback()
         self.recorder = StatsRecorder(self.stats)
@@ -471,7 +471,7 @@ class BucketEngine(Engine):
 
     # Checkpoints, between two steps.
 
-    def read(self, state: Mapping[str, Tensor]) -> checkpoint.Checked:
+    def read(self, state: Mapping[str, Tensor]) -> checkpoint.CheckedState:
         algorithm = self.adapter.saved_algorithm(state) if self.adapter is not None else self.algorithm
         shares = self.shares_of(algorithm)
 
@@ -488,9 +488,9 @@ class BucketEngine(Engine):
                 self.adapter.load(state, self.plan, self._present_rate())
 
         # In a simulation every rank updates its slots by its own gradients.
-        return checkpoint.Checked(loaded.record(), {} if self.simulated else loaded.shared(), adopt)
+        return checkpoint.CheckedState(loaded.record(), {} if self.simulated else loaded.shared(), adopt)
 
-    def _adopt(self, loaded: checkpoint.Loaded, algorithm: Algorithm) -> None:
+    def _adopt(self, loaded: checkpoint.LoadedState, algorithm: Algorithm) -> None:
         self._take_over(loaded)
         self.channel.algorithm = algorithm
         self.channel.forget(self._buckets)
@@ -703,18 +703,18 @@ class BucketEngine(Engine):
         key = (layers, flat.dtype, self._step_plan.number)
         known = self._buckets.get(key)
         if known is None:
-            self._let_go_of_buckets_before(layers, flat.dtype)
+            self._free_earlier_buckets(layers, flat.dtype)
             contents = Contents(key, self._layers_of(flat, layers))
             placement = Placement([ShardedLayer(name, shape) for name, shape in layers])
-            known = self._buckets[key] = _Known(layers, flat.dtype, contents, placement, self.step)
+            known = self._buckets[key] = _SeenBucket(layers, flat.dtype, contents, placement, self.step)
         known.last_step = self.step
         return known.contents
 
-    def _let_go_of_buckets_before(self, layers: BucketLayers, dtype: torch.dtype) -> None:
+    def _free_earlier_buckets(self, layers: BucketLayers, dtype: torch.dtype) -> None:
         """Free earlier buckets of the same layers, which DDP has rebuilt: both together would take twice the memory."""
         names = {name for name, _ in layers}
 
-        def replaced(old: _Known) -> bool:
+        def replaced(old: _SeenBucket) -> bool:
             if old.last_step == self.step or (old.layers, old.dtype) == (layers, dtype):
                 return False
             return not names.isdisjoint(name for name, _ in old.layers)

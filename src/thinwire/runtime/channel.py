@@ -38,7 +38,7 @@ from thinwire.runtime.exchange import (
     Kind,
     Route,
     dense_bytes,
-    sent_bytes_of,
+    sent_bytes_in,
 )
 from thinwire.runtime.executor import Executor, Job, StreamExecutor, ThreadExecutor
 from thinwire.runtime.probe import settle
@@ -236,7 +236,7 @@ class Channel(Generic[_S]):
 
     def sent_bytes(self, kind: Kind, contents: Contents, dtype: torch.dtype) -> int:
         """Return the bytes that this rank hands to the transport for one such collective, headers included."""
-        return sent_bytes_of(kind, self.layout(kind, contents, dtype), self.transport)
+        return sent_bytes_in(kind, self.layout(kind, contents, dtype), self.transport)
 
     @property
     def buffer_bytes(self) -> int:

@@ -28,7 +28,7 @@ _CHECKSUMS = "checksums"
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedState:
     """One rank's part of a loaded state."""
 
     step: int
@@ -52,7 +52,7 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedState:
     """A state that is valid on this rank."""
 
     record: Mapping[str, str]
@@ -200,7 +200,7 @@ def read(
     rank: int,
     shares: Sequence[int],
     owners_of: Callable[[str, Compressor, Sequence[int]], Owners],
-) -> Loaded:
+) -> LoadedState:
     """Return ``rank``'s part of a state in a world whose ranks own these shares. See `Wire.load_state_dict`.
 
     ``owners_of`` says who holds what of a layer's residual, given its compressor and the shares of the state's world.
@@ -217,7 +217,7 @@ def read(
     check_sealed(state, _SHARED)
     if not -1 <= step < LARGEST_STEP or not 0 <= seed < 2**63:
         raise ValueError(f"the state is of step {step} with seed {seed}, which cannot be")
-    saved = plan_of(state, plan)
+    saved = saved_plan(state, plan)
     old_shares = integers(state, "shares", None)
     if not old_shares or min(old_shares) < 0:
         raise ValueError(f"the state says that its ranks owned {old_shares} of each layer, which no world does")
@@ -233,7 +233,7 @@ def read(
             for r, value in zip(ranks, values, strict=True) if slot.shape is None and owners.in_chunks else ():
                 check_held(value, owners.before(r) if resharded else owners.mine, _key(r, slot.name, name))
             slots[name, slot.name] = reshard(values, slot, owners) if resharded else values[0]
-    return Loaded(step, seed, saved, slots)
+    return LoadedState(step, seed, saved, slots)
 
 
 def check_held(value: Tensor, weights: Tensor, key: str) -> None:
@@ -242,7 +242,7 @@ def check_held(value: Tensor, weights: Tensor, key: str) -> None:
         raise ValueError(f"{key} in the state is of another shard: its mesh had the ranks in another order")
 
 
-def plan_of(state: Mapping[str, Tensor], plan: Plan) -> Plan:
+def saved_plan(state: Mapping[str, Tensor], plan: Plan) -> Plan:
     """Return the plan that a state was saved with. Raises ``ValueError`` if its layers are not those of ``plan``."""
     try:
         text = bytes(integers(state, "plan", None)).decode()

@@ -141,7 +141,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def shares(self) -> Sequence[int]:
-        """What each rank owns, in proportion, as far as slots depend on it: checkpoints have it."""
+        """Share of each rank of what slots depend on, in proportion; part of a checkpoint."""
 
     def reset_stats(self) -> None:
         """Start counting from zero."""
@@ -222,10 +222,10 @@ class Engine(ABC):
         return checkpoint.template(plan, self.shapes, world_size)
 
     @abstractmethod
-    def read(self, state: Mapping[str, Tensor]) -> checkpoint.Checked:
+    def read(self, state: Mapping[str, Tensor]) -> checkpoint.CheckedState:
         """Return a state that is valid on this rank, before it is compared between ranks. Raises ``ValueError``."""
 
-    def _take_over(self, loaded: checkpoint.Loaded) -> None:
+    def _take_over(self, loaded: checkpoint.LoadedState) -> None:
         self.plan, self.step = loaded.plan, loaded.step
         self.used = {}
         self.slots.replace(loaded.slots)

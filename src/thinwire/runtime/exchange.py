@@ -176,7 +176,7 @@ class HostRoute(Route):
     """Messages in the host's memory: between process groups of gloo, and in shared memory."""
 
     def __init__(self, kind: Kind, layout: Layout, transport: Transport) -> None:
-        super().__init__(layout, sent_bytes_of(kind, layout, transport))
+        super().__init__(layout, sent_bytes_in(kind, layout, transport))
         traffic = layout.reduction_traffic(up=kind != "all_gather", down=kind != "reduce_scatter")
         self._kind: Kind = kind
         # Layers that are cut among owners, layers that every rank gathers, and layers that are summed.
@@ -230,7 +230,7 @@ class DeviceRoute(Route):
         up, down = kind != "all_gather", kind != "reduce_scatter"
         self._buffers = DeviceBuffers.allocate(layout, transport.rank, transport.device, up=up, down=down)
         self._kind: Kind = kind
-        sent = self._buffers.sent_bytes if kind == "all_reduce" else sent_bytes_of(kind, layout, transport)
+        sent = self._buffers.sent_bytes if kind == "all_reduce" else sent_bytes_in(kind, layout, transport)
         super().__init__(layout, sent)
 
     @property
@@ -258,7 +258,7 @@ class DeviceRoute(Route):
                 yield compressor, segments, message
 
 
-def sent_bytes_of(kind: Kind, layout: Layout, transport: Transport) -> int:
+def sent_bytes_in(kind: Kind, layout: Layout, transport: Transport) -> int:
     """Return the bytes that a rank hands to the transport for one collective, headers included."""
     if kind == "all_reduce":
         return layout.sent_bytes(transport.rank, transport)

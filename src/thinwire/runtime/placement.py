@@ -42,7 +42,7 @@ class ShardedLayer:
             return self.shape
         return (*self.shape[: self.dim], self.rows[rank], *self.shape[self.dim + 1 :])
 
-    def numel_of(self, rank: int) -> int:
+    def chunk_numel(self, rank: int) -> int:
         return math.prod(self.shape_of(rank))
 
     def cut(self, whole: Tensor, rank: int) -> Tensor:
@@ -63,7 +63,7 @@ class ShardedLayer:
         Random draws of different ranks do not overlap: a rank's begin at a multiple of the largest chunk, rounded up to
         the compressor's grain. A compressor without a grain treats the shard as a layer of its own.
         """
-        numel, grain = self.numel_of(rank), compressor.grain
+        numel, grain = self.chunk_numel(rank), compressor.grain
         if grain is None:
             return Shard(self.part_name(rank), start, numel, 0, compressor)
         return Shard(self.name, start, numel, rank * (-(-self.padded_numel // grain) * grain), compressor)
@@ -75,7 +75,7 @@ class ShardedLayer:
     @property
     def padded_numel(self) -> int:
         """Number of elements in each rank's part: that of the largest chunk."""
-        return self.numel_of(0)
+        return self.chunk_numel(0)
 
 
 class Placement:
@@ -110,7 +110,7 @@ class Placement:
         """Return the positions of a layer in the buffer, one for each part that has elements of it."""
         layer, start = self.by_name[name], self.starts[name]
         spans = [
-            (layer.part_name(rank), start + i * self.part_numel, layer.numel_of(rank))
+            (layer.part_name(rank), start + i * self.part_numel, layer.chunk_numel(rank))
             for i, rank in enumerate(self.ranks)
         ]
         return [span for span in spans if span[2]]
@@ -121,7 +121,7 @@ class Placement:
             tuple(
                 layer.shard(rank, self.starts[layer.name], compressors[layer.name])
                 for layer in self.layers
-                if layer.numel_of(rank)
+                if layer.chunk_numel(rank)
             )
             for rank in self.ranks
         )
@@ -138,7 +138,7 @@ class Placement:
     def local(self, part: Tensor, name: str, rank: int) -> Tensor:
         """Return a rank's shard of a layer in the rank's own part."""
         layer, start = self.by_name[name], self.starts[name]
-        return part[start : start + layer.numel_of(rank)].view(layer.shape_of(rank))
+        return part[start : start + layer.chunk_numel(rank)].view(layer.shape_of(rank))
 
     def whole(self, flat: Tensor, name: str) -> Tensor:
         """Return a layer in its own shape, joined from all parts; where there is one part, it is a view."""

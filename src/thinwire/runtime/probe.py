@@ -18,7 +18,7 @@ from thinwire.collectives import (
     Algorithm,
     DeviceTransport,
     Hierarchical,
-    Outgoing,
+    OutgoingMessage,
     ScatterReduceAllGather,
     Transport,
     World,
@@ -40,7 +40,7 @@ from thinwire.compressors import (
     first_state,
 )
 from thinwire.plan.cost import Speeds, codec_seconds
-from thinwire.plan.forecast import Curve, Legs, Links
+from thinwire.plan.forecast import Curve, HierarchyTimes, Links
 from thinwire.runtime.executor import elapsed
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -62,8 +62,8 @@ def settle(algorithm: Algorithm, transport: Transport, *, nodes_too: bool = Fals
     The world has nodes if the algorithm needs them or ``nodes_too`` is set. The result is the same on every rank.
 
     Raises:
-        ValueError: The algorithm does not fit this world.
-        TransportError: A rank has failed or does not answer.
+        ValueError: the algorithm does not fit this world.
+        TransportError: a rank has failed or does not answer.
     """
     if isinstance(transport, DeviceTransport):
         check_star(algorithm)
@@ -126,7 +126,7 @@ def measure_one_way(transport: Transport, pairs: Sequence[tuple[int, int]]) -> l
     The result is the same on every rank.
 
     Raises:
-        TransportError: A rank has failed or does not answer.
+        TransportError: a rank has failed or does not answer.
     """
     return [_speed(transport, [pair])[0] for pair in pairs]
 
@@ -191,7 +191,7 @@ def measure_links(transport: Transport, long_s: float = _CURVE_LONG_S, world: Wo
     return Links(native, exchange, transport.world_size, native_cpu, exchange_cpu, legs, rates)
 
 
-def _legs(transport: Transport, long_s: float, world: World) -> Legs | None:
+def _legs(transport: Transport, long_s: float, world: World) -> HierarchyTimes | None:
     """Measure messages inside nodes and between them, along a hierarchy; return None unless the world has both."""
     if not 1 < len(world.members) < world.size:
         return None
@@ -203,7 +203,7 @@ def _legs(transport: Transport, long_s: float, world: World) -> Legs | None:
         chosen = [(a, b) for a, b in pairs if (world.nodes[a] == world.nodes[b]) == inside]
         return _curve(transport, long_s, lambda size: _probe(transport, chosen, size), lambda size: size)[0]
 
-    return Legs(world, curve(inside=True), curve(inside=False))
+    return HierarchyTimes(world, curve(inside=True), curve(inside=False))
 
 
 def _curve(
@@ -267,7 +267,7 @@ def _probe(transport: Transport, pairs: Sequence[tuple[int, int]], num_bytes: in
         return _Took(_probe_devices(transport, pairs, num_bytes))
     receivers = [tuple(target for source, target in pairs if source == rank) for rank in range(transport.world_size)]
     share = -(-num_bytes // max(map(len, receivers)))
-    buffers = transport.open([[Outgoing(0, share, targets)] if targets else [] for targets in receivers])
+    buffers = transport.open([[OutgoingMessage(0, share, targets)] if targets else [] for targets in receivers])
     transport.all_gather(torch.zeros(1, dtype=torch.float32, device="cpu"))
     started, before = time.perf_counter(), time.process_time()
     transport.begin(buffers)
@@ -303,7 +303,7 @@ def measure_speeds(
     and some tens of milliseconds for the link.
 
     Raises:
-        TransportError: A rank has failed or does not answer.
+        TransportError: a rank has failed or does not answer.
     """
     passes = measure_codecs(compressors, transport)
     codec_s = {c: codec_seconds(c, transport.world_size, {"encode": e, "decode": d}) for c, (e, d) in passes.items()}
@@ -321,7 +321,7 @@ def measure_codecs(compressors: Collection[Compressor], transport: Transport) ->
     All ranks must call it, and the result is the same on every rank.
 
     Raises:
-        TransportError: A rank has failed or does not answer.
+        TransportError: a rank has failed or does not answer.
     """
     ordered = sorted(compressors, key=str)
     device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")

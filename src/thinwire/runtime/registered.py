@@ -15,7 +15,7 @@ NamedShape = tuple[str, tuple[int, ...]]
 """A layer's name and shape."""
 
 
-class Walk:
+class LayerCursor:
     """The trained layers of a model, and a cursor that walks them as a backward pass hands over their gradients.
 
     DistributedDataParallel's first pass, or its first two with a static graph, sends all layers in one buffer in their

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives import ScatterReduceAllGather, Transport, TransportError
-from thinwire.compressors import Compressor, Delta, Raw, State, coder_of
+from thinwire.compressors import Compressor, Delta, Raw, State, message_coder
 from thinwire.kernels import derive_key
 from thinwire.plan import Plan, Site, Speeds, at_site, declined
 from thinwire.plan.sites import SITES
@@ -480,7 +480,7 @@ class ShardedEngine(Engine):
 
     @property
     def shares(self) -> Sequence[int]:
-        """For every rank, the number of ranks that layers are sharded over."""
+        """Number of ranks over which layers are sharded, for every rank."""
         return [self.units[0].transport.world_size] * self.world_size
 
     def collect(self) -> dict[str, Tensor]:
@@ -554,7 +554,7 @@ class ShardedEngine(Engine):
 
         return {key: state[key] for key in (_FILLED, *keys.values())}, adopt
 
-    def read(self, state: Mapping[str, Tensor]) -> checkpoint.Checked:
+    def read(self, state: Mapping[str, Tensor]) -> checkpoint.CheckedState:
         versions = state.get(_VERSIONS)
         known = isinstance(versions, Tensor) and tuple(versions.shape) == (len(self.units), 4)
         if versions is None or not known or _EXCHANGES not in state:
@@ -592,7 +592,7 @@ class ShardedEngine(Engine):
 
         # What is learned here differs between ranks: each learns it from what it sends.
         shared = loaded.shared(learned=False) | {key: state[key] for key in (_VERSIONS, _EXCHANGES)} | arrived
-        return checkpoint.Checked(loaded.record(), shared, adopt)
+        return checkpoint.CheckedState(loaded.record(), shared, adopt)
 
     def _owners(self, name: str, compressor: Compressor, old_shares: Sequence[int]) -> Owners:
         """Return the ranks that hold a layer's residual. A rank holds nothing of its own chunk of gradients, which it
@@ -606,7 +606,7 @@ class ShardedEngine(Engine):
             return Owners(lambda _: everywhere, mine.reshape(-1), shards - 1)
 
         def of_replica(cut: ShardedLayer, chunk: int, replica: int, num_replicas: int) -> Tensor:
-            like = torch.zeros(cut.numel_of(chunk), dtype=torch.float64, device="cpu")
+            like = torch.zeros(cut.chunk_numel(chunk), dtype=torch.float64, device="cpu")
             weights = mean_weights(name, compressor, like, replica, [1] * num_replicas)
             return cut.spread(weights, chunk).reshape(-1)
 
@@ -649,7 +649,7 @@ class ShardedEngine(Engine):
             if links is None:
                 continue
             mine = {name: c for name, c in layers.items() if name.startswith("across/") == across}
-            coders = {name: coder_of(c) for name, c in mine.items()}
+            coders = {name: message_coder(c) for name, c in mine.items()}
             speeds = self._slowest_speeds({c for c in coders.values() if not isinstance(c, Raw)}, links)
             if speeds is not None:
                 # Raw values, for comparison, go by the same messages.

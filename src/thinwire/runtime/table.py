@@ -51,14 +51,14 @@ def layer_rows(
     Bytes are those of fp32 gradients, and a world of one is taken for one of two.
 
     Args:
-        plan: The compressor of each layer.
-        reference: The compressors that the rules name; a layer that is not in it has its own compressor for reference.
-        shapes: Shapes of the layers.
-        buckets: Names of the layers of each bucket, as they leave. Layers in none of them, all of them before the first
+        plan: the compressor of each layer.
+        reference: the compressors that the rules name; a layer that is not in it has its own compressor for reference.
+        shapes: shapes of the layers.
+        buckets: names of the layers of each bucket, as they leave. Layers in none of them, all of them before the first
             step, come last, in a bucket of their own.
-        num_ranks: Number of ranks.
-        errors: Squared L2 errors of the plan, by layer.
-        reference_errors: Squared L2 errors of the reference, by layer.
+        num_ranks: number of ranks.
+        errors: squared L2 errors of the plan, by layer.
+        reference_errors: squared L2 errors of the reference, by layer.
     """
     places: dict[str, int] = {}
     after = 0
@@ -89,14 +89,14 @@ def layer_table(
     """Return a line for each layer: name, elements, spec or the reason why it is raw, bytes, times less than raw.
 
     Args:
-        title: Title of the table.
-        plan: The present plan.
-        shapes: Shapes of its layers.
-        skipped: Layers that are raw because compressing them would be slower, and the compressor that they would have.
-        loaded: Those of them that are raw because they were so in the checkpoint that was loaded.
-        sent: The bytes that a rank sends for a layer with a compressor, by formula.
-        unit: Unit of these bytes.
-        than: Name of the form of layers that are not compressed.
+        title: title of the table.
+        plan: the present plan.
+        shapes: shapes of its layers.
+        skipped: layers that are raw because compressing them would be slower, and the compressor that they would have.
+        loaded: those of them that are raw because they were so in the checkpoint that was loaded.
+        sent: the bytes that a rank sends for a layer with a compressor, by formula.
+        unit: unit of these bytes.
+        than: name of the form of layers that are not compressed.
     """
     rows, total, total_raw = [], 0.0, 0.0
     for name, compressor in plan.layers.items():

@@ -16,9 +16,9 @@ from thinwire.compressors import (
     Learned,
     Raw,
     State,
-    coder_of,
     find_mixin,
     learns_at,
+    message_coder,
     rounded_for,
     teaches,
 )
@@ -119,7 +119,7 @@ class LayerGroup:
         """Return the compressor of each layer by its name in the plan, which `sharded_plan` has checked."""
         compressors = {}
         for name in self.placement.by_name:
-            compressor = coder_of(plan[name])
+            compressor = message_coder(plan[name])
             assert isinstance(compressor, Coded)
             # A policy may have chosen fewer bits than the rules.
             compressors[name] = rounded_for("weights", compressor) if self.site == "weights" else compressor
@@ -134,7 +134,7 @@ class LayerGroup:
         layers = (
             Layer(name, placement.starts[name], (numel,), chosen[name])
             for name, layer in placement.by_name.items()
-            if (numel := layer.numel_of(self.rank))
+            if (numel := layer.chunk_numel(self.rank))
         )
         return Contents(key, tuple(layers))
 

@@ -172,10 +172,10 @@ class Wire(Generic[E]):
                 state |= self.moments.state(self.rank)
             return state | self.engine.adapter.state() if self.engine.adapter else state
 
-    def state_dict_of(self, world_size: int, saved: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    def state_dict_template(self, world_size: int, saved: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return a template of the merged states of a world of ``world_size`` ranks, to load its checkpoint into.
 
-            state = {"wire": wire.state_dict_of(8)}  # it was written by 8 ranks; this is another number
+            state = {"wire": wire.state_dict_template(8)}  # it was written by 8 ranks; this is another number
             torch.distributed.checkpoint.load(state, checkpoint_id=folder)
             wire.load_state_dict(state["wire"])
 
@@ -183,7 +183,7 @@ class Wire(Generic[E]):
         ``"plan"`` alone first, ``{"wire": {"plan": wire.state_dict()["plan"]}}``, and pass it as ``saved``.
         """
         with on_the_host():
-            plan = self.plan if saved is None else checkpoint.plan_of(saved, self.plan)
+            plan = self.plan if saved is None else checkpoint.saved_plan(saved, self.plan)
             state = self.engine.template(plan, world_size)
             if self.moments is not None:
                 state |= self.moments.template(world_size)
@@ -216,7 +216,7 @@ class Wire(Generic[E]):
         before, known = self.plan, self._raw_in_checkpoint()
         checked.adopt()
         self._note_loaded(before, known)
-        self._warn_of_other_compressors(before)
+        self._warn_about_other_compressors(before)
         if self.moments is not None and moments is not None:
             self.moments.load(moments)
 
@@ -232,7 +232,7 @@ class Wire(Generic[E]):
         chosen_here = {name for name in raw - known if isinstance(before.layers.get(name), Raw)}
         self._loaded = self.plan, frozenset(raw - chosen_here)
 
-    def _warn_of_other_compressors(self, before: Plan) -> None:
+    def _warn_about_other_compressors(self, before: Plan) -> None:
         """Warn of layers of a loaded plan with another compressor than was asked for, unless a policy chooses it."""
         other = [
             f"{name}: {loaded}, not {before.layers.get(name)}"

@@ -23,9 +23,9 @@ class CenterTable:
     the last ``window`` ones, as the network drifts.
 
     Args:
-        num: Number of centers, 1 to 256.
-        width: Elements of a vector.
-        window: About how many of the last vectors a center is the mean of.
+        num: number of centers, 1 to 256.
+        width: elements of a vector.
+        window: about how many of the last vectors a center is the mean of.
     """
 
     def __init__(self, num: int, width: int, window: int = 1024) -> None:
@@ -53,7 +53,7 @@ class CenterTable:
         """Return the centers with these indices: fp32 (vectors, width).
 
         Raises:
-            StoreError: There is no such center.
+            StoreError: there is no such center.
         """
         if indices.numel() and int(indices.max()) >= self._ready:
             raise StoreError(f"the message refers to center {int(indices.max())} of {self._ready}")
@@ -89,7 +89,7 @@ class CenterTable:
         """Restore the centers from a `state_dict`.
 
         Raises:
-            StoreError: The state is not one of as many centers of that width.
+            StoreError: the state is not one of as many centers of that width.
         """
         for name, own in self.state_dict().items():
             found = state.get(name)
@@ -114,9 +114,9 @@ class CenterStore(Store):
     whole, and vectors spread over each micro-batch become centers: neighbors in a text are alike.
 
     Args:
-        form: Format of a sample's activation; each of its parts has centers of its own.
-        num: Centers of each part, 1 to 256.
-        window: About how many of the last vectors a center is the mean of.
+        form: format of a sample's activation; each of its parts has centers of its own.
+        num: centers of each part, 1 to 256.
+        window: about how many of the last vectors a center is the mean of.
     """
 
     chooses: ClassVar[bool] = True

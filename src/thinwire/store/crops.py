@@ -53,7 +53,7 @@ class Frame:
         """Return the frame of an activation (samples, channels, positions, positions).
 
         Raises:
-            ValueError: The activation is not that of a square image of ``size`` pixels.
+            ValueError: the activation is not that of a square image of ``size`` pixels.
         """
         side = isqrt(part.width)
         if not part.grows or side * side != part.width or side > size:
@@ -69,14 +69,14 @@ class CroppedStore(MemoryStore):
     the same crop of the message, and no other part of it is renewed. Unseen positions are zero.
 
     Args:
-        form: Format of an activation, (samples, channels, positions, positions).
-        size: Pixels of a crop's side.
-        padding: Pixels by which images are padded on each side.
-        capacity: Returns how many images of a format there is room for.
-        evict: See `RecordStore`.
+        form: format of an activation, (samples, channels, positions, positions).
+        size: pixels of a crop's side.
+        padding: pixels by which images are padded on each side.
+        capacity: returns how many images of a format there is room for.
+        evict: see `RecordStore`.
 
     Raises:
-        ValueError: See `Frame.from_part`.
+        ValueError: see `Frame.from_part`.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ class DiskStore(RecordStore):
     size of the records, which is reserved when the store is made.
 
     Raises:
-        StoreError: The folder has a store of another run or shape, or one that is in use; the disk has too little
+        StoreError: the folder has a store of another run or shape, or one that is in use; the disk has too little
             room; or a file has the wrong size.
     """
 

@@ -27,7 +27,7 @@ def read_manifest(folder: Path) -> dict[str, object] | None:
     """Return the manifest of a store; None where there is none.
 
     Raises:
-        StoreError: There is a file of that name which is not a manifest.
+        StoreError: there is a file of that name which is not a manifest.
     """
     path = folder / _NAME
     try:

@@ -31,9 +31,9 @@ class RecordStore(Store):
     """Keeps one record for each sample, with its step, visits and length.
 
     Args:
-        form: Format of the records.
-        capacity: Number of samples that there is room for; None for any number.
-        evict: What happens to a sample more than that: ``newcomers`` are turned away, or the ``oldest`` samples are
+        form: format of the records.
+        capacity: number of samples that there is room for; None for any number.
+        evict: what happens to a sample more than that: ``newcomers`` are turned away, or the ``oldest`` samples are
             dropped. None makes it an error.
     """
 
@@ -72,7 +72,7 @@ class RecordStore(Store):
         """Make room for the samples of a step, which are never dropped for one another.
 
         Raises:
-            StoreError: There are more samples than the store was made for.
+            StoreError: there are more samples than the store was made for.
         """
         self.refused = frozenset()
         new = [sample for sample in samples if sample not in self._entries]

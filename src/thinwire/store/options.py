@@ -28,10 +28,10 @@ class Place(ABC):
         """Open the store of one side of one boundary.
 
         Raises:
-            StoreError: See `DiskStore`.
+            StoreError: see `DiskStore`.
         """
 
-    def run_of(self, name: str) -> int | None:
+    def find_run(self, name: str) -> int | None:
         """Return the run of the store ``name`` that is to be continued; None if there is none."""
         return None
 
@@ -49,10 +49,10 @@ class Records(Place):
     """Limits of records of samples.
 
     Args:
-        num_samples: Number of different samples that this pipeline will see: those of the data set, or of this
+        num_samples: number of different samples that this pipeline will see: those of the data set, or of this
             replica's share of it.
-        budget_bytes: Size limit for one side of one stage boundary; a stage between two others has two sides.
-        evict: What happens when there is less room than samples. With ``newcomers``, new samples are not kept and are
+        budget_bytes: size limit for one side of one stage boundary; a stage between two others has two sides.
+        evict: what happens when there is less room than samples. With ``newcomers``, new samples are not kept and are
             sent raw each time, which suits epochs. With ``oldest``, the samples that were seen first are dropped, which
             suits a stream.
     """
@@ -71,7 +71,7 @@ class Records(Place):
         """Return the number of samples that there is room for, each with ``copies`` of its record; None for any number.
 
         Raises:
-            StoreError: The budget does not suffice for a single one.
+            StoreError: the budget does not suffice for a single one.
         """
         if self.budget_bytes is None:
             return self.num_samples
@@ -105,12 +105,12 @@ class Disk(Records):
     (`CompressedStage.load_state_dict`).
 
     Args:
-        path: The folder.
-        snapshots: Number of saved states from which a run can be resumed bit by bit. Each takes the size of all records
+        path: the folder.
+        snapshots: number of saved states from which a run can be resumed bit by bit. Each takes the size of all records
             once more. 1 is enough for checkpoints that are written before training continues, 2 for those that are
             written at the same time.
-        resume: Continue with the messages of an existing store as they were last written.
-        waiting_bytes: Limit of the memory of records that the background thread has yet to write.
+        resume: continue with the messages of an existing store as they were last written.
+        waiting_bytes: limit of the memory of records that the background thread has yet to write.
     """
 
     own: ClassVar[tuple[str, ...]] = ("path", "resume", "waiting_bytes")
@@ -132,7 +132,7 @@ class Disk(Records):
         options = {"snapshots": self.snapshots, "waiting_bytes": self.waiting_bytes}
         return DiskStore(Path(self.path) / name, form, capacity, run=run, evict=self.eviction(), **options)
 
-    def run_of(self, name: str) -> int | None:
+    def find_run(self, name: str) -> int | None:
         path = Path(self.path) / name
         manifest = read_manifest(path) if self.resume else None
         if manifest is None:
@@ -153,8 +153,8 @@ class Crops(Records):
     width), square.
 
     Args:
-        size: Pixels of a crop's side.
-        padding: Pixels by which images are padded on each side before they are cropped.
+        size: pixels of a crop's side.
+        padding: pixels by which images are padded on each side before they are cropped.
     """
 
     size: int
@@ -183,8 +183,8 @@ class Centers(Place):
     for a single epoch. The centers are part of ``stage.state_dict()``.
 
     Args:
-        num: Centers of one side of one stage boundary, 1 to 256. Until there are so many, samples are sent whole.
-        window: About how many of the last vectors assigned to a center it is the mean of.
+        num: centers of one side of one stage boundary, 1 to 256. Until there are so many, samples are sent whole.
+        window: about how many of the last vectors assigned to a center it is the mean of.
     """
 
     num: int = MOST_CENTERS

@@ -257,7 +257,7 @@ class Store(ABC):
         positions that were never seen. ``choices`` are those of `choose`.
 
         Raises:
-            StoreError: A choice refers to something that is not kept.
+            StoreError: a choice refers to something that is not kept.
         """
 
     def load_known(self, rows: Rows, known: Sequence[int], choices: Tensor | None = None) -> Tensor:
@@ -329,5 +329,5 @@ class Store(ABC):
         """Restore the store from a `state_dict`.
 
         Raises:
-            StoreError: The state is not one of such a store.
+            StoreError: the state is not one of such a store.
         """

@@ -93,7 +93,7 @@ def add(results: Results, answer: dict[str, Any], prefix: str = "") -> None:
         results.add(f"{prefix}replicas_identical/{name}", float(about["replicas_identical"]), "")
 
 
-def table_of(answer: dict[str, Any]) -> Table:
+def make_table(answer: dict[str, Any]) -> Table:
     table = figures_table("method", ("ms", "min .. max", "MB", "gloo", "bare, ms", "bare", "error"))
     seconds, times = answer["seconds"], answer["all"]
     gloo = seconds["gloo"]

@@ -77,7 +77,7 @@ def allreduce(
     """
     from thinwire.collectives.algorithms import parse_algorithm
     from thinwire.compressors import parse
-    from thinwire_tools.bench.allreduce import add, measure, table_of
+    from thinwire_tools.bench.allreduce import add, make_table, measure
 
     console = Console(highlight=False)
     with ends_command():
@@ -96,7 +96,7 @@ def allreduce(
     results = Results("thinwire bench allreduce", about={"link": about, **parameters, "compressor": compressor})
     add(results, answer)
     console.print(f"All-reduce of {size_mb:g} MB, {ranks} ranks, {rate}, {compressor}")
-    console.print(table_of(answer))
+    console.print(make_table(answer))
     console.print(
         "ms: median; MB: what the busiest rank sends; gloo: in multiples of gloo's speed; bare: the method's messages "
         "without encoding and decoding, and its time in multiples of theirs; error: relative, of the mean."
@@ -141,7 +141,7 @@ def step(
         json: write the figures to this file.
     """
     from thinwire.compressors import parse
-    from thinwire_tools.bench.step import measure, remarks, results_of, table_of
+    from thinwire_tools.bench.step import make_results, make_table, measure, remarks
     from thinwire_tools.ranks import run_ranks
 
     console = Console(highlight=False)
@@ -169,12 +169,12 @@ def step(
         stack.enter_context(console.status(f"{ranks} ranks, {where}: {rounds} turns for each batch size ..."))
         answer = run_ranks(measure, config, ranks, network)
     console.print(f"A training step, {ranks} ranks, {where}, {compressor}")
-    console.print(table_of(answer["measured"]))
+    console.print(make_table(answer["measured"]))
     for line in remarks(answer):
         console.print(line, soft_wrap=True)
     if json:
         about = {"link": about, "compressor": compressor, "ranks": ranks}
-        results_of(answer, about).write(json)
+        make_results(answer, about).write(json)
     return 0
 
 

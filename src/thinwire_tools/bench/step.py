@@ -23,7 +23,7 @@ _WARM_UP = 4
 _VOCABULARY = 256
 
 
-def table_of(measured: Sequence[Mapping[str, Any]]) -> Table:
+def make_table(measured: Sequence[Mapping[str, Any]]) -> Table:
     milliseconds = [f"{name}\nms" for name in ("fp32", "thinwire", "ceiling")]
     shares = [f"{name},\nof ceiling" for name in ("fp32", "thinwire")]
     table = figures_table("batch", (*milliseconds, *shares, "against\nfp32"))
@@ -46,7 +46,7 @@ def remarks(answer: Mapping[str, Any]) -> Iterator[str]:
         yield f"thinwire declined to compress {answer['declined_layers']} layers: it would not have been faster."
 
 
-def results_of(answer: Mapping[str, Any], about: Mapping[str, object]) -> Results:
+def make_results(answer: Mapping[str, Any], about: Mapping[str, object]) -> Results:
     results = Results("thinwire bench step", about=dict(about))
     for row in answer["measured"]:
         for name in _KINDS:

@@ -190,24 +190,24 @@ def compare_script(
       thinwire compare --log {out}/log.json --key eval_loss -- train.py --out {out}
 
     Args:
-        script: Arguments for python, after two dashes.
-        variants: Compressors: presets or specs; "SPEC with POLICY" has a policy choose each layer's own.
-        seeds: Number of seeds, each one paired run of every variant; a verdict takes at least 2.
-        within: How much higher a loss may be and still be the same: 1% or 0.01.
-        control: A spec that must fail; None for none.
-        ranks: Number of ranks.
-        rate: Rate of each rank's link (100mbit, 1gbit ...), emulated; without it loopback.
-        pattern: Regular expression with one group, which finds the loss in a line that rank 0 prints.
-        log: Read losses from this JSON or JSON Lines file, or folder of TensorBoard's, instead.
-        key: Name of the loss in the log.
-        timeout: Seconds after which a run has failed.
-        plot: Write the curves to this file, as SVG.
-        json: Write the figures to this file.
+        script: arguments for python, after two dashes.
+        variants: compressors: presets or specs; "SPEC with POLICY" has a policy choose each layer's own.
+        seeds: number of seeds, each one paired run of every variant; a verdict takes at least 2.
+        within: how much higher a loss may be and still be the same: 1% or 0.01.
+        control: a spec that must fail; None for none.
+        ranks: number of ranks.
+        rate: rate of each rank's link (100mbit, 1gbit ...), emulated; without it loopback.
+        pattern: regular expression with one group, which finds the loss in a line that rank 0 prints.
+        log: read losses from this JSON or JSON Lines file, or folder of TensorBoard's, instead.
+        key: name of the loss in the log.
+        timeout: seconds after which a run has failed.
+        plot: write the curves to this file, as SVG.
+        json: write the figures to this file.
     """
-    from thinwire_tools.compare.compare import share_of, show, write_figures
+    from thinwire_tools.compare.compare import parse_share, show, write_figures
     from thinwire_tools.compare.comparison import Run, Side
     from thinwire_tools.compare.paired import check_margin, named
-    from thinwire_tools.compare.script import AS_IT_IS, Runs, ScriptComparison, losses_of
+    from thinwire_tools.compare.script import AS_IT_IS, Runs, ScriptComparison, read_losses
     from thinwire_tools.compare.variants import ALONE, BASELINE
 
     console = Console(highlight=False)
@@ -220,13 +220,13 @@ def compare_script(
         specs, control = named(variants, control)
         if ALONE in specs:
             raise ValueError("ranks of a script always communicate: leave --, and alone is compared on the small GPT")
-        margin = share_of(within)
+        margin = parse_share(within)
         check_margin(margin)
         compiled(pattern)
         check_script(without_python(script))
         names = [BASELINE, *specs, *([control] if control else [])]
         trained: dict[str, list[Run]] = {name: [] for name in names}
-        told = partial(losses_of, pattern=pattern, log=log, key=key)
+        told = partial(read_losses, pattern=pattern, log=log, key=key)
         with Runs(script, ranks, rate, told, timeout) as runs:
             for seed in range(seeds):
                 for name in names:

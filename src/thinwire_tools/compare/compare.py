@@ -21,7 +21,7 @@ from thinwire_tools.compare.data import standard_library
 from thinwire_tools.compare.paired import Watcher, compare_training
 from thinwire_tools.compare.tasks import SIZES, GPTTask
 from thinwire_tools.exits import FAILED, ends_command
-from thinwire_tools.ranks import RankFailed
+from thinwire_tools.ranks import RankFailedError
 from thinwire_tools.results import OutputFile, Results
 
 
@@ -31,11 +31,11 @@ def conduct(
     """Compare as `compare_training` does, with its ``options``; show the progress and the result."""
     console = Console(highlight=False)
     with ends_command(ValueError, ImportError), ends_command(ParityError, code=FAILED):
-        margin = share_of(within)
+        margin = parse_share(within)
         with Bar(console, task.steps) as bar:
             comparison = compare_training(task, variants, seeds=range(seeds), margin=margin, watcher=bar, **options)
         show(console, comparison)
-    write_figures(console, command, comparison, facts_of(comparison), json)
+    write_figures(console, command, comparison, comparison_facts(comparison), json)
     return comparison
 
 
@@ -71,7 +71,7 @@ def task_of(size: str, steps: int | None, learning_rate: float | None) -> GPTTas
     return task
 
 
-def share_of(text: str) -> float:
+def parse_share(text: str) -> float:
     """Return 0.01 for ``"1%"`` or ``"0.01"``."""
     number = text.strip()
     try:
@@ -80,7 +80,7 @@ def share_of(text: str) -> float:
         raise ValueError(f"--within {text!r} is not a share: write 1% or 0.01") from None
 
 
-def facts_of(comparison: Comparison) -> dict[str, Any]:
+def comparison_facts(comparison: Comparison) -> dict[str, Any]:
     """Return what a record of the comparison contains other than its figures."""
     text = standard_library()
     return {
@@ -133,7 +133,7 @@ class Bar(Watcher):
     def end(self, run: Run) -> None:
         self.say(f"{self.title}: held-out loss {run.val_loss:.4f}")
 
-    def fail(self, failure: RankFailed) -> None:
+    def fail(self, failure: RankFailedError) -> None:
         self.say(f"{self.title}: failed: {failure}", style="bold red")
         self.say(failure.log)
 

@@ -30,7 +30,7 @@ from thinwire_tools.compare.tasks import Task, describe, probe_steps
 from thinwire_tools.compare.train import digest, learning_rate, train
 from thinwire_tools.compare.variants import BASELINE, Variant
 from thinwire_tools.lab.units import parse_rates
-from thinwire_tools.ranks import Channel, RankFailed, RankProcesses, launch_ranks
+from thinwire_tools.ranks import Channel, RankFailedError, RankProcesses, launch_ranks
 
 _TIMEOUT_S = 180.0
 
@@ -53,7 +53,7 @@ class Watcher:
     def end(self, run: Run) -> None:
         """Note that the run is over."""
 
-    def fail(self, failure: RankFailed) -> None:
+    def fail(self, failure: RankFailedError) -> None:
         """Note that the run will not continue; others may."""
 
 
@@ -88,8 +88,8 @@ def compare_training(
         ValueError: a spec, a policy, a rate or a number is wrong, or the baseline diverged.
         TypeError: the task cannot be made again in another process.
         ImportError: scipy is missing.
-        LabUnavailable: a rate is given and no network can be emulated here.
-        RankFailed: a rank did not finish a run.
+        LabUnavailableError: a rate is given and no network can be emulated here.
+        RankFailedError: a rank did not finish a run.
         ParityError: ranks ended with different parameters, so that there is no one loss.
     """
     _check(named(variants, control)[0], seeds, margin, num_ranks, rate, measure)
@@ -357,7 +357,7 @@ def train_in_turns(
     num_ranks: int,
     network: lab.Network | None,
     watcher: Watcher,
-) -> tuple[dict[str, Run], dict[str, RankFailed]]:
+) -> tuple[dict[str, Run], dict[str, RankFailedError]]:
     """Train every variant from one seed, a turn from probe to probe each, forwards and backwards: whatever else this
     machine does slows all alike, and a ratio of two within one turn compares them. Returns the runs that ended, and why
     the others did not: a variant that brings its processes down leaves the others alone."""
@@ -379,7 +379,7 @@ def train_in_turns(
                     trainings[name].turn(until)
                     if until == task.steps:
                         runs[name] = trainings[name].finish()
-                except RankFailed as failure:
+                except RankFailedError as failure:
                     failures[name] = failure
                     watcher.fail(failure)
     return {name: runs[name] for name in variants if name in runs}, failures

@@ -27,7 +27,7 @@ def draw(wire: Wire, path: Path | str) -> None:
     buckets. Layers that are raw, and stay raw, are left out.
 
     Raises:
-        ValueError: No layer is compressed.
+        ValueError: no layer is compressed.
         ImportError: matplotlib is missing; the message says how to install it.
     """
     all_rows = wire.engine.plan_rows()

@@ -23,9 +23,9 @@ from thinwire_tools import lab
 from thinwire_tools.compare.comparison import Comparison, Run, Side
 from thinwire_tools.compare.losses import NoLosses, compiled, final, loss_in, read_log
 from thinwire_tools.compare.variants import BASELINE, Variant
-from thinwire_tools.ranks import RankFailed
+from thinwire_tools.ranks import RankFailedError
 from thinwire_tools.results import Results
-from thinwire_tools.run.attachment import Attachment, Misused
+from thinwire_tools.run.attachment import Attachment, UsageError
 from thinwire_tools.run.command import run_script
 
 _LOG_LINES, _GRACE_S = 15, 10.0
@@ -85,7 +85,7 @@ class Runs:
         """Train once.
 
         Raises:
-            RankFailed: a rank failed or took too long.
+            RankFailedError: a rank failed or took too long.
             NoLosses: the run left no losses.
         """
         out = Path(tempfile.mkdtemp(dir=self._folder))
@@ -135,11 +135,11 @@ class Runs:
             codes = [process.poll() for process in ranks]
             failed = next((rank for rank, code in enumerate(codes) if code), None)
             if failed is not None:
-                raise RankFailed(failed, f"ended with exit code {codes[failed]}", _tail(out, failed))
+                raise RankFailedError(failed, f"ended with exit code {codes[failed]}", _tail(out, failed))
             if None not in codes:
                 return
             if time.monotonic() > until:
-                raise RankFailed(codes.index(None), f"did not end within {self._timeout_s:g} s", _tail(out, 0))
+                raise RankFailedError(codes.index(None), f"did not end within {self._timeout_s:g} s", _tail(out, 0))
             time.sleep(0.05)
 
 
@@ -182,7 +182,7 @@ def _seconds(side: Side) -> float:
     return fmean(sum(run.step_s) for run in side.runs)
 
 
-def losses_of(printed: str, out: Path, *, pattern: str, log: str | None, key: str) -> list[float]:
+def read_losses(printed: str, out: Path, *, pattern: str, log: str | None, key: str) -> list[float]:
     if log is not None:
         return read_log(Path(log.replace("{out}", str(out))), key)
     found = compiled(pattern)
@@ -227,7 +227,7 @@ def train(text: str) -> int:
     try:
         with attached:
             run_script(setup.script)
-    except Misused as error:
+    except UsageError as error:
         sys.stderr.write(f"{error}\n")
         return 64
     finally:

@@ -49,21 +49,21 @@ def doctor(
       thinwire doctor --ranks 4 --ranks-per-node 2 --rate 100mbit -- train.py
 
     Args:
-        script: Arguments for python, after two dashes: train.py and its arguments, or -m and a module.
-        ranks: How many ranks to start; under torchrun there are as many as it started.
-        ranks_per_node: How many of them share a node of the emulated network, and its link.
-        rate: Rate of each node's link, each way, of an emulated network: 100mbit, 1gbit.
-        rtt: Round-trip time to add to it, as 10ms.
-        steps: Training steps to watch, half of them without overlap.
-        keep_running: Let the script train on to its end afterwards.
-        compressors: Specs to predict in addition to the usual ones, as "minmax(bits=3)".
-        line_rate: Rate that the line is made for, as 10gbit, where the system does not know.
-        price_per_hour: Price of all ranks together: shows the cost of a million samples or tokens with each setting.
-        samples_per_step: Samples that all ranks together process in a step, for the price.
-        tokens_per_step: Tokens that all ranks together process in a step.
-        timeout: Seconds after which ranks that doctor started are ended.
-        json: Write all figures to this file.
-        html: Write the report to this file, as a page with pictures.
+        script: arguments for python, after two dashes: train.py and its arguments, or -m and a module.
+        ranks: how many ranks to start; under torchrun there are as many as it started.
+        ranks_per_node: how many of them share a node of the emulated network, and its link.
+        rate: rate of each node's link, each way, of an emulated network: 100mbit, 1gbit.
+        rtt: round-trip time to add to it, as 10ms.
+        steps: training steps to watch, half of them without overlap.
+        keep_running: let the script train on to its end afterwards.
+        compressors: specs to predict in addition to the usual ones, as "minmax(bits=3)".
+        line_rate: rate that the line is made for, as 10gbit, where the system does not know.
+        price_per_hour: price of all ranks together: shows the cost of a million samples or tokens with each setting.
+        samples_per_step: samples that all ranks together process in a step, for the price.
+        tokens_per_step: tokens that all ranks together process in a step.
+        timeout: seconds after which ranks that doctor started are ended.
+        json: write all figures to this file.
+        html: write the report to this file, as a page with pictures.
     """
     from thinwire_tools.doctor import page
     from thinwire_tools.doctor.examine import Examination, Request

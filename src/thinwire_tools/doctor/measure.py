@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.collectives import Transport, World, with_shared_memory
 from thinwire.compressors import Compressor
 from thinwire.integrations.options import Network
-from thinwire.integrations.transports import bare_transport, carried, device_of, trained
+from thinwire.integrations.transports import bare_transport, carried, exchange_device, trained
 from thinwire.plan.cost import codec_seconds
 from thinwire.plan.forecast import Links
 from thinwire.runtime.probe import (
@@ -88,7 +88,7 @@ def measure(observer: Observer, compressors: Collection[Compressor], line_rate: 
     try:
         # Sharded models are examined on the CPU.
         model = observer.model if isinstance(observer.model, DistributedDataParallel) else None
-        device = device_of(trained(model), group, as_device=False) if model is not None else None
+        device = exchange_device(trained(model), group, as_device=False) if model is not None else None
     except (RuntimeError, NotImplementedError) as error:
         raise DoctorError(str(error)) from error
     host = bare_transport(group)

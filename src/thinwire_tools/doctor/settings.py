@@ -210,7 +210,7 @@ def plan_of(setting: Setting, measured: Measured) -> Plan:
     return build(measured.watched.shapes, setting.spec)
 
 
-def compressors_of(settings: Sequence[Setting], shapes: Mapping[str, Sequence[int]]) -> set[Compressor]:
+def needed_compressors(settings: Sequence[Setting], shapes: Mapping[str, Sequence[int]]) -> set[Compressor]:
     """Return the compressors whose speed predictions need."""
     plans = [exchange_plan(shapes), *(Plan.build(shapes, setting.spec) for setting in settings if setting.spec)]
     return {c for plan in plans for c in plan.layers.values()} | {Raw()}

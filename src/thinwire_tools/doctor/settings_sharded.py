@@ -19,9 +19,9 @@ from thinwire_tools.doctor.settings import (
     Range,
     Setting,
     algorithm_of,
-    compressors_of,
     draws,
     local_updates,
+    needed_compressors,
     predict_ddp,
     settings_with,
 )
@@ -205,7 +205,9 @@ def measure_for(
     shapes = observer.layers
     sharded = sharded_settings(specs, shapes) if observer.sharded else ()
     usual: tuple[Setting, ...] = () if observer.sharded else settings_with(specs)
-    wanted: set[Compressor] = sharded_compressors(sharded, shapes) | (compressors_of(usual, shapes) if usual else set())
+    wanted: set[Compressor] = sharded_compressors(sharded, shapes) | (
+        needed_compressors(usual, shapes) if usual else set()
+    )
     measured = measure(observer, wanted, line_rate)
     fitting = [setting for setting in (*sharded, *usual) if _fitting(setting, measured)]
     return measured, [*fitting, *([] if observer.sharded else [local_updates(measured)])]

@@ -17,5 +17,5 @@ from thinwire_tools.lab.launch import (
 from thinwire_tools.lab.loopback import Link as Link, Loopback as Loopback, free_port as free_port
 from thinwire_tools.lab.namespaces import NodeNamespaces as NodeNamespaces
 from thinwire_tools.lab.network import Network as Network, need_network as need_network, unavailable as unavailable
-from thinwire_tools.lab.tools import LabUnavailable as LabUnavailable
+from thinwire_tools.lab.tools import LabUnavailableError as LabUnavailableError
 from thinwire_tools.lab.units import parse_rate as parse_rate, parse_time as parse_time

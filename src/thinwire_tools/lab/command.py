@@ -54,25 +54,25 @@ def lab(
       thinwire lab --count 'kept (\d+) tokens' --possible 5000 -- python train.py
 
     Args:
-        command: Command of each rank, after two dashes.
-        ranks: How many ranks.
-        ranks_per_node: How many of them, in order, share a node, and its link.
-        rate: Rate of each node's link, each way: 100mbit, 2.5gbit; or one for each node: 1gbit,100mbit.
-        rtt: Round-trip time to add, as 20ms.
-        loss: Share of packets that are lost, each way, as 1%. Needs a rate.
-        nat: Ranks that others cannot connect to, as behind a home router.
-        burst_bytes: Bytes that a link lets through at once after a pause; chosen from the rate if not given.
-        queue: Limit of the queue before each link, as time at its rate.
+        command: command of each rank, after two dashes.
+        ranks: how many ranks.
+        ranks_per_node: how many of them, in order, share a node, and its link.
+        rate: rate of each node's link, each way: 100mbit, 2.5gbit; or one for each node: 1gbit,100mbit.
+        rtt: round-trip time to add, as 20ms.
+        loss: share of packets that are lost, each way, as 1%. Needs a rate.
+        nat: ranks that others cannot connect to, as behind a home router.
+        burst_bytes: bytes that a link lets through at once after a pause; chosen from the rate if not given.
+        queue: limit of the queue before each link, as time at its rate.
         congestion: TCP congestion control, as bbr; cubic if not given.
-        timeout: Seconds after which all ranks are ended.
-        kill: Ranks that are killed, and when: 1@60s.
-        pause: Ranks that stand still, from and until: 1@30s..45s.
-        cut: Ranks whose node's link is down, from and until: 1@30s..45s.
-        join: Ranks that are started only then, or again after they were killed: 1@90s.
-        schedule: A file of such events, one a line: kill 1@60s.
-        count: Pattern of what ranks print, with one group: the number that is added up.
-        possible: Number that an undisturbed rank would add up in a second; the report then has the goodput.
-        json: Write the link and each node's bytes to this file.
+        timeout: seconds after which all ranks are ended.
+        kill: ranks that are killed, and when: 1@60s.
+        pause: ranks that stand still, from and until: 1@30s..45s.
+        cut: ranks whose node's link is down, from and until: 1@30s..45s.
+        join: ranks that are started only then, or again after they were killed: 1@90s.
+        schedule: a file of such events, one a line: kill 1@60s.
+        count: pattern of what ranks print, with one group: the number that is added up.
+        possible: number that an undisturbed rank would add up in a second; the report then has the goodput.
+        json: write the link and each node's bytes to this file.
 
     Returns:
         The exit code: the first failing rank's, or 0.

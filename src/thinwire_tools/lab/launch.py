@@ -99,9 +99,9 @@ def launch(
     what an undisturbed rank adds up in a second, the report has the goodput.
 
     Raises:
-        LabUnavailable: A network cannot be made on this machine.
-        ValueError: A rate, a time or another number is out of its range.
-        FileNotFoundError: The command does not exist.
+        LabUnavailableError: a network cannot be made on this machine.
+        ValueError: a rate, a time or another number is out of its range.
+        FileNotFoundError: the command does not exist.
     """
     if timeout is not None and not (math.isfinite(timeout) and timeout > 0):
         raise ValueError(f"timeout must be a positive number of seconds, not {timeout}")

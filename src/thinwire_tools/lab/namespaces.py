@@ -25,7 +25,7 @@ class NodeNamespaces:
         """Move this process into the node, for good. It must have a single thread: others would stay where they are.
 
         Raises:
-            OSError: The node is gone, or may not be entered.
+            OSError: the node is gone, or may not be entered.
         """
         # All are opened first: from inside the first, the paths of the others may lead nowhere.
         opened = [(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path, kind) for path, kind in self.namespaces]

@@ -84,7 +84,7 @@ class Network:
             machines with another default compare (with both directions full, bbr carries 0.88 of a rate, cubic 0.93).
 
     Raises:
-        LabUnavailable: a network cannot be made here; says what is missing.
+        LabUnavailableError: a network cannot be made here; says what is missing.
         ValueError: a rate or a time is not one, ranks do not fill the nodes, the relay cannot carry the rate, or the
             congestion control is unknown.
     """
@@ -408,9 +408,9 @@ class Network:
 
 
 def need_network() -> None:
-    """Raise ``LabUnavailable`` where no network can be made. Call it before anything that takes long."""
+    """Raise ``LabUnavailableError`` where no network can be made. Call it before anything that takes long."""
     if (missing := unavailable()) is not None:
-        raise tools.LabUnavailable(missing)
+        raise tools.LabUnavailableError(missing)
 
 
 def unavailable() -> str | None:
@@ -419,7 +419,7 @@ def unavailable() -> str | None:
         return "the lab needs Linux: its links are network namespaces"
     try:
         Network(1, rate="100mbit").close()
-    except tools.LabUnavailable as error:
+    except tools.LabUnavailableError as error:
         return str(error)
     return None
 

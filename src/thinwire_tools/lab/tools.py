@@ -38,7 +38,7 @@ USER_NAMESPACE_SETTINGS = (
 )
 
 
-class LabUnavailable(CommandError, RuntimeError):
+class LabUnavailableError(CommandError, RuntimeError):
     """A slow network cannot be made here; the message says what is missing and what to do."""
 
     exit_code = UNAVAILABLE
@@ -48,13 +48,13 @@ def find(tool: str) -> str:
     """Return the path of ``tool``.
 
     Raises:
-        LabUnavailable: it is not installed; names the package that has it.
+        LabUnavailableError: it is not installed; names the package that has it.
     """
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), *SYSTEM_DIRECTORIES])
     executable = shutil.which(tool, path=path)
     if executable is None:
         package = PACKAGES[tool]
-        raise LabUnavailable(
+        raise LabUnavailableError(
             f"the command `{tool}` is missing: install the package {package} (Debian, Ubuntu: apt install {package})"
         )
     return executable
@@ -66,12 +66,12 @@ def call(inside: Sequence[str], tool: str, arguments: Sequence[str], *, lines: S
     ``lines`` are its standard input: with ``-batch -`` they are one command each.
 
     Raises:
-        LabUnavailable: it could not be started, or it failed; the message has its own words and what they usually mean.
+        LabUnavailableError: it could not be started, or it failed; the message has its own words and their meaning.
     """
     script = "".join(line + "\n" for line in lines)
     done = _run([*inside, find(tool), *arguments], script)
     if done.returncode != 0:
-        raise LabUnavailable(f"`{tool}` failed: {done.stderr.strip()}{_missing_module(done.stderr, script)}")
+        raise LabUnavailableError(f"`{tool}` failed: {done.stderr.strip()}{_missing_module(done.stderr, script)}")
     return done.stdout
 
 
@@ -84,7 +84,7 @@ def _run(command: Sequence[str], script: str) -> subprocess.CompletedProcess[str
         except OSError as error:
             starts += 1
             if error.errno not in PASSING or starts == STARTS:
-                raise LabUnavailable(f"`{command[0]}` could not be started: {error.strerror}") from error
+                raise LabUnavailableError(f"`{command[0]}` could not be started: {error.strerror}") from error
         time.sleep(BETWEEN_STARTS_S)
 
 
@@ -97,7 +97,7 @@ def _missing_module(error: str, script: str) -> str:
     return ""
 
 
-def refused(error: str) -> LabUnavailable:
+def refused(error: str) -> LabUnavailableError:
     """Return the error of a kernel that refused the namespaces with ``error``, and the settings that forbid them."""
     blocked = []
     for name, forbidding, setting in USER_NAMESPACE_SETTINGS:
@@ -107,7 +107,7 @@ def refused(error: str) -> LabUnavailable:
     remedies = "run as root"
     if blocked:
         remedies += f", or let users make user namespaces: {' and '.join(blocked)} as root"
-    return LabUnavailable(
+    return LabUnavailableError(
         f"{error}. To do: {remedies}; in a container, start it with --cap-add SYS_ADMIN --cap-add NET_ADMIN "
         "--security-opt seccomp=unconfined --security-opt apparmor=unconfined (or --privileged)"
     )
@@ -124,18 +124,18 @@ def start(script: Sequence[str], *, inside: Sequence[str], what: str) -> subproc
             text=True,
         )
     except OSError as error:
-        raise LabUnavailable(f"{what} of the lab cannot be started: {error}") from error
+        raise LabUnavailableError(f"{what} of the lab cannot be started: {error}") from error
 
 
 def answer(process: subprocess.Popen[str], what: str) -> dict[str, Any]:
     """Return one line of JSON from one of the lab's own processes.
 
     Raises:
-        LabUnavailable: the process ended or did not answer in time.
+        LabUnavailableError: the process ended or did not answer in time.
     """
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], ANSWER_TIMEOUT_S)
     line = process.stdout.readline() if ready else ""
     if not line.endswith("\n"):
-        raise LabUnavailable(f"{what} of the lab gave no answer (exit status {process.poll()})")
+        raise LabUnavailableError(f"{what} of the lab gave no answer (exit status {process.poll()})")
     return json.loads(line)

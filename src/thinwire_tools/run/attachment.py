@@ -25,7 +25,7 @@ ON_EVERY_RANK = (DisagreementError, MessageError, ParityError, PeerFailedError, 
 """Errors that every living rank raises: one of them is enough to know all of it."""
 
 
-class Misused(SystemExit):
+class UsageError(SystemExit):
     """An error of arguments that do not fit the model. Scripts do not catch `SystemExit`."""
 
 
@@ -68,7 +68,7 @@ class Attachment:
             if self.state is not None and _on_every_rank(self.state, next(model.parameters()).device):
                 self.wire.load_state_dict(torch.load(self.state, weights_only=True))
         except (NotImplementedError, TypeError, ValueError) as error:
-            raise Misused(str(error)) from error
+            raise UsageError(str(error)) from error
         if self.state is not None:
             self._saved = (self.wire.step + 1) // self.save_every
             # The optimizer's step is over, so that the script saves weights of the same step, and on every rank alike.

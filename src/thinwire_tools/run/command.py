@@ -44,15 +44,15 @@ def run(
       THINWIRE_COMPRESS=8bit torchrun --nproc-per-node 2 -m thinwire run -- train.py
 
     Args:
-        script: Arguments for python, after two dashes: train.py and its arguments, or -m and a module.
-        compress: Compressor of gradients: a preset (8bit, 4bit, 2bit, bf16, powersgd), a spec or auto. By default what
+        script: arguments for python, after two dashes: train.py and its arguments, or -m and a module.
+        compress: compressor of gradients: a preset (8bit, 4bit, 2bit, bf16, powersgd), a spec or auto. By default what
             the environment variable THINWIRE_COMPRESS says, or 4bit.
-        exclude: Patterns of layers that stay raw.
-        start: Steps at the beginning that stay uncompressed.
-        always: Compress also where that would be slower than sending uncompressed.
-        state: File of the compressors' state.
-        save_every: Steps between two writes of the state.
-        json: Write the statistics to this file.
+        exclude: patterns of layers that stay raw.
+        start: steps at the beginning that stay uncompressed.
+        always: compress also where that would be slower than sending uncompressed.
+        state: file of the compressors' state.
+        save_every: steps between two writes of the state.
+        json: write the statistics to this file.
     """
     chief = int(os.environ.get("LOCAL_RANK") or 0) == 0
     options: dict[str, Any] = {"exclude": exclude, "start": start, "skip_if_slower": not always}
@@ -62,15 +62,15 @@ def run(
             raise ValueError("what is to be run? thinwire run -- train.py")
         if save_every < 1:
             raise ValueError(f"--save-every {save_every}: at least 1")
-        from thinwire.integrations.ddp import Options, rules_of
-        from thinwire_tools.run.attachment import ON_EVERY_RANK, Attachment, Misused, say
+        from thinwire.integrations.ddp import Options, resolve_rules
+        from thinwire_tools.run.attachment import ON_EVERY_RANK, Attachment, UsageError, say
 
-        rules_of(Options(compressor=spec, **options))  # before the script is started, which may take long to begin
+        resolve_rules(Options(compressor=spec, **options))  # before the script is started, which may take long to begin
     attached = Attachment(spec, options, state, save_every)
     try:
         with attached:
             run_script(script)
-    except Misused as error:
+    except UsageError as error:
         say(str(error.args[0]) if chief else f"rank {os.environ.get('RANK')} ended, too")
         return USAGE
     except SystemExit:

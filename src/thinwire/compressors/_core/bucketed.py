@@ -40,7 +40,7 @@ class Bucketed(OnePass):
     def grain(self) -> int | None:
         return None if self.form.bucket >= WHOLE else kernels.bucketed_grain(self.form.bucket)
 
-    def key_of(self, key: Key) -> int:
+    def draw_key(self, key: Key) -> int:
         """Return the key of the compressor's random draws."""
         return key.own
 
@@ -48,7 +48,7 @@ class Bucketed(OnePass):
         return kernels.bucketed_bytes(numel, self.form)
 
     def encode(self, x: Tensor, message: Tensor, call: CodecCall, residual: Residual | None = None) -> None:
-        kernels.bucketed_encode(x, call.table, message, self.form, key=self.key_of(call.key), residual=residual)
+        kernels.bucketed_encode(x, call.table, message, self.form, key=self.draw_key(call.key), residual=residual)
 
     def decode(self, message: Tensor, y: Tensor, call: CodecCall, *, add: bool = False) -> None:
         kernels.bucketed_decode(message, call.table, y, self.form, add=add, scale=call.scale)
@@ -74,7 +74,7 @@ class Bucketed(OnePass):
         if not self.traits.plain_sum:
             super().reduce(messages, own, out_message, y, call)
             return
-        key, form = self.key_of(call.key), self.form
+        key, form = self.draw_key(call.key), self.form
         kernels.bucketed_reduce(
             messages, own, call.table, out_message, y, form, scale=call.scale, key=key, residual=residual
         )

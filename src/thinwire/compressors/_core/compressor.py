@@ -55,7 +55,7 @@ Count = int | Tensor
 """A number; a tensor of no dimensions where the host would have to wait for the device to read it."""
 
 
-class Unsuited(ValueError):
+class UnsuitedError(ValueError):
     """A compressor cannot take layers of this shape, which are sent raw instead. The message gives the reason."""
 
 
@@ -84,7 +84,7 @@ class Compressor(ABC):
         """Return the compressor for a layer of ``shape``: this one, possibly with other parameters, or a simpler one.
 
         Raises:
-            Unsuited: it cannot take such a layer.
+            UnsuitedError: it cannot take such a layer.
         """
         return self
 

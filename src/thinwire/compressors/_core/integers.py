@@ -17,7 +17,7 @@ from thinwire.compressors._core.bucketed import Packed
 from thinwire.compressors._core.compressor import Count, Traits
 from thinwire.compressors._core.mixins import Clipping, WorldSized
 from thinwire.compressors._core.segments import Part, SumCall
-from thinwire.compressors._core.slots import Slot, State, slots_of
+from thinwire.compressors._core.slots import Slot, State, layer_slots
 from thinwire.compressors._core.summed import Subtract, Summed, SumShape
 from thinwire.kernels import Table, align, int_decode, int_round, site_id
 
@@ -188,7 +188,7 @@ class Integers(Summed, WorldSized, Clipping):
                 rest[piece.elements].sub_(sent[piece.elements])
 
     def clipped(self, parts: Sequence[Part], state: State | None) -> Count:
-        counts = [slots_of(state, piece.name).now["clipped"] for piece, _ in parts]
+        counts = [layer_slots(state, piece.name).now["clipped"] for piece, _ in parts]
         return torch.cat(counts).sum() if kernels.asynchronous(counts[0]) else sum(int(count) for count in counts)
 
     def sizes(self, parts: Sequence[Part], device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.compressors._core.compressor import Compressor, Unsuited
+from thinwire.compressors._core.compressor import Compressor, UnsuitedError
 from thinwire.compressors._core.segments import Part, Parts, SumCall
 from thinwire.compressors._core.summed import Subtract, Summed, SumShape
 from thinwire.kernels import set_product, site_id, subtract_product
@@ -52,9 +52,9 @@ class SummedMatrices(Summed):
 
     def fit(self, shape: Sequence[int]) -> Compressor:
         if len(shape) < 2 or not math.prod(shape):
-            raise Unsuited(f"{self} factors matrices, and a layer of shape {tuple(shape)} is none")
+            raise UnsuitedError(f"{self} factors matrices, and a layer of shape {tuple(shape)} is none")
         if _LEAST_RATIO * sum(map(math.prod, self.factor_shapes(*matrix_shape(shape)))) > math.prod(shape):
-            raise Unsuited(f"{self} would take more than half of the bytes of a layer of shape {tuple(shape)}")
+            raise UnsuitedError(f"{self} would take more than half of the bytes of a layer of shape {tuple(shape)}")
         return self
 
     def sums(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[SumShape, ...]:
@@ -78,7 +78,7 @@ class SummedMatrices(Summed):
         return subtract
 
 
-class _Alike(NamedTuple):
+class _MatrixStack(NamedTuple):
     """Layers of one shape that lie evenly spaced, in the flat tensor and in the buffers of all rounds."""
 
     names: tuple[str, ...]
@@ -91,7 +91,7 @@ class _Alike(NamedTuple):
 class _Batch:
     """Evenly spaced matrices of one shape, [count, rows, columns], compressed together."""
 
-    def __init__(self, compressor: SummedMatrices, x: Tensor, alike: _Alike, call: SumCall) -> None:
+    def __init__(self, compressor: SummedMatrices, x: Tensor, alike: _MatrixStack, call: SumCall) -> None:
         self._alike, self._call = alike, call
         self._slots = [call.slots(name) for name in alike.names]
         names = [slot.name for slot in compressor.slots if slot.shape is not None]
@@ -138,7 +138,7 @@ class _Batch:
 
 
 @lru_cache(maxsize=4096)
-def _alike(*rounds: Parts) -> list[_Alike]:
+def _alike(*rounds: Parts) -> list[_MatrixStack]:
     """Find layers that go together, as the layers of repeated blocks do: they are one strided tensor, and nothing is
     copied. They are found once, and not in every step."""
     by_shape: dict[tuple[int, int], list[tuple[Part, ...]]] = {}
@@ -153,13 +153,15 @@ def _alike(*rounds: Parts) -> list[_Alike]:
                 batch = []
                 batches.append(batch)
             batch.append(layer)
-    return [_of_one_shape(batch) for batch in batches]
+    return [_group_by_shape(batch) for batch in batches]
 
 
-def _of_one_shape(layers: Sequence[tuple[Part, ...]]) -> _Alike:
+def _group_by_shape(layers: Sequence[tuple[Part, ...]]) -> _MatrixStack:
     pieces = [parts[0].piece for parts in layers]
     starts, *buffer_starts = zip(*map(_places, layers), strict=True)
-    return _Alike(tuple(piece.name for piece in pieces), matrix_shape(pieces[0].shape), starts, tuple(buffer_starts))
+    return _MatrixStack(
+        tuple(piece.name for piece in pieces), matrix_shape(pieces[0].shape), starts, tuple(buffer_starts)
+    )
 
 
 def _places(layer: Sequence[Part]) -> tuple[int, ...]:

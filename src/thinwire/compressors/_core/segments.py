@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.compressors._core.slots import LayerState, State, slots_of
+from thinwire.compressors._core.slots import LayerState, State, layer_slots
 from thinwire.kernels import Table, derive_key, site_id
 
 
@@ -164,4 +164,4 @@ class SumCall(NamedTuple):
 
     def slots(self, layer: str) -> LayerState:
         """Return the slots of a layer."""
-        return slots_of(self.state, layer)
+        return layer_slots(self.state, layer)

@@ -103,7 +103,7 @@ class State:
         return State(self.next, self.now, self.loss_scale, layers, self.learning_rates, self.learning_rate)
 
 
-def slots_of(state: State | None, layer: str) -> LayerState:
+def layer_slots(state: State | None, layer: str) -> LayerState:
     """Return the slots of a layer. Raises ``ValueError`` if there is no state."""
     if state is None:
         raise ValueError(f"the slots of {layer} are missing: pass state=")

@@ -67,9 +67,9 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
         """Return the chosen elements of a piece of the flat tensor ``x``."""
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return self.payload_bytes_of(numel, self.room(numel))
+        return self.payload_size(numel, self.room(numel))
 
-    def payload_bytes_of(self, numel: int, room: int) -> int:
+    def payload_size(self, numel: int, room: int) -> int:
         """Return the bytes of a payload with room for ``room`` elements."""
         if not numel:
             return 0
@@ -104,7 +104,7 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
         """Return how many elements each payload contains. A header is not trusted beyond `room`."""
         if not self.traits.bounded:
             return [self.room(piece.numel) for piece in pieces]
-        return [min(max(0, header_of(message, piece)[1]), self.room(piece.numel)) for piece in pieces]
+        return [min(max(0, read_header(message, piece)[1]), self.room(piece.numel)) for piece in pieces]
 
     def _values(self, message: Tensor, pieces: Sequence[Piece], rooms: Sequence[int]) -> list[Tensor]:
         if self.coder is None:
@@ -124,7 +124,7 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
         values = self._values(message, pieces, rooms)
         for piece, room, received in zip(pieces, rooms, values, strict=True):
             out = y[piece.elements]
-            if header_of(message, piece)[0]:
+            if read_header(message, piece)[0]:
                 out.fill_(math.nan)
                 continue
             if not add:
@@ -142,10 +142,10 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
     def used_bytes(self, message: Tensor, piece: Piece) -> int:
         if not self.traits.bounded:
             return self.payload_bytes(piece.numel, torch.float32)
-        count = header_of(message, piece)[1]
+        count = read_header(message, piece)[1]
         if not 0 <= count <= self.room(piece.numel):
             raise ValueError(f"{piece.name}: {count} elements in a payload with room for {self.room(piece.numel)}")
-        return self.payload_bytes_of(piece.numel, count)
+        return self.payload_size(piece.numel, count)
 
     def index_bytes(self, message: Tensor, piece: Piece) -> int:
         return kernels.index_bytes(piece.numel, self._rooms(message, [piece])[0]) if piece.numel else 0
@@ -153,7 +153,7 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
     def limits(self, message: Tensor, segments: Segments) -> tuple[Count, Count]:
         if not self.traits.bounded:
             return 0, 0
-        return 0, sum(header_of(message, piece)[2] for piece in segments.pieces if piece.numel)
+        return 0, sum(read_header(message, piece)[2] for piece in segments.pieces if piece.numel)
 
     def __or__(self, other: Compressor) -> Compressor:
         if not isinstance(other, Coded):
@@ -230,7 +230,7 @@ def put_floats(message: Tensor, at: int, values: Tensor, room: int) -> None:
     message[end : at + kernels.align(4 * room)] = 0
 
 
-def header_of(message: Tensor, piece: Piece) -> list[int]:
+def read_header(message: Tensor, piece: Piece) -> list[int]:
     """Return the words of a payload's header."""
     return message[piece.payload : piece.payload + HEADER].view(torch.int32).tolist()
 

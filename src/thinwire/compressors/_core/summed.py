@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.compressors._core.bucketed import Packed
-from thinwire.compressors._core.compressor import Compressor, Unsuited, check_dtype
+from thinwire.compressors._core.compressor import Compressor, UnsuitedError, check_dtype
 from thinwire.compressors._core.mixins import first_state
 from thinwire.compressors._core.segments import Key, Parts, Piece, Segments, SumCall
 from thinwire.compressors._core.slots import State
@@ -64,7 +64,7 @@ class Summed(Compressor):
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> int:
         try:
             fitted = self.fit(shape)
-        except Unsuited:
+        except UnsuitedError:
             return math.prod(shape) * dtype.itemsize
         if not isinstance(fitted, Summed):
             return fitted.wire_bytes(shape, dtype)
@@ -75,7 +75,7 @@ class Summed(Compressor):
         y = x.detach().to(torch.float32, copy=True)
         try:
             fitted = self.fit(x.shape)
-        except Unsuited:
+        except UnsuitedError:
             return y
         if not isinstance(fitted, Summed):
             return fitted.roundtrip(x, key)
