@@ -138,7 +138,7 @@ def bytes_foreseen(rank: int, name: str) -> None:
     before = training.sent_bytes()
     for step in range(STEPS, 2 * STEPS):
         training.step(step)
-    assert training.sent_bytes() - before == STEPS * training.foreseen_bytes()
+    assert training.sent_bytes() - before == STEPS * training.planned_bytes()
 
 
 def memory_told(rank: int, name: str) -> None:

@@ -15,7 +15,7 @@ from thinwire.arguments import close_names
 from thinwire.compat import is_replicated, uncompiled
 from thinwire.integrations.ddp import Options, attach_alone, attach_ddp, is_alone
 from thinwire.integrations.options import Checks, Network
-from thinwire.integrations.transports import failing_before_meeting
+from thinwire.integrations.transports import fail_before_meeting
 from thinwire.plan import Rules
 from thinwire.policies import Auto, Policy
 from thinwire.runtime import Wire, on_the_host
@@ -57,7 +57,7 @@ def compress(model: Any, compressor: Any = None, **options: Any) -> Wire | Compr
         TypeError: ``model`` is none of these, or an argument belongs to another function, which the message names.
     """
     model = uncompiled(model)
-    with failing_before_meeting(_group_of(model)):
+    with fail_before_meeting(_group_of(model)):
         function = _function_for(model)
         if compressor is not None:
             named = "gradients" if function is compress_fsdp else "compressor"
@@ -137,7 +137,7 @@ def compress_ddp(
         DisagreementError: the ranks gave different arguments; the message names the first that differs.
         SharedMemoryError: ``Network(transport="shared")`` was given, and ranks cannot share memory.
     """
-    with failing_before_meeting(_group_of(model)), on_the_host():
+    with fail_before_meeting(_group_of(model)), on_the_host():
         options = Options(
             compressor=compressor,
             exclude=exclude,
@@ -207,7 +207,7 @@ def compress_fsdp(
     Raises:
         The exceptions of `compress_ddp`.
     """
-    with failing_before_meeting(_group_of(model)), on_the_host():
+    with fail_before_meeting(_group_of(model)), on_the_host():
         from thinwire.integrations.fsdp import ShardedOptions, attach_fsdp
 
         options = ShardedOptions(

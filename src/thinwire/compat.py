@@ -288,7 +288,7 @@ def _fsdp_group(group: Any, by_default: bool) -> FSDPGroup:
         bool(getattr(group, "reduce_scatter_unused_params", False)),
         next((name for name in comms if name not in ("DefaultAllGather", "DefaultReduceScatter")), ""),
         group._all_reduce_hook,
-        lambda: _reads_at_once(group),
+        lambda: _reads_immediately(group),
     )
 
 
@@ -323,7 +323,7 @@ def replace_replicas(group: FSDPGroup, replicas: Any) -> Callable[[], None]:
     return end
 
 
-def _reads_at_once(group: Any) -> bool:
+def _reads_immediately(group: Any) -> bool:
     try:
         replicas = getattr(group.mesh_info, "replicate_process_group", None)
         return (

@@ -94,7 +94,7 @@ class Training(ABC):
         """Bytes that this rank has sent since `attach`."""
         return self.handle.stats.payload_sent_bytes
 
-    def foreseen_bytes(self) -> float:
+    def planned_bytes(self) -> float:
         """Bytes of a step, by formula."""
         return self.wire.sent_bytes()
 
@@ -253,7 +253,7 @@ class Sharded(Training):
         parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
         set_state_dict(self.model, self.optimizer, **parts, options=WHOLE)
 
-    def foreseen_bytes(self) -> float:
+    def planned_bytes(self) -> float:
         return self.wire.sent_bytes("weights") + self.wire.sent_bytes()
 
 
@@ -300,8 +300,8 @@ class Replicas(Sharded):
     def build(self) -> Any:
         return sharded.build(_mesh(self.size // 2, 2), reshard_after_forward=False)
 
-    def foreseen_bytes(self) -> float:
-        return super().foreseen_bytes() + self.wire.sent_bytes("across")
+    def planned_bytes(self) -> float:
+        return super().planned_bytes() + self.wire.sent_bytes("across")
 
 
 class Whole(Sharded):
@@ -315,7 +315,7 @@ class Whole(Sharded):
     def attach(self) -> None:
         self.wire = thinwire.compress(self.model, FEEDBACK, skip_if_slower=False, min_numel=0)
 
-    def foreseen_bytes(self) -> float:
+    def planned_bytes(self) -> float:
         return self.wire.sent_bytes()
 
 
@@ -361,7 +361,7 @@ class Local(Training):
     def detach(self) -> None:
         self.wire.close()
 
-    def foreseen_bytes(self) -> float:
+    def planned_bytes(self) -> float:
         return 2 * (self.wire.bytes_per_step + 32)  # and headers
 
 

@@ -31,8 +31,8 @@ from thinwire.compressors._core.mixins import (
     find_mixin as find_mixin,
     first_state as first_state,
     for_world as for_world,
+    is_informative as is_informative,
     learns_at as learns_at,
-    teaches as teaches,
 )
 from thinwire.compressors._core.rounding import rounded_for as rounded_for
 from thinwire.compressors._core.segments import (

@@ -45,7 +45,7 @@ from thinwire.plan import DEFAULT_RULES, Filter, Plan, Rules, named_parameters
 from thinwire.plan.contraction import check_feedback
 from thinwire.policies import Auto, Policy, parse_policy
 from thinwire.runtime import AsyncReadback, BucketEngine, Follower, Wire, WireSettings
-from thinwire.runtime.consistency import checksums, failing_together
+from thinwire.runtime.consistency import checksums, fail_together
 
 if TYPE_CHECKING:
     from thinwire.integrations.momentum import Momentum
@@ -200,7 +200,7 @@ class _Hook:
         self._keep_unused(arrived)
         if sketches is not None and self.momentum is not None and self.wire is not None:
             mean = sketches.wait()
-            self.wire.engine.count_beside(mean.nbytes)
+            self.wire.engine.count_extra(mean.nbytes)
             self.momentum.set_lengths(mean, self._loss_scale)
 
     def _keep_unused(self, arrived: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -448,7 +448,7 @@ def connect(
     shapes = {name: p.shape for name, p in exchanged.items()}
     # These are new process groups: PyTorch uses its own from the main thread while these are busy in the worker.
     with agreed_transport(group, options.network.timeout, describe_options(options)) as host:
-        with failing_together([host], "thinwire.compress()"):
+        with fail_together([host], "thinwire.compress()"):
             check()
             device = None if options.simulate else exchange_device(exchanged, group, options.as_device)
             plan, policy, momentum, preconditioned = _prepare(module, parameters, device, options)

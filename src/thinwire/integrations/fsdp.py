@@ -49,7 +49,7 @@ from thinwire.plan import Plan, Rules, Site, at_site, named_parameters, sharded_
 from thinwire.plan.contraction import check_feedback
 from thinwire.policies import Auto, Policy
 from thinwire.runtime import ShardedLayer, Unit, Wire
-from thinwire.runtime.consistency import failing_together
+from thinwire.runtime.consistency import fail_together
 from thinwire.runtime.placement import Placement
 from thinwire.runtime.sharded_engine import ShardedEngine
 
@@ -297,7 +297,7 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> Wire:
         network, record = options.network, describe_options(options)
         everyone = [*groups.values(), *([replicate_group] if replicate_group is not None else [])]
         hosts = [without_wire.enter_context(agreed_transport(g, network.timeout, record)) for g in everyone]
-        with failing_together(hosts, "thinwire.compress()"):
+        with fail_together(hosts, "thinwire.compress()"):
             policy = _policy(options)
             device = exchange_device(named_parameters(model), everyone[0], options.as_device, instead="")
             if device is not None and not options.master:
@@ -307,7 +307,7 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> Wire:
         carriers = [carried(host, group, network, device) for host, group in zip(hosts, everyone, strict=True)]
         replicas = carriers.pop() if replicate_group is not None else None
         transports = dict(zip(groups, carriers, strict=True))
-        with failing_together(hosts, "thinwire.compress()"):
+        with fail_together(hosts, "thinwire.compress()"):
             _check_shards([len(ranks) for ranks in groups], options, replicated=replicas is not None)
             left_out = [group for _, group, _ in every if _unfit(group)]
             plan, units, preconditioned = _prepare(model, sharded, left_out, transports, options)

@@ -72,7 +72,7 @@ def bare_transport(group: dist.ProcessGroup, timeout: timedelta | None = None) -
 
     Raises:
         TransportError: a rank did not come in time, or is gone.
-        PeerFailedError: a rank failed in `failing_before_meeting`, or in this function.
+        PeerFailedError: a rank failed in `fail_before_meeting`, or in this function.
     """
     timeout = timeout or group_timeout(group)
     meeting = _meeting(dist.get_process_group_ranks(group))
@@ -137,7 +137,7 @@ def _check_backend(world: dist.ProcessGroup) -> None:
 
 
 @contextmanager
-def failing_before_meeting(group: object = None) -> Iterator[None]:
+def fail_before_meeting(group: object = None) -> Iterator[None]:
     """Let the other ranks fail, too, if the body fails on this one before it has met them in `bare_transport`.
 
     ``group`` is the process group that the body will meet; if it is not one, all ranks meet. Such a context may be

@@ -19,7 +19,7 @@ from thinwire.collectives import contiguous_values
 from thinwire.compat import group_timeout
 from thinwire.compressors import Compressor
 from thinwire.integrations.options import Network
-from thinwire.integrations.transports import agreed_transport, carried, failing_before_meeting
+from thinwire.integrations.transports import agreed_transport, carried, fail_before_meeting
 from thinwire.local.fragments import (
     FEW_BITS,
     Fragment,
@@ -123,7 +123,7 @@ class DiLoCo(LocalUpdates):
         total_steps: int | None = None,
     ) -> None:
         # Workers meet, and agree, before anything is sent over the user's group.
-        with failing_before_meeting(group):
+        with fail_before_meeting(group):
             check_int("every", every, 1)
             self.outer = chosen_outer(outer, every, total_steps)
             self.every, self.overlap, self.weighted = every, overlap, weighted
@@ -335,7 +335,7 @@ class DiLoCo(LocalUpdates):
         """
         with on_the_host():
             self._receive()
-            with self.wire.failing_together("DiLoCo.load_state_dict()"):
+            with self.wire.fail_together("DiLoCo.load_state_dict()"):
                 loaded = self._read(state)
             # Steps, which workers make alone, and the weights that each has sent may differ.
             record = {name: str(getattr(loaded, name)) for name in ("gathered", "pending", "next")}

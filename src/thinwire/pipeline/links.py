@@ -30,7 +30,7 @@ class LinkChoices:
     rows: dict[int, dict[Direction, int]] = field(default_factory=dict)
     """Index into the lists of `thinwire.policies.ByLink`, by boundary and direction."""
 
-    def due(self, adapt: ByLink, step: int, timed: int) -> bool:
+    def is_due(self, adapt: ByLink, step: int, timed: int) -> bool:
         """Whether to choose before training step ``step``, in a process that has timed ``timed`` steps."""
         again = adapt.every is not None and self.step is not None and step >= self.step + adapt.every
         return timed >= adapt.after and (self.step is None or again)

@@ -239,7 +239,7 @@ class Pipeline:
             if step.error:
                 raise ValueError(f"the first stage cannot take this step: {step.error}")
             adapt = stages[0].options.adapt
-            if step.training and adapt is not None and stages[0].choices.due(adapt, step.training_step, self._timed):
+            if step.training and adapt is not None and stages[0].choices.is_due(adapt, step.training_step, self._timed):
                 self.rest()
                 choose(stages, self.transport, step.training_step)
             self._set_up(stages, step)

@@ -21,7 +21,7 @@ from thinwire.arguments import warn_caller
 from thinwire.collectives import PeerFailedError
 from thinwire.compat import stage_tensors, tells_stage_tensors
 from thinwire.compressors import Compressor
-from thinwire.integrations.transports import failing_before_meeting
+from thinwire.integrations.transports import fail_before_meeting
 from thinwire.pipeline.boundary import BoundarySide
 from thinwire.pipeline.links import LinkChoices
 from thinwire.pipeline.message import DIRECTIONS, Batch, BoundaryTensors, Corners, Direction, Ids, ScheduleStep, Spec
@@ -140,7 +140,7 @@ class CompressedStage(PipelineStage):
             TypeError, ValueError: these are no ids, lengths or corners.
         """
         # Once the ranks have met, they learn only of an error that ends this rank's program.
-        with failing_before_meeting(self.group) if self.pipeline is None else nullcontext():
+        with fail_before_meeting(self.group) if self.pipeline is None else nullcontext():
             self._batch = Batch.from_ids(ids, length, lengths, upcoming, corners)
 
     @property
@@ -438,7 +438,7 @@ def compress_stage(
         DisagreementError: in the first step, ranks were given different options.
     """
     # Ranks meet in the first step.
-    with failing_before_meeting(getattr(stage, "group", None)):
+    with fail_before_meeting(getattr(stage, "group", None)):
         if not isinstance(stage, PipelineStage):
             raise TypeError(
                 f"compress_stage() takes a torch.distributed.pipelining.PipelineStage, not {type(stage).__name__}"

@@ -94,7 +94,7 @@ class LGreco(BudgetedPolicy):
         return 0 if self.reference is None else self.reference.memory_size
 
     @property
-    def wants_syncs(self) -> bool:
+    def needs_syncs(self) -> bool:
         return self.objective == "time"
 
     def to_time(self, reference: Mapping[str, Compressor]) -> frozenset[Compressor]:

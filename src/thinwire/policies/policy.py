@@ -158,7 +158,7 @@ class Policy(ABC):
         return 0
 
     @property
-    def wants_syncs(self) -> bool:
+    def needs_syncs(self) -> bool:
         """Whether the policy needs `Evidence.syncs`, which the host's clock measures."""
         return False
 

@@ -26,7 +26,7 @@ from thinwire.compressors import (
     StepEnd,
     Summed,
     find_mixin,
-    teaches,
+    is_informative,
     unwrap,
 )
 from thinwire.kernels import derive_key
@@ -36,7 +36,7 @@ from thinwire.runtime import checkpoint
 from thinwire.runtime.adapt import Adapter, StepClock
 from thinwire.runtime.bucket import BucketLayers, Substitute, UnsentResiduals, simulate
 from thinwire.runtime.channel import Channel
-from thinwire.runtime.consistency import agree, check_parity, failing_together, resync
+from thinwire.runtime.consistency import agree, check_parity, fail_together, resync
 from thinwire.runtime.engine import Engine, WireSettings, agreed_facts
 from thinwire.runtime.exchange import Contents, Exchange, Route
 from thinwire.runtime.executor import Alone, AsyncReadback, StreamExecutor, ThreadExecutor, followed_by
@@ -141,7 +141,7 @@ class BucketEngine(Engine):
         # Between devices communication has a stream of its own, and no threads.
         self.device = transport.device if isinstance(transport, DeviceTransport) else None
         adapt = settings.adapt
-        if adapt is not None and adapt.wants_syncs and (simulated or self.device is not None):
+        if adapt is not None and adapt.needs_syncs and (simulated or self.device is not None):
             raise ValueError(
                 f"{adapt} goes by how long communication takes on the host's clock, which a GPU's does not show, and "
                 "simulate=True has none: leave out objective=time"
@@ -165,7 +165,7 @@ class BucketEngine(Engine):
         """Function that replaces a tensor by its mean, in steps without compression or with simulated compression. If
         it is None, the former go through the channel as well, and the latter stay on their rank."""
         self._loss_scale = 1.0
-        self._beside_bytes = 0
+        self._extra_bytes = 0
         """Bytes that the last step sent in addition to its buckets: the lengths of momenta (`QuantizedAdam`)."""
         self._step_plan = StepPlan(world_size, self.shapes, self.slots)
         self._buckets: dict[Hashable, _SeenBucket] = {}
@@ -247,7 +247,7 @@ class BucketEngine(Engine):
         return layer_rows(self.plan.layers, self.asked.layers, self.shapes, buckets, self.world_size, *errors)
 
     @property
-    def foreseen_bytes(self) -> int:
+    def planned_bytes(self) -> int:
         # A layer takes as much in any bucket.
         layers = self.plan.layers.items()
         return sum(slot_bytes(Placement([ShardedLayer(name, self.shapes[name])]), {name: c}) for name, c in layers)
@@ -255,7 +255,7 @@ class BucketEngine(Engine):
     def sent_bytes(self, site: Site) -> int:
         if site != "gradients":
             raise ValueError(f"DistributedDataParallel sends gradients, and no {site}")
-        return self._beside_bytes + sum(route.sent_bytes for route in self.routes_of(self.step))
+        return self._extra_bytes + sum(route.sent_bytes for route in self.routes_of(self.step))
 
     # Methods for a backward pass, which attachments call.
 
@@ -284,7 +284,7 @@ class BucketEngine(Engine):
         return self.adapter.clock if self.adapter is not None and self.device is None else None
 
     def _adapt(self, adapter: Adapter, sync: Sync | None) -> None:
-        if sync is not None and adapter.policy.wants_syncs:
+        if sync is not None and adapter.policy.needs_syncs:
             adapter.note_sync(sync)
         plan = adapter.begin_step(self.step, self.plan, self.learning_rate)
         if plan is not self.plan or adapter.algorithm != self.algorithm:
@@ -409,10 +409,10 @@ class BucketEngine(Engine):
         moved = ring_bytes(num_bytes, self.world_size)
         self.recorder.bucket(moved, moved)
 
-    def count_beside(self, num_bytes: int) -> None:
+    def count_extra(self, num_bytes: int) -> None:
         """Count ``num_bytes`` that a native all-reduce has moved in addition to the gradients of a backward pass."""
-        self._beside_bytes = ring_bytes(num_bytes, self.world_size)
-        self.recorder.beside(self._beside_bytes)
+        self._extra_bytes = ring_bytes(num_bytes, self.world_size)
+        self.recorder.add_extra(self._extra_bytes)
 
     def check_parity(self, names: Sequence[str], sums: Tensor | None) -> None:
         """Compare the checksums of all ranks' parameters (`thinwire.runtime.consistency.checksums`), in the
@@ -610,10 +610,10 @@ class BucketEngine(Engine):
         if not layers:
             return
         values = [flat[layer.start : layer.start + layer.numel].float() / state.loss_scale for layer in layers]
-        teaching = torch.tensor([teaches(v) for v in values], dtype=torch.uint8, device="cpu")
+        teaching = torch.tensor([is_informative(v) for v in values], dtype=torch.uint8, device="cpu")
         by_rank = self.transport.all_gather(teaching).tolist()
         teachers = [next((r for r, all_of in enumerate(by_rank) if all_of[at]), None) for at in range(len(layers))]
-        with failing_together([self.transport], "learning what gradients are coded with"):
+        with fail_together([self.transport], "learning what gradients are coded with"):
             for layer, teacher, own in zip(layers, teachers, values, strict=True):
                 learned, slots = find_mixin(layer.compressor, Learned), state.layers[layer.name].now
                 if teacher == self.rank and learned is not None:

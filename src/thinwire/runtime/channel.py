@@ -263,7 +263,7 @@ class Channel(Generic[_S]):
         Connections of a channel that still waits for a dead rank stay open.
         """
         self.executor.close()
-        if self.executor.runs_here:
+        if self.executor.on_own_thread:
             # The last bucket's future kept the channel's owner alive until now: this thread has to end first.
             threads.start(self._close_transport, name="thinwire release", end=lambda: None)
         else:

@@ -110,7 +110,7 @@ def raise_together(error: Exception | None, transport: Transport, doing: str) ->
 
 
 @contextmanager
-def failing_together(transports: Iterable[Transport], doing: str) -> Iterator[None]:
+def fail_together(transports: Iterable[Transport], doing: str) -> Iterator[None]:
     """Let all ranks fail where the body fails on one of them: see `raise_together`. Every rank runs the body.
 
     Errors that all ranks meet alike, of a link that broke and of ranks that disagree, pass.

@@ -164,7 +164,7 @@ class Engine(ABC):
 
     @property
     @abstractmethod
-    def foreseen_bytes(self) -> int:
+    def planned_bytes(self) -> int:
         """Bytes of memory that slots, and other state kept between steps, take, by formula."""
 
     @abstractmethod

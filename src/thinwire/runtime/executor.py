@@ -96,7 +96,7 @@ class Executor(ABC):
         """Wait after `close`, at most ``timeout_s``, until nothing runs; return whether that is so. Not from a job."""
 
     @property
-    def runs_here(self) -> bool:
+    def on_own_thread(self) -> bool:
         """Whether the calling thread is one of the executor's own."""
         return False
 
@@ -167,7 +167,7 @@ class ThreadExecutor(Executor):
         self._first.close()
 
     @property
-    def runs_here(self) -> bool:
+    def on_own_thread(self) -> bool:
         return threading.current_thread() in (self._first.thread, self._second.thread)
 
     def join(self, timeout_s: float) -> bool:

@@ -182,7 +182,7 @@ class ShardedEngine(Engine):
     def _adapter_of(self, policy: Policy) -> Adapter:
         if len(self._channels) > 1:
             raise ValueError("adapt= needs all modules to be sharded over the same ranks")
-        if policy.wants_syncs:
+        if policy.needs_syncs:
             raise ValueError(f"{policy} asks for the time of DDP buckets, which a sharded model has none of")
         plan = Plan({name: c for name, c in self.plan.layers.items() if not name.startswith("across/")})
         reference = {name: c for name, c in plan.layers.items() if not isinstance(c, Raw)}
@@ -235,7 +235,7 @@ class ShardedEngine(Engine):
         )
 
     @property
-    def foreseen_bytes(self) -> int:
+    def planned_bytes(self) -> int:
         groups = chain(*self.groups.values())
         slots = sum(slot_bytes(m.placement, {name: self.plan[name] for name in m.placement.by_name}) for m in groups)
         return slots + sum(4 * m.placement.numel for m in self.groups["weights"] if m.changing(self.plan))

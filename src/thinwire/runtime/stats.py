@@ -230,9 +230,9 @@ class StatsRecorder:
         """Count a bucket whose gradients take ``dense`` bytes; ``sent`` of them not through the transport."""
         self.stats.buckets += 1
         self.stats.dense_bytes += dense
-        self.beside(sent)
+        self.add_extra(sent)
 
-    def beside(self, moved: int) -> None:
+    def add_extra(self, moved: int) -> None:
         """Count bytes that were sent and received in addition to buckets, and not through the transport."""
         self.stats.payload_sent_bytes += moved
         self.stats.payload_received_bytes += moved

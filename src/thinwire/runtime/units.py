@@ -17,10 +17,10 @@ from thinwire.compressors import (
     Raw,
     State,
     find_mixin,
+    is_informative,
     learns_at,
     message_coder,
     rounded_for,
-    teaches,
 )
 from thinwire.plan import Plan, Site, at_site
 from thinwire.runtime.exchange import Contents
@@ -160,7 +160,7 @@ class LayerGroup:
             own = self.site == "weights"
             values = self.placement.shard(x, name, self.rank) if own else self.placement.whole(x, name)
             values = values.reshape(-1).float() / state.loss_scale
-            if not teaches(values):
+            if not is_informative(values):
                 continue
             slots, learned = state.layers[name].now, find_mixin(self.compressors[name], Learned)
             assert learned is not None

@@ -135,7 +135,7 @@ class Wire(Generic[E]):
 
         Error feedback keeps two values for each element of the model, 8 bytes, or about 2 with ``ef(..., bits=8)``.
         """
-        return self.engine.foreseen_bytes
+        return self.engine.planned_bytes
 
     @property
     def stats(self) -> Stats:
@@ -209,7 +209,7 @@ class Wire(Generic[E]):
 
     def _continue_from(self, state: Mapping[str, Tensor]) -> None:
         self._check_attached()
-        with self.failing_together("load_state_dict()"):
+        with self.fail_together("load_state_dict()"):
             checked = self.engine.read(state)
             moments = self.moments.read(state, self.rank, self.world_size) if self.moments is not None else None
         self.check_alike(checked.record, checked.shared)
@@ -247,7 +247,7 @@ class Wire(Generic[E]):
             )
 
     @contextmanager
-    def failing_together(self, doing: str) -> Iterator[None]:
+    def fail_together(self, doing: str) -> Iterator[None]:
         """Let all ranks fail where the body fails on one of them; ``doing`` names the call. Every rank runs the body,
         between steps.
 
@@ -280,7 +280,7 @@ class Wire(Generic[E]):
         """
         self._check_attached()
         with on_the_host():
-            with self.failing_together("gather_state_dict()"):
+            with self.fail_together("gather_state_dict()"):
                 state = self.state_dict()
                 if self.engine.adapter is not None:
                     state |= self.engine.adapter.state(on_every_rank=True)

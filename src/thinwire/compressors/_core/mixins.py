@@ -172,7 +172,7 @@ def learns_at(compressor: Compressor) -> tuple[int, ...]:
     return () if learned is None else learned.learns_at
 
 
-def teaches(values: Tensor) -> bool:
+def is_informative(values: Tensor) -> bool:
     """Return whether there is anything to learn from ``values``: one that is finite and not zero."""
     return bool((torch.isfinite(values) & (values != 0)).any())
 
@@ -197,7 +197,7 @@ def first_state(compressor: Compressor, flat: Tensor, segments: Segments, loss_s
     if (learned := find_mixin(compressor, Learned)) is not None and learned.learns_at:
         for piece in segments.pieces:
             slots, values = state.layers[piece.name].now, flat[piece.elements].float() / loss_scale
-            for name, value in learned.learn(values, slots).items() if teaches(values) else ():
+            for name, value in learned.learn(values, slots).items() if is_informative(values) else ():
                 slots[name].copy_(value.view_as(slots[name]))
     return state
 
