@@ -57,7 +57,7 @@ def compress(model: Any, compressor: Any = None, **options: Any) -> Wire | Compr
         TypeError: ``model`` is none of these, or an argument belongs to another function, which the message names.
     """
     model = uncompiled(model)
-    with fail_before_meeting(_group_of(model)):
+    with fail_before_meeting(_first_group(model)):
         function = _function_for(model)
         if compressor is not None:
             named = "gradients" if function is compress_fsdp else "compressor"
@@ -137,7 +137,7 @@ def compress_ddp(
         DisagreementError: the ranks gave different arguments; the message names the first that differs.
         SharedMemoryError: ``Network(transport="shared")`` was given, and ranks cannot share memory.
     """
-    with fail_before_meeting(_group_of(model)), on_the_host():
+    with fail_before_meeting(_first_group(model)), on_the_host():
         options = Options(
             compressor=compressor,
             exclude=exclude,
@@ -207,7 +207,7 @@ def compress_fsdp(
     Raises:
         The exceptions of `compress_ddp`.
     """
-    with fail_before_meeting(_group_of(model)), on_the_host():
+    with fail_before_meeting(_first_group(model)), on_the_host():
         from thinwire.integrations.fsdp import ShardedOptions, attach_fsdp
 
         options = ShardedOptions(
@@ -239,7 +239,7 @@ def is_sharded(model: object) -> TypeGuard[nn.Module]:
     return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in modules)
 
 
-def _group_of(model: object) -> object:
+def _first_group(model: object) -> object:
     """Return the process group that compressing ``model`` meets first, or None, for all ranks, if it meets none."""
     if isinstance(model, DistributedDataParallel):
         return model.process_group

@@ -133,7 +133,7 @@ class Program:
         if command.forms is not None:
             if split == len(args) and ("-h" in given or "--help" in given):
                 return self._print_forms(words, command)
-            if misplaced := _of_the_other_form(command, given, script=split < len(args)):
+            if misplaced := _find_other_option(command, given, script=split < len(args)):
                 form = command.forms[split == len(args)]
                 return self._usage(words, f"{misplaced} is an option for {form} only")
         function = command.load(script=split < len(args))
@@ -171,7 +171,7 @@ class Program:
         return 0
 
 
-def _of_the_other_form(command: Command, args: Sequence[str], *, script: bool) -> str | None:
+def _find_other_option(command: Command, args: Sequence[str], *, script: bool) -> str | None:
     """Return the first of ``args`` that is an option of only the other form, if there is one."""
     options = [arg.partition("=")[0] for arg in args if arg.startswith("--")]
     if not options:

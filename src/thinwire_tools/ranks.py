@@ -344,7 +344,7 @@ class ForkedProcess:
         log: Path,
         preload: Callable[..., Any] | None = None,
     ) -> None:
-        _start_server(_module_of(preload or run))
+        _start_server(_get_module(preload or run))
         commands, stdin = _processes.Pipe(duplex=False)
         stdout, answers = _processes.Pipe(duplex=False)
         arguments = (pickle.dumps(run), namespaces, os.getpid(), commands, answers, str(log))
@@ -380,7 +380,7 @@ class ForkedProcess:
         self.stdout.close()
 
 
-def _module_of(function: Callable[..., Any]) -> str:
+def _get_module(function: Callable[..., Any]) -> str:
     return (function.func if isinstance(function, partial) else function).__module__
 
 

@@ -26,7 +26,7 @@ from thinwire.runtime.probe import Pair
 from thinwire_tools import lab
 from thinwire_tools.doctor import examine, page
 from thinwire_tools.doctor.advice import conclude, verdict
-from thinwire_tools.doctor.measure import Measured, interface_rate, over_links_of
+from thinwire_tools.doctor.measure import Measured, interface_rate, over_links
 from thinwire_tools.doctor.observer import DoctorError, Observer, Watched
 from thinwire_tools.doctor.record import Prices, record
 from thinwire_tools.doctor.settings import (
@@ -36,7 +36,7 @@ from thinwire_tools.doctor.settings import (
     Care,
     Prediction,
     Setting,
-    algorithm_of,
+    choose_algorithm,
     local_updates,
     needed_compressors,
     predict_ddp,
@@ -71,7 +71,7 @@ def test_where_links_differ_what_goes_over_them_may_differ_too() -> None:
     four = replace(SLOW.links[0], num_ranks=4)
     even, uneven = Links(slow, slow, 2), replace(four, rates=(1.0, 1.0, 1.0, 0.1))
     paired = replace(four, legs=HierarchyTimes(World(4, (0, 0, 1, 1)), fast, slow))
-    found = [[str(algorithm_of(setting, links)) for setting in BY_LINK] for links in (even, uneven, paired)]
+    found = [[str(choose_algorithm(setting, links)) for setting in BY_LINK] for links in (even, uneven, paired)]
     by_node, by_rate = "hierarchical(inside=dense, across=slices)", "sra(rates=(1.0, 1.0, 1.0, 0.1))"
     assert found == [["None", "None"], ["None", by_rate], [by_node, "None"]]
     star = Setting("", BY_LINK[0].spec)
@@ -208,7 +208,7 @@ def test_doubts_are_part_of_the_verdict() -> None:
 
 
 def test_loopback_is_shown_beside_slower_links() -> None:
-    over = {rate: [predict_ddp(s, over_links_of(FAST, rate)) for s in (TODAY, SETTINGS[3])] for rate in (125e6, 12.5e6)}
+    over = {rate: [predict_ddp(s, over_links(FAST, rate)) for s in (TODAY, SETTINGS[3])] for rate in (125e6, 12.5e6)}
     # 3 MB at 12.5 MB/s, both ways of two ranks: 0.24 s, of which 0.05 s are hidden.
     assert over[12.5e6][0].step.value == pytest.approx(0.2 + 0.1 + 0.24 - 0.15, rel=0.01)
     assert over[125e6][0].step.value < 0.25

@@ -122,7 +122,7 @@ class _Hook:
         try:
             future = self._start(bucket)
             if last:
-                self._mean_sketches = self._mean_of_sketches()
+                self._mean_sketches = self._start_mean_sketch()
         except Exception as error:  # noqa: BLE001 - raised at the end of backward
             future = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
             future.set_exception(error)  # pyright: ignore[reportArgumentType]
@@ -166,7 +166,7 @@ class _Hook:
 
     def _end_one_by_one(self) -> None:
         reduced, self._one_by_one = self._one_by_one, {}
-        self._mean_sketches = self._mean_of_sketches()
+        self._mean_sketches = self._start_mean_sketch()
         for gradient, future in filter(None, reduced.values()):
             _put(gradient, future.wait())
         self._end_backward()
@@ -220,7 +220,7 @@ class _Hook:
             }
         )
 
-    def _mean_of_sketches(self) -> Reduced | None:
+    def _start_mean_sketch(self) -> Reduced | None:
         """Start the mean of the sketches of all buckets, one all-reduce along with that of the last bucket."""
         sketches = self.momentum.sketches() if self.momentum is not None else None
         return None if sketches is None else self.follower.mean(sketches, self.group)

@@ -547,10 +547,10 @@ def _unit(path: str, group: FSDPGroup, transport: Transport, names: Mapping[int,
             )
         layer = ShardedLayer(name, parameter.shape, transport.world_size, parameter.dim)
         local = tuple(_local(now).shape)
-        if layer.padded_numel != parameter.padded_numel or layer.shape_of(transport.rank) != local:
+        if layer.padded_numel != parameter.padded_numel or layer.chunk_shape(transport.rank) != local:
             raise RuntimeError(
                 f"{name} of shape {parameter.shape} has shards of shape {local}, with room for "
-                f"{parameter.padded_numel} elements, where {layer.shape_of(transport.rank)} and {layer.padded_numel} "
+                f"{parameter.padded_numel} elements, where {layer.chunk_shape(transport.rank)} and {layer.padded_numel} "
                 "were expected: this PyTorch lays out buffers in a way that thinwire does not know"
             )
         layers.append(layer)

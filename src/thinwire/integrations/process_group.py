@@ -222,7 +222,9 @@ class ProcessGroup(dist.ProcessGroup):
         futures, passed, opts = [], [], _options(kind, opts, overload)
         scale = self._scale(opts.reduceOp)
         for x in tensors:
-            contents = self._choose(GroupBuffer("all_reduce", x.numel(), x.dtype, _name_of(opts.reduceOp)), [x], scale)
+            contents = self._choose(
+                GroupBuffer("all_reduce", x.numel(), x.dtype, _find_name(opts.reduceOp)), [x], scale
+            )
             if contents is None or scale is None:
                 passed.append(x)
                 continue
@@ -243,7 +245,7 @@ class ProcessGroup(dist.ProcessGroup):
         scale = self._scale(opts.reduceOp)
         given = [output, *inputs] if isinstance(inputs, list) else [output, inputs]
         alike = isinstance(inputs, Tensor) or all(part.numel() == output.numel() for part in inputs)
-        buffer = GroupBuffer("reduce_scatter", output.numel(), output.dtype, _name_of(opts.reduceOp))
+        buffer = GroupBuffer("reduce_scatter", output.numel(), output.dtype, _find_name(opts.reduceOp))
         contents = self._choose(buffer, given, scale if alike else None)
         if contents is None or scale is None:
             return None
@@ -368,7 +370,7 @@ def _part(gathered: Tensor, mine: Tensor, rank: int) -> Tensor:
     return gathered.detach().view(-1)[rank * mine.numel() : (rank + 1) * mine.numel()]
 
 
-def _name_of(op: Any) -> Literal["sum", "avg", "premul_sum"]:
+def _find_name(op: Any) -> Literal["sum", "avg", "premul_sum"]:
     """Return the name of an operation that `ProcessGroup._scale` knows."""
     return "avg" if op == dist.ReduceOp.AVG else "premul_sum" if _is_premul(op) else "sum"
 

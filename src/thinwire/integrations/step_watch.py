@@ -59,14 +59,14 @@ class StepWatch:
         self.accumulates = False
         self._exchanged.update(id(parameter) for parameter in parameters)
 
-    def _name_of(self, parameter: Tensor) -> str | None:
+    def _find_name(self, parameter: Tensor) -> str | None:
         held, name = self._parameters.get(id(parameter), (None, None))
         return name if held is not None and held() is parameter else None
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check the gradients that a step of ``optimizer`` is about to take."""
         handle = self._handle()
-        held = [p for group in optimizer.param_groups for p in group["params"] if self._name_of(p) is not None]
+        held = [p for group in optimizer.param_groups for p in group["params"] if self._find_name(p) is not None]
         if handle is None or not held:
             return
         if (act := self._before_step()) is not None:
@@ -77,7 +77,7 @@ class StepWatch:
         self._last_steps[optimizer] = handle.step
         self._missed = 0 if exchanged else self._missed + 1
         late = [
-            self._name_of(p) for p in held if self._exchanged and p.grad is not None and id(p) not in self._exchanged
+            self._find_name(p) for p in held if self._exchanged and p.grad is not None and id(p) not in self._exchanged
         ]
         if self._missed >= _PATIENCE:
             self._told = True

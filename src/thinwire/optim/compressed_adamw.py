@@ -96,7 +96,7 @@ class CompressedAdamW(torch.optim.Optimizer):
         clip: float | None = None,
     ) -> None:
         self._next: dict[Tensor, _NextMoments] = {}
-        self._group_of: dict[Tensor, dict[str, Any]] = {}
+        self._first_group: dict[Tensor, dict[str, Any]] = {}
         self._loaded: dict[Tensor, dict[str, Tensor]] = {}
         check_adam(lr, betas, eps, weight_decay)
         check_choice("order", order, ("pre", "update"))
@@ -109,7 +109,7 @@ class CompressedAdamW(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Replace groups and moments. Called by `load_state_dict`, copy and pickle."""
         super().__setstate__(state)
-        self._next, self._group_of = {}, {}
+        self._next, self._first_group = {}, {}
         self._loaded = getattr(self, "_loaded", {})
         self._expects_wire = getattr(self, "_expects_wire", True)
 
@@ -147,7 +147,7 @@ class CompressedAdamW(torch.optim.Optimizer):
 
     def local_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the moments that this rank has for itself, of whole layers, flat, by name."""
-        state = self._state_of(parameter, whole=True)
+        state = self._get_state(parameter, whole=True)
         return {name: state[name].detach().reshape(-1).clone() for name in self.local_moments(parameter)}
 
     def load_local_state(self, parameter: Tensor, moments: Mapping[str, Tensor]) -> None:
@@ -245,7 +245,7 @@ class CompressedAdamW(torch.optim.Optimizer):
         return AdamGradient(gradient, square, momentum, eps, factor)
 
     def _after_next_step(self, parameter: Tensor, *, whole: bool) -> _NextMoments:
-        state = self._state_of(parameter, whole=whole)
+        state = self._get_state(parameter, whole=whole)
         after = self._next.get(parameter)
         if after is None or (
             is_sharded(parameter) and any(is_sharded(m) != is_sharded(state[name]) for name, m in after.moments.items())
@@ -254,7 +254,7 @@ class CompressedAdamW(torch.optim.Optimizer):
             self._next[parameter] = after
         return after
 
-    def _state_of(self, parameter: Tensor, *, whole: bool) -> dict[str, Any]:
+    def _get_state(self, parameter: Tensor, *, whole: bool) -> dict[str, Any]:
         """Return the state of a parameter. Moments that each rank of a sharded one has for itself are of the whole
         layer if ``whole``, otherwise of this rank's shard; turning a shard's into the layer's is a collective call."""
         state = self.state[parameter]
@@ -270,9 +270,9 @@ class CompressedAdamW(torch.optim.Optimizer):
         return state
 
     def _group(self, parameter: Tensor) -> dict[str, Any]:
-        if parameter not in self._group_of:
-            self._group_of = {p: group for group in self.param_groups for p in group["params"]}
-        return self._group_of[parameter]
+        if parameter not in self._first_group:
+            self._first_group = {p: group for group in self.param_groups for p in group["params"]}
+        return self._first_group[parameter]
 
 
 def _zeros(parameter: Tensor, *, whole: bool) -> Tensor:

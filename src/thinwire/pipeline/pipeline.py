@@ -263,7 +263,7 @@ class Pipeline:
             ValueError: they are not of the shapes that the other side expects.
         """
         side.prepare(chunk, tensors)
-        message, tag = side.message(side.outward, chunk), self._tag_of(side, side.outward, chunk)
+        message, tag = side.message(side.outward, chunk), self._message_tag(side, side.outward, chunk)
         ready = None
         if any(tensor.is_cuda for tensor in tensors):
             ready = torch.cuda.Event()
@@ -353,7 +353,7 @@ class Pipeline:
             self._abandoned.append(message)
             # `Transport.send` would look for the rank that is to blame if this fails.
             with suppress(RuntimeError):
-                tag = self._tag_of(side, side.outward, left)
+                tag = self._message_tag(side, side.outward, left)
                 sends.append(self.transport.group.send([message], self._peer(side), tag))
         for work in sends:
             # Otherwise the process might end before the messages are sent. A neighbor that is alive has posted the
@@ -372,7 +372,7 @@ class Pipeline:
         """Return the rank, in the pipeline's group, on the other side of a boundary."""
         return self._stage_ranks[side.boundary + side.earlier]
 
-    def _tag_of(self, side: BoundarySide, direction: Direction, chunk: int) -> int:
+    def _message_tag(self, side: BoundarySide, direction: Direction, chunk: int) -> int:
         return self._tag + (2 * side.boundary + (direction == "backward")) * self._num_chunks + chunk
 
     def _post_receives(self, side: BoundarySide) -> None:
@@ -387,7 +387,7 @@ class Pipeline:
             return side.unpack(chunk, messages[chunk], peer)
 
         receives = [
-            self.transport.receive(message, self._peer(side), self._tag_of(side, direction, chunk))
+            self.transport.receive(message, self._peer(side), self._message_tag(side, direction, chunk))
             for chunk, message in enumerate(messages)
         ]
         # A gradient cannot be received before the activation is sent.

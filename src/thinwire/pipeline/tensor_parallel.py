@@ -323,7 +323,7 @@ class CompressedRowwiseParallel(RowwiseParallel):
             own.transport.all_reduce(total)
             return total.to(part.device)
         try:
-            samples = self._samples_of(index) if isinstance(self.compressor, Delta) else range(part.shape[0])
+            samples = self._take_samples(index) if isinstance(self.compressor, Delta) else range(part.shape[0])
             total = _Summed.apply(part, own, samples)
         except Exception as error:
             report(error, own.transport)
@@ -331,7 +331,7 @@ class CompressedRowwiseParallel(RowwiseParallel):
         assert isinstance(total, Tensor)
         return total
 
-    def _samples_of(self, index: int) -> Sequence[int]:
+    def _take_samples(self, index: int) -> Sequence[int]:
         if not self._samples or index in self._taken:
             raise ValueError(
                 "no sample ids: call set_sample_ids(ids) of the style before each forward pass of training, with the "

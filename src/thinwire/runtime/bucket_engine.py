@@ -255,7 +255,7 @@ class BucketEngine(Engine):
     def sent_bytes(self, site: Site) -> int:
         if site != "gradients":
             raise ValueError(f"DistributedDataParallel sends gradients, and no {site}")
-        return self._extra_bytes + sum(route.sent_bytes for route in self.routes_of(self.step))
+        return self._extra_bytes + sum(route.sent_bytes for route in self.routes_at(self.step))
 
     # Methods for a backward pass, which attachments call.
 
@@ -473,14 +473,14 @@ class BucketEngine(Engine):
 
     def read(self, state: Mapping[str, Tensor]) -> checkpoint.CheckedState:
         algorithm = self.adapter.saved_algorithm(state) if self.adapter is not None else self.algorithm
-        shares = self.shares_of(algorithm)
+        shares = self.shares_with(algorithm)
 
-        def owners_of(name: str, compressor: Compressor, old_shares: Sequence[int]) -> Owners:
+        def get_owners(name: str, compressor: Compressor, old_shares: Sequence[int]) -> Owners:
             like = torch.zeros(math.prod(self.shapes[name]), dtype=torch.float64, device="cpu")
             mine = mean_weights(name, compressor, like, self.rank, shares)
             return Owners(lambda rank: mean_weights(name, compressor, like, rank, old_shares), mine, self.world_size)
 
-        loaded = checkpoint.read(state, self.plan, self.shapes, self.rank, shares, owners_of)
+        loaded = checkpoint.read(state, self.plan, self.shapes, self.rank, shares, get_owners)
 
         def adopt() -> None:
             self.alone(lambda: self._adopt(loaded, algorithm))
@@ -520,9 +520,9 @@ class BucketEngine(Engine):
     @property
     def shares(self) -> tuple[int, ...]:
         """Share of every layer that each rank owns, in proportion; zeros where all is gathered."""
-        return self.shares_of(self.algorithm)
+        return self.shares_with(self.algorithm)
 
-    def shares_of(self, algorithm: Algorithm) -> tuple[int, ...]:
+    def shares_with(self, algorithm: Algorithm) -> tuple[int, ...]:
         """Return the `shares` of another algorithm."""
         return (0,) * self.world_size if algorithm.gathers else algorithm.shares(self.channel.world)
 
@@ -536,9 +536,9 @@ class BucketEngine(Engine):
 
     def present_routes(self) -> list[Route]:
         """Return the routes of the last step, in the order in which buckets leave."""
-        return self.routes_of(max((known.last_step for known in self._buckets.values()), default=-1))
+        return self.routes_at(max((known.last_step for known in self._buckets.values()), default=-1))
 
-    def routes_of(self, step: int) -> list[Route]:
+    def routes_at(self, step: int) -> list[Route]:
         """Return the routes of the buckets whose last step was ``step``."""
         return [known.route for known in self._buckets.values() if known.route and known.last_step == step]
 
@@ -704,7 +704,7 @@ class BucketEngine(Engine):
         known = self._buckets.get(key)
         if known is None:
             self._free_earlier_buckets(layers, flat.dtype)
-            contents = Contents(key, self._layers_of(flat, layers))
+            contents = Contents(key, self._split_layers(flat, layers))
             placement = Placement([ShardedLayer(name, shape) for name, shape in layers])
             known = self._buckets[key] = _SeenBucket(layers, flat.dtype, contents, placement, self.step)
         known.last_step = self.step
@@ -730,7 +730,7 @@ class BucketEngine(Engine):
         sent_bytes = self.channel.sent_bytes("all_reduce", contents, dtype) if self.world_size > 1 else 0
         return Route(Layout.build(contents.layers, 1, dtype), sent_bytes)
 
-    def _layers_of(self, flat: Tensor, layers: BucketLayers) -> tuple[Layer, ...]:
+    def _split_layers(self, flat: Tensor, layers: BucketLayers) -> tuple[Layer, ...]:
         placed, start = [], 0
         for name, shape in layers:
             if name not in self.plan.layers:

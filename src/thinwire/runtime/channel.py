@@ -74,7 +74,7 @@ class _Run(Job):
         with self._noting_failure():
             channel._check_link()
             exchange.begin()
-            self._routes = channel._routes_of(exchange.key, self._count)
+            self._routes = channel._get_routes(exchange.key, self._count)
             self._turn = self._routes.taken % exchange.turns
             self._routes.taken += 1
             # Ranks agree on what is new, and open messages, by native collectives: those have one order.
@@ -175,7 +175,7 @@ class Channel(Generic[_S]):
             count, self._submitted = self._submitted, self._submitted + 1
             return self.executor.submit(_Run(self, exchange, count))
 
-    def _routes_of(self, key: Key, count: int) -> _Routes:
+    def _get_routes(self, key: Key, count: int) -> _Routes:
         if key not in self._routes:
             # Every rank forgets the same at the same exchange: they agree on it once more if it comes again.
             for other in [k for k, routes in self._routes.items() if routes.last < count - _STALE_EXCHANGES]:

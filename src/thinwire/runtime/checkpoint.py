@@ -116,7 +116,7 @@ def write(
     for name, compressor in plan.layers.items():
         for slot in _saved(compressor):
             value = slots.value(name, slot, shapes[name]).cpu()
-            mine[_key(rank, slot.name, name)] = value.view(slot.shape_of(shapes[name]))
+            mine[_key(rank, slot.name, name)] = value.view(slot.shape_for(shapes[name]))
     return sealed(shared) | (sealed(mine, f"rank{rank}/{_CHECKSUMS}") if mine else {})
 
 
@@ -199,11 +199,11 @@ def read(
     shapes: Mapping[str, Sequence[int]],
     rank: int,
     shares: Sequence[int],
-    owners_of: Callable[[str, Compressor, Sequence[int]], Owners],
+    get_owners: Callable[[str, Compressor, Sequence[int]], Owners],
 ) -> LoadedState:
     """Return ``rank``'s part of a state in a world whose ranks own these shares. See `Wire.load_state_dict`.
 
-    ``owners_of`` says who holds what of a layer's residual, given its compressor and the shares of the state's world.
+    ``get_owners`` says who holds what of a layer's residual, given its compressor and the shares of the state's world.
     """
     missing = set(_SHARED) - set(state)
     if missing:
@@ -229,7 +229,7 @@ def read(
     for name, compressor in saved.layers.items():
         for slot in _saved(compressor):
             values = [_find(state, r, slot, name, shapes[name]) for r in ranks]
-            owners = owners_of(name, compressor, old_shares)
+            owners = get_owners(name, compressor, old_shares)
             for r, value in zip(ranks, values, strict=True) if slot.shape is None and owners.in_chunks else ():
                 check_held(value, owners.before(r) if resharded else owners.mine, _key(r, slot.name, name))
             slots[name, slot.name] = reshard(values, slot, owners) if resharded else values[0]
@@ -273,7 +273,7 @@ def _check_slots(state: Mapping[str, Tensor], plan: Plan, rank: int) -> None:
 
 
 def _find(state: Mapping[str, Tensor], rank: int, slot: Slot, name: str, shape: Sequence[int]) -> Tensor:
-    key, numel = _key(rank, slot.name, name), math.prod(slot.shape_of(shape))
+    key, numel = _key(rank, slot.name, name), math.prod(slot.shape_for(shape))
     if not isinstance(state[key], Tensor) or state[key].is_complex():
         raise ValueError(f"{key} in the state is not a tensor of real numbers")
     if state[key].numel() != numel:

@@ -36,14 +36,14 @@ class ShardedLayer:
         chunk = -(-size // self.num_ranks)
         return tuple(max(0, min(chunk, size - rank * chunk)) for rank in range(self.num_ranks))
 
-    def shape_of(self, rank: int) -> tuple[int, ...]:
+    def chunk_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's chunk."""
         if self.num_ranks == 1:
             return self.shape
         return (*self.shape[: self.dim], self.rows[rank], *self.shape[self.dim + 1 :])
 
     def chunk_numel(self, rank: int) -> int:
-        return math.prod(self.shape_of(rank))
+        return math.prod(self.chunk_shape(rank))
 
     def cut(self, whole: Tensor, rank: int) -> Tensor:
         """Return a rank's chunk of a tensor of the layer's shape, flat."""
@@ -54,7 +54,7 @@ class ShardedLayer:
     def spread(self, chunk: Tensor, rank: int) -> Tensor:
         """Return a tensor of the layer's shape with a flat chunk in a rank's place, and zeros elsewhere."""
         whole = chunk.new_zeros(self.shape)
-        whole.narrow(self.dim, sum(self.rows[:rank]), self.rows[rank]).copy_(chunk.view(self.shape_of(rank)))
+        whole.narrow(self.dim, sum(self.rows[:rank]), self.rows[rank]).copy_(chunk.view(self.chunk_shape(rank)))
         return whole
 
     def shard(self, rank: int, start: int, compressor: Coded) -> Shard:
@@ -138,7 +138,7 @@ class Placement:
     def local(self, part: Tensor, name: str, rank: int) -> Tensor:
         """Return a rank's shard of a layer in the rank's own part."""
         layer, start = self.by_name[name], self.starts[name]
-        return part[start : start + layer.chunk_numel(rank)].view(layer.shape_of(rank))
+        return part[start : start + layer.chunk_numel(rank)].view(layer.chunk_shape(rank))
 
     def whole(self, flat: Tensor, name: str) -> Tensor:
         """Return a layer in its own shape, joined from all parts; where there is one part, it is a view."""

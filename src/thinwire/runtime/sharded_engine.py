@@ -176,10 +176,10 @@ class ShardedEngine(Engine):
         if settings.skip_if_slower:
             self.take(self._declined())
         if settings.adapt is not None:
-            self.adapter = self._adapter_of(settings.adapt)
+            self.adapter = self._make_adapter(settings.adapt)
         self.reset_stats()
 
-    def _adapter_of(self, policy: Policy) -> Adapter:
+    def _make_adapter(self, policy: Policy) -> Adapter:
         if len(self._channels) > 1:
             raise ValueError("adapt= needs all modules to be sharded over the same ranks")
         if policy.needs_syncs:
@@ -187,7 +187,7 @@ class ShardedEngine(Engine):
         plan = Plan({name: c for name, c in self.plan.layers.items() if not name.startswith("across/")})
         reference = {name: c for name, c in plan.layers.items() if not isinstance(c, Raw)}
         shapes = {
-            at_site(site, layer.name): layer.shape_of(0) if site == "weights" else layer.shape
+            at_site(site, layer.name): layer.chunk_shape(0) if site == "weights" else layer.shape
             for unit in self.units
             for layer in unit.layers
             for site in ("weights", "gradients")
@@ -246,7 +246,7 @@ class ShardedEngine(Engine):
         for unit, members in zip(self.units, self.groups[site], strict=True):
             channel = self.across if site == "across" else self._channels[id(unit.transport)]
             if members.names and channel is not None:
-                contents = members.contents_of(members.compressors_of(self.plan))
+                contents = members.make_contents(members.get_compressors(self.plan))
                 total += channel.sent_bytes(kinds[site], contents, torch.float32)
         return total
 

@@ -113,7 +113,7 @@ class Slots:
         shares = {name: c for name, c in used.items() if c.device.type != "cpu" or float(c) != 1.0}
         for place in [self._places[key] for key in self._touched] if shares else ():
             for slot_name, slot in place.flat.items():
-                mine = [n for n, c in place.compressors.items() if n in shares and _flat_slot_of(c, slot_name)]
+                mine = [n for n, c in place.compressors.items() if n in shares and _find_flat_slot(c, slot_name)]
                 if not mine:
                     continue
                 before, after = slot.read(), slot.read(after=True)
@@ -139,10 +139,10 @@ class Slots:
     def value(self, layer: str, slot: Slot, shape: Sequence[int]) -> Tensor:
         """Return a flat copy of a slot of a layer of this shape, or its initial value if it was never used."""
         present = self._present(layer, slot.name)
-        if present is not None and present.numel() == math.prod(slot.shape_of(shape)):
+        if present is not None and present.numel() == math.prod(slot.shape_for(shape)):
             return present.clone()
         first = slot.first(shape, layer)
-        return first if present is None or not slot.columns else _columns_kept(first, present, slot.shape_of(shape))
+        return first if present is None or not slot.columns else _columns_kept(first, present, slot.shape_for(shape))
 
     def _present(self, layer: str, slot: str) -> Tensor | None:
         """Return the flat values of a slot where they lie, or None if it was never used."""
@@ -267,7 +267,7 @@ class Slots:
         place = self._places[key] = _Place(placement, compressors)
         shapes = {name: placement.by_name[name].shape for name in compressors}
         for slot in {s.name: s for c in compressors.values() for s in c.slots if s.shape is None}.values():
-            having = {name: c for name, c in compressors.items() if _flat_slot_of(c, slot.name)}
+            having = {name: c for name, c in compressors.items() if _find_flat_slot(c, slot.name)}
             made = place.flat[slot.name] = flat_slot(slot, placement, having, device)
             values = made.read()
             for name in having:
@@ -279,7 +279,7 @@ class Slots:
             shaped, steady = {}, set[str]()
             for slot in (slot for slot in compressor.slots if slot.shape is not None):
                 value = self.value(name, slot, shapes[name])
-                shaped[slot.name] = value.to(device).view(slot.shape_of(shapes[name]))
+                shaped[slot.name] = value.to(device).view(slot.shape_for(shapes[name]))
                 self._kept.pop((name, slot.name), None)
                 if _is_steady(slot, placement):
                     steady.add(slot.name)
@@ -289,7 +289,7 @@ class Slots:
             self._place_of[name] = key
 
 
-def _flat_slot_of(compressor: Compressor, name: str) -> bool:
+def _find_flat_slot(compressor: Compressor, name: str) -> bool:
     return any(slot.name == name and slot.shape is None for slot in compressor.slots)
 
 
@@ -312,14 +312,14 @@ def slot_bytes(placement: Placement, compressors: Mapping[str, Compressor]) -> i
     """Return the bytes of the slots of a buffer's layers with these compressors: present values and the next ones."""
     total = 0
     for slot in {s.name: s for c in compressors.values() for s in c.slots if s.shape is None}.values():
-        having = {name: c for name, c in compressors.items() if _flat_slot_of(c, slot.name)}
+        having = {name: c for name, c in compressors.items() if _find_flat_slot(c, slot.name)}
         if is_packed(slot, having.values()):
             total += 2 * sum(packed_bytes(numel) for name in having for _, _, numel in placement.spans(name))
         else:
             total += 2 * slot.dtype.itemsize * placement.numel
     for name, compressor in compressors.items():
         for slot in (slot for slot in compressor.slots if slot.shape is not None):
-            numel = math.prod(slot.shape_of(placement.by_name[name].shape))
+            numel = math.prod(slot.shape_for(placement.by_name[name].shape))
             total += (1 if _is_steady(slot, placement) else 2) * numel * slot.dtype.itemsize
     return total
 

@@ -57,7 +57,7 @@ class StepPlan:
         if in_step == self._in_step and not self._awaits_begin:
             return
         self._in_step = in_step
-        present = self._form_of(plan, step, learning_rate)
+        present = self._get_form(plan, step, learning_rate)
         self._awaits_begin = any(
             cold_start(compressor) is not None for name, compressor in plan.layers.items() if name not in self._begun
         )
@@ -72,7 +72,7 @@ class StepPlan:
 
     def add(self, name: str, plan: Plan, step: int, learning_rate: float | None) -> None:
         """Add a layer that ``plan`` has only now; for the others the addition counts from the next step on."""
-        late = self._form_of(plan, step, learning_rate)[name]
+        late = self._get_form(plan, step, learning_rate)[name]
         self._present = replace(self._present, layers={**self._present.layers, name: late})
         self._learns_at |= {name: steps} if (steps := learns_at(late)) else {}
 
@@ -94,7 +94,7 @@ class StepPlan:
         compressor = self._present[name]
         return RawSum() if isinstance(compressor, Raw) and self._raw_is_summed else compressor
 
-    def _form_of(self, plan: Plan, step: int, learning_rate: float | None) -> Plan:
+    def _get_form(self, plan: Plan, step: int, learning_rate: float | None) -> Plan:
         for name, compressor in plan.layers.items():
             if name in self._begun or cold_start(compressor) is None:
                 continue

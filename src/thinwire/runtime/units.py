@@ -96,13 +96,13 @@ class LayerGroup:
         """Step in which slots were last learned, counted from the first compressed one."""
         self._learned: set[str] = set()
         """Layers whose learned slots have been learned."""
-        self.raw = self.contents_of({})
+        self.raw = self.make_contents({})
         self.follow(plan)
 
     def follow(self, plan: Plan) -> None:
         """Use the compressors of another plan, or other slots, from now on."""
-        self.plan, self.compressors = plan, self.compressors_of(plan)
-        self.coded = self.contents_of(self.compressors)
+        self.plan, self.compressors = plan, self.get_compressors(plan)
+        self.coded = self.make_contents(self.compressors)
         self.has_slots = any(compressor.slots for compressor in self.compressors.values())
         self.keeps_residuals = any(RESIDUAL in compressor.slots for compressor in self.compressors.values())
         self._learns_at = {name: steps for name, c in self.compressors.items() if (steps := learns_at(c))}
@@ -115,7 +115,7 @@ class LayerGroup:
         """Return the layers whose changes are sent."""
         return tuple(name for name in self.placement.by_name if isinstance(plan[name], Delta))
 
-    def compressors_of(self, plan: Plan) -> dict[str, Coded]:
+    def get_compressors(self, plan: Plan) -> dict[str, Coded]:
         """Return the compressor of each layer by its name in the plan, which `sharded_plan` has checked."""
         compressors = {}
         for name in self.placement.by_name:
@@ -125,7 +125,7 @@ class LayerGroup:
             compressors[name] = rounded_for("weights", compressor) if self.site == "weights" else compressor
         return compressors
 
-    def contents_of(self, compressors: Mapping[str, Coded]) -> Contents:
+    def make_contents(self, compressors: Mapping[str, Coded]) -> Contents:
         """Return what a buffer holds with these compressors; without any, values as they are."""
         key = (self.site, self._index, self.names, tuple(compressors.values()))
         placement, chosen = self.placement, compressors or dict.fromkeys(self.placement.by_name, Raw())

@@ -145,13 +145,13 @@ def compare(
         strict: exit with 1 unless every variant is within the margin.
         json: write the figures to this file.
     """
-    from thinwire_tools.compare.compare import conduct, task_of
+    from thinwire_tools.compare.compare import conduct, make_task
 
     with ends_command(ValueError):
         if script := next((text for text in variants if text.endswith(".py")), None):
             before = "".join(f'"{text}" ' for text in variants[: variants.index(script)])
             raise ValueError(f"a script comes after two dashes: thinwire compare {before}-- {script}")
-        task = task_of("smoke" if smoke else size, steps, learning_rate)
+        task = make_task("smoke" if smoke else size, steps, learning_rate)
     options = {"control": control, "num_ranks": ranks, "rate": rate, "measure": measure}
     comparison = conduct("thinwire compare", task, variants, seeds=seeds, within=within, json=json, **options)
     return 0 if comparison.sensitive and (comparison.all_within or not strict) else 1

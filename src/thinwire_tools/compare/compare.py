@@ -58,7 +58,7 @@ def write_figures(
         console.print(f"Figures: {path}", soft_wrap=True, markup=False)
 
 
-def task_of(size: str, steps: int | None, learning_rate: float | None) -> GPTTask:
+def make_task(size: str, steps: int | None, learning_rate: float | None) -> GPTTask:
     task = SIZES[size]
     if steps is not None:
         if steps < 2:

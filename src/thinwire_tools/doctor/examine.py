@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire_tools.compare.gpt import GPT, GPTConfig, next_token_loss
 from thinwire_tools.doctor.advice import verdict
-from thinwire_tools.doctor.measure import Measured, over_links_of
+from thinwire_tools.doctor.measure import Measured, over_links
 from thinwire_tools.doctor.observer import WARM_UP, Observer
 from thinwire_tools.doctor.record import Prices, record
 from thinwire_tools.doctor.settings import Care, Prediction, Setting, local_updates
@@ -143,7 +143,7 @@ class Examination:
         asked = [s for s in settings if s.times == 1 and not s.every and s.algorithm == "sra" and s.care <= Care.KEPT]
         elsewhere = []
         for rate in OTHER_RATES:
-            there = over_links_of(measured, rate)
+            there = over_links(measured, rate)
             elsewhere.append((rate, [predict_step(setting, there) for setting in (*asked, local_updates(there))]))
         return elsewhere
 

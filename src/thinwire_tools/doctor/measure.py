@@ -124,7 +124,7 @@ def measure(observer: Observer, compressors: Collection[Compressor], line_rate: 
     )
 
 
-def over_links_of(measured: Measured, rate: float) -> Measured:
+def over_links(measured: Measured, rate: float) -> Measured:
     """Return the same training and processors over links of ``rate`` bytes per second each way."""
     return replace(measured, links=tuple(links.at_rate(rate) for links in measured.links))
 

@@ -14,7 +14,7 @@ from thinwire.runtime.probe import Pair
 from thinwire_tools.doctor.advice import Verdict
 from thinwire_tools.doctor.forecast import Move
 from thinwire_tools.doctor.measure import Measured
-from thinwire_tools.doctor.settings import Prediction, Setting, ceiling, plan_of
+from thinwire_tools.doctor.settings import Prediction, Setting, ceiling, make_plan
 from thinwire_tools.doctor.settings_sharded import ShardedSetting, plan_for
 from thinwire_tools.results import Results
 
@@ -195,7 +195,7 @@ def sent_bytes_of_today(predictions: Sequence[Prediction]) -> float:
 def _compressors(setting: Setting, measured: Measured) -> Iterable[Compressor]:
     """Yield the compressors of layers, in the order in which these are sent."""
     if not isinstance(setting, ShardedSetting):
-        return plan_of(setting, measured).layers.values()
+        return make_plan(setting, measured).layers.values()
     return plan_for(setting, measured.watched.shapes).layers.values()
 
 

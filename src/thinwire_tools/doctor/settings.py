@@ -134,7 +134,7 @@ BY_LINK = (
 """Settings for links that differ: between nodes and inside them, or from rank to rank."""
 
 
-def algorithm_of(setting: Setting, links: Links) -> Algorithm | None:
+def choose_algorithm(setting: Setting, links: Links) -> Algorithm | None:
     """Return the setting's collective algorithm for these links, or None if it does not apply to them."""
     return links.adapted(parse_algorithm(setting.algorithm))
 
@@ -203,7 +203,7 @@ class Prediction:
         return Range.from_values([mine / its for mine, its in zip(self.steps, other.steps, strict=True)])
 
 
-def plan_of(setting: Setting, measured: Measured) -> Plan:
+def make_plan(setting: Setting, measured: Measured) -> Plan:
     """Return the plan of a setting for the watched model."""
     assert setting.spec is not None
     build = exchange_plan if setting.every else Plan.build
@@ -219,9 +219,9 @@ def needed_compressors(settings: Sequence[Setting], shapes: Mapping[str, Sequenc
 def predict_ddp(setting: Setting, measured: Measured) -> Prediction:
     """Predict a DDP step over many draws of a measured step and of a measurement of the links."""
     drawn = draws(measured.watched.paces, measured.links)
-    layers = None if setting.spec is None else plan_of(setting, measured).layers
+    layers = None if setting.spec is None else make_plan(setting, measured).layers
     codec_s = {compressor: measured.codec_s(compressor) for compressor in measured.codecs}
-    algorithm = algorithm_of(setting, drawn[0][1])
+    algorithm = choose_algorithm(setting, drawn[0][1])
     if algorithm is None:
         raise ValueError(f"{setting.title}: these links have nothing for {setting.algorithm}")
     steps, waits = [], []

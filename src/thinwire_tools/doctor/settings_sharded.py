@@ -18,7 +18,7 @@ from thinwire_tools.doctor.settings import (
     Prediction,
     Range,
     Setting,
-    algorithm_of,
+    choose_algorithm,
     draws,
     local_updates,
     needed_compressors,
@@ -222,4 +222,4 @@ def _fitting(setting: Setting, measured: Measured) -> bool:
     """Whether the setting applies to these links, or this model."""
     if isinstance(setting, ShardedSetting):
         return all(isinstance(pace, ShardedPace) and fits(setting, pace) for pace in measured.watched.paces)
-    return all(algorithm_of(setting, links) for links in measured.links)
+    return all(choose_algorithm(setting, links) for links in measured.links)

@@ -37,7 +37,7 @@ class Slot:
     bits: int = field(default=32, compare=False)
     """Bits of each value between steps: 8 for residuals that are packed, if all layers of a bucket ask for it."""
 
-    def shape_of(self, layer: Sequence[int]) -> tuple[int, ...]:
+    def shape_for(self, layer: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the slot of a ``layer`` of this shape."""
         return tuple(layer if self.shape is None else self.shape(layer))
 
@@ -45,7 +45,7 @@ class Slot:
         """Return the slot's value before the first step, flat."""
         if self.initial is not None:
             return self.initial(layer, name).to(self.dtype).reshape(-1)
-        return torch.zeros(math.prod(self.shape_of(layer)), dtype=self.dtype, device="cpu")
+        return torch.zeros(math.prod(self.shape_for(layer)), dtype=self.dtype, device="cpu")
 
 
 class LayerState(NamedTuple):
@@ -90,7 +90,7 @@ class State:
         shaped = [slot for slot in slots if slot.shape is not None]
         per_layer = {}
         for name, shape in (layers or {}).items() if shaped else ():
-            values = {slot.name: slot.first(shape, name).to(device).view(slot.shape_of(shape)) for slot in shaped}
+            values = {slot.name: slot.first(shape, name).to(device).view(slot.shape_for(shape)) for slot in shaped}
             copies = {slot.name: values[slot.name] if slot.learned else values[slot.name].clone() for slot in shaped}
             per_layer[name] = LayerState(values, copies)
         return State(now, after, loss_scale, per_layer)
