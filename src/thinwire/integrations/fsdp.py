@@ -550,8 +550,9 @@ def _unit(path: str, group: FSDPGroup, transport: Transport, names: Mapping[int,
         if layer.padded_numel != parameter.padded_numel or layer.chunk_shape(transport.rank) != local:
             raise RuntimeError(
                 f"{name} of shape {parameter.shape} has shards of shape {local}, with room for "
-                f"{parameter.padded_numel} elements, where {layer.chunk_shape(transport.rank)} and {layer.padded_numel} "
-                "were expected: this PyTorch lays out buffers in a way that thinwire does not know"
+                f"{parameter.padded_numel} elements, where {layer.chunk_shape(transport.rank)} and "
+                f"{layer.padded_numel} were expected: this PyTorch lays out buffers in a way that thinwire does not "
+                "know"
             )
         layers.append(layer)
     trained = tuple(layer.name for layer, p in zip(layers, group.parameters, strict=True) if p.now().requires_grad)
