@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import thinwire
 from thinwire import Plan, parse
 from thinwire.compat import unwrapped
-from thinwire.plan import Filter, at_site, matches, named_parameters, names_of, sharded_plan
+from thinwire.plan import Filter, at_site, matches, named_parameters, parameter_names, sharded_plan
 
 SHAPES = {
     "embed.weight": (64, 96),
@@ -87,8 +87,8 @@ def test_all_names_of_a_parameter_are_known_without_those_of_wrappers() -> None:
     own = [f"{layer}.{name}" for layer in (0, 1, 2) for name in ("weight", "bias")]
     assert list(named_parameters(whole)) == list(named_parameters(model)) == own
     names = {**{name: name for name in own}, "tied.weight": "0.weight", "tied.bias": "0.bias"}
-    assert {name: own for name, own in names_of(whole).items() if name == unwrapped(name)} == names
-    assert names_of(whole)["_orig_mod.1._orig_mod.weight"] == "1.weight"
+    assert {name: own for name, own in parameter_names(whole).items() if name == unwrapped(name)} == names
+    assert parameter_names(whole)["_orig_mod.1._orig_mod.weight"] == "1.weight"
     assert unwrapped("") == unwrapped("_orig_mod") == ""
 
 
