@@ -66,7 +66,9 @@ class Record:
     def machine_of(self, names: Iterable[str]) -> str:
         """The machine and the commit by which these rows were measured; where they differ, each of the values."""
         records = [self.of[name] for name in names]
-        commits = dict.fromkeys(f"commit {record['commit'][:12]}" for record in records if record.get("commit"))
+        commits = dict.fromkeys(
+            f"commit {record['commit'][:12]}{record['commit'][40:]}" for record in records if record.get("commit")
+        )
         before = [] if all(record.get("commit") for record in records) else [results_page.UNNAMED]
 
         def values(form: Callable[[Any, Any], str]) -> str:

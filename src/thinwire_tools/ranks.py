@@ -322,6 +322,7 @@ def _serve(make: Callable[[Channel], Any], group: dict[str, Any], commands: Text
         traceback.print_exc()
         channel.send("failed", message=f"{type(error).__name__}: {error}")
         code = 1
+    sys.stdout.flush()
     sys.stderr.flush()
     # Threads of a broken process group must not keep the process alive.
     os._exit(code)

@@ -8,6 +8,7 @@ import platform
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +24,7 @@ def check_output_file(path: str | os.PathLike[str]) -> Path:
     Raises:
         ValueError: the file cannot be written, so that a run would end without its figures.
     """
+    commit()  # of what is about to run: another one may be checked out at its end
     file = Path(path)
     if file.is_dir():
         raise ValueError(f"{file} is a folder: name a file in it")
@@ -84,6 +86,7 @@ def versions() -> dict[str, str]:
     return installed
 
 
+@cache
 def commit() -> str | None:
     """Return the commit of the clone that runs, with ``-dirty`` where its files differ from it; None outside of one."""
     clone = Path(__file__).parents[2]

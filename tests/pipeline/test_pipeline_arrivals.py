@@ -13,6 +13,7 @@ from torch import Tensor
 
 from thinwire.collectives import TransportError
 from thinwire.pipeline.pipeline import AHEAD, Arrivals
+from thinwire.threads import Worker
 
 _LONG_S = 20.0
 
@@ -68,6 +69,22 @@ def test_messages_are_decoded_ahead_in_order_and_no_more_than_a_few() -> None:
     assert thread is not threading.current_thread()
     thread.join(_LONG_S)
     assert not thread.is_alive()
+
+
+def test_a_worker_that_is_late_decodes_in_the_order_of_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A side keeps what it decodes in that order, and the sender has kept it in the order in which it sent."""
+    go, submit = threading.Event(), Worker.submit
+    monkeypatch.setattr(Worker, "submit", lambda self, job: submit(self, lambda: go.wait(_LONG_S) and job()))
+    side = Side(2)
+    side.come(1)
+    taker = threading.Thread(target=side.arrivals.take, args=(0,))
+    taker.start()
+    go.set()
+    assert not side.done[1].wait(0.2)
+    side.come(0)
+    taker.join(_LONG_S)
+    side.arrivals.take(1)
+    assert side.decoded == [0, 1]
 
 
 @pytest.mark.parametrize("order", [[1, 0, 3, 2], [3, 2, 1, 0], [2, 0, 1, 3]])

@@ -94,7 +94,9 @@ def read_words(message: Tensor, at: int, count: int) -> Tensor:
 
 def natural_bytes(numel: int) -> int:
     """Return the payload bytes of a segment: a header of 64, one for each element, zeros to a multiple of 64."""
-    return HEADER + align(numel) if numel > 0 else 0
+    if numel < 0:
+        raise ValueError(f"numel must not be negative, not {numel}")
+    return HEADER + align(numel) if numel else 0
 
 
 def natural_encode(x: Tensor, table: Table, message: Tensor, *, key: int, scale: float = 1.0) -> None:

@@ -70,6 +70,9 @@ class Table:
     def __len__(self) -> int:
         return len(self.segments)
 
+    def __reduce__(self) -> tuple[type[Table], tuple[Tensor]]:
+        return Table, (self.rows,)  # a copy has rows of its own, and their address
+
     def __repr__(self) -> str:
         return f"Table({len(self)} segments, {self.numel} elements)"
 

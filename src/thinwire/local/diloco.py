@@ -274,9 +274,10 @@ class DiLoCo(LocalUpdates):
         """Wait for the exchange under way, if there is one, and continue from its result."""
         if self._pending is None:
             return
-        (index, mean), self._pending = self._pending, None
+        index, mean = self._pending
         if mean is not None:
             mean.wait()
+        self._pending = None
         applied = self._fragments[index].apply(self.outer, self.mix, self._steps)
         self.skipped_rounds += not applied
         if applied and self._next == 0:

@@ -45,7 +45,7 @@ class Nesterov:
         """Apply one round's mean pseudo-gradient to the shared weights, in place.
 
         Args:
-            anchor: a, the shared weights (fp32).
+            anchor: A, the shared weights (fp32).
             momentum: u, of the same shape; zeros before the first round.
             mean: d, of the same shape.
         """

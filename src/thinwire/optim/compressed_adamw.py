@@ -96,7 +96,7 @@ class CompressedAdamW(torch.optim.Optimizer):
         clip: float | None = None,
     ) -> None:
         self._next: dict[Tensor, _NextMoments] = {}
-        self._first_group: dict[Tensor, dict[str, Any]] = {}
+        self._groups: dict[Tensor, dict[str, Any]] = {}
         self._loaded: dict[Tensor, dict[str, Tensor]] = {}
         check_adam(lr, betas, eps, weight_decay)
         check_choice("order", order, ("pre", "update"))
@@ -109,7 +109,7 @@ class CompressedAdamW(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Replace groups and moments. Called by `load_state_dict`, copy and pickle."""
         super().__setstate__(state)
-        self._next, self._first_group = {}, {}
+        self._next, self._groups = {}, {}
         self._loaded = getattr(self, "_loaded", {})
         self._expects_wire = getattr(self, "_expects_wire", True)
 
@@ -270,9 +270,9 @@ class CompressedAdamW(torch.optim.Optimizer):
         return state
 
     def _group(self, parameter: Tensor) -> dict[str, Any]:
-        if parameter not in self._first_group:
-            self._first_group = {p: group for group in self.param_groups for p in group["params"]}
-        return self._first_group[parameter]
+        if parameter not in self._groups:
+            self._groups = {p: group for group in self.param_groups for p in group["params"]}
+        return self._groups[parameter]
 
 
 def _zeros(parameter: Tensor, *, whole: bool) -> Tensor:

@@ -93,7 +93,11 @@ class Arrivals:
         self._taken.add(chunk)
         job = self._jobs.pop(chunk, None)
         self._give()
-        return self._receive(chunk) if job is None or self._begin(chunk) else job.result()
+        # Messages are decoded in the order of the sender, which keeps in that order: this thread goes first only where
+        # the worker waits for an earlier message that the schedule has not asked for yet.
+        if job is None or (min(self._jobs, default=chunk) < chunk and self._begin(chunk)):
+            return self._receive(chunk)
+        return job.result()
 
     def stop(self) -> None:
         """Decode nothing from now on: the step is given up. A decoding under way is finished before this returns.
@@ -212,7 +216,7 @@ class Pipeline:
         return pipeline
 
     def _may_join(self, stage: CompressedStage) -> bool:
-        return not self._number and bool(self._present) and stage.stage_index not in self._present
+        return not self.closed and not self._number and bool(self._present) and stage.stage_index not in self._present
 
     def begin(self, first_micro_batch: int | None = None) -> None:
         """Agree on the step with all ranks. The first stage that moves calls it; for the others it does nothing.
@@ -272,8 +276,8 @@ class Pipeline:
         def start() -> None:
             self._leaving.append(self.transport.send(message, self._peer(side), tag))
 
-        side.sent.add(chunk)
         side.jobs.append(self.worker.submit(lambda: side.pack(chunk, tensors, message, start, ready)))
+        side.sent.add(chunk)
         if (side.boundary, "backward") in self._arrivals and side.earlier:
             self._arrivals[side.boundary, "backward"].expect()
         # Gradients tell a stage that its activations were received. Messages without an answer must be sent before the
@@ -336,6 +340,7 @@ class Pipeline:
         self.rest()
         if not self.closed:
             self.closed = True
+            self.worker.close()
             if self.transport.detector is not None:
                 self.transport.detector.close(RuntimeError("the pipeline's stages were closed there"))
             self.transport.close()

@@ -140,7 +140,8 @@ class CompressedStage(PipelineStage):
             TypeError, ValueError: these are no ids, lengths or corners.
         """
         # Once the ranks have met, they learn only of an error that ends this rank's program.
-        with fail_before_meeting(self.group) if self.pipeline is None else nullcontext():
+        met = self.pipeline is not None and not self.pipeline.closed
+        with nullcontext() if met else fail_before_meeting(self.group):
             self._batch = Batch.from_ids(ids, length, lengths, upcoming, corners)
 
     @property

@@ -50,6 +50,11 @@ def for_site(site: Site, layer: str, compressor: Compressor) -> Coded | Delta:
             f"{about} does not become messages of a fixed size that an owner of shards can add up: "
             "use a quantizer such as minmax, maxabs, qsgd, lattice or levels"
         )
+    if site == "gradients" and any(slot.shape is None and slot.name != RESIDUAL.name for slot in coder.slots):
+        raise ValueError(
+            f"{about} keeps a momentum of every element, and an owner adds its own gradients as they are: "
+            "use ef(topk(...))"
+        )
     # The next change contains what this one leaves out.
     whole = site == "weights" and changes is None
     if whole and (coder.traits.wants_feedback or any(slot.shape is None for slot in coder.slots)):

@@ -173,8 +173,6 @@ class BucketEngine(Engine):
         self._limits, self._clippings = AsyncReadback(), AsyncReadback()
         self.recorder = StatsRecorder(self.stats)
         self.reset_stats()
-        self.failed = False
-        """Whether an exchange of the present step has failed, though not by its link."""
         self.unsent: UnsentResiduals | None = None
         """Residuals of layers from which a policy has taken error feedback."""
         self.speeds: Speeds | None = None
@@ -656,8 +654,9 @@ class BucketEngine(Engine):
         self.settle()
         if self._reset_if_poisoned(self.step, self._on_all_ranks):
             self._step_plan.forget()
+            self._release(set(self._buckets))  # their keys are given anew, to other compressors
         self._step_plan.follow(self.plan, self.step - self.start, self.learning_rate)
-        # DDP rebuilds its buckets once or twice; the buffers of the old ones are freed.
+        # DDP rebuilds its buckets once or twice; the messages of the old ones are freed.
         self._release({key for key, known in self._buckets.items() if known.last_step < self.step - _STALE_STEPS})
 
     def _on_all_ranks(self, condition: bool) -> bool:

@@ -122,6 +122,8 @@ class Engine(ABC):
         """Index of the last backward pass that communicated; −1 before the first."""
         self.adapter: Adapter | None = None
         self.slots = Slots()
+        self.failed = False
+        """Whether an exchange of the present step has failed, though not by its link."""
         self.used: dict[str, Tensor] = {}
         """Share (0 to 1) of the last step's result that was used, by layer."""
         self._poison = PoisonMonitor()

@@ -323,6 +323,8 @@ def measure_codecs(compressors: Collection[Compressor], transport: Transport) ->
     Raises:
         TransportError: a rank has failed or does not answer.
     """
+    if not compressors:
+        return {}
     ordered = sorted(compressors, key=str)
     device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
     mine = torch.tensor([list(codec_passes(c, device).values()) for c in ordered], dtype=torch.float64, device="cpu")

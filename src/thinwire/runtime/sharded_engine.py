@@ -70,6 +70,9 @@ class _Sharded(Exchange):
         if self.members.has_slots:
             self.engine.slots.close(self.contents.key, derive_key(self.draw or 0, self.members.rank))
 
+    def fail(self) -> None:
+        self.engine.failed = True
+
 
 @dataclass(kw_only=True)
 class WeightGather(_Sharded):
@@ -463,13 +466,18 @@ class ShardedEngine(Engine):
 
     def settle(self) -> None:
         if not self._keeping:
-            self.used = {}
+            self.used, self.failed = {}, False
             return
         for channel in self.channels:
             channel.alone(lambda: None)
-        finite = not self._is_on_any_rank(not self._means.read_finite())
+        failed, self.failed = self._is_on_any_rank(self.failed), False
+        if failed:
+            self._means.read()
+        finite = not failed and not self._is_on_any_rank(not self._means.read_finite())
         self._commit(finite=finite)
         self._keeping.clear()
+        if failed:
+            return
         self._poison.end_step(finite=finite)
         self._reset_if_poisoned(self.step + 1, lambda mine: not self._is_on_any_rank(not mine))
 
@@ -572,8 +580,10 @@ class ShardedEngine(Engine):
             self.adapter.saved_algorithm(state)
 
         def adopt() -> None:
+            for channel in self.channels:
+                channel.alone(lambda: None)  # what is under way still uses the slots
             self._take_over(loaded)
-            self._ended = True
+            self._ended, self.failed = True, False
             self._keeping.clear()
             self._means.read()
             self.take(loaded.plan)

@@ -92,8 +92,9 @@ class Slots:
 
         ``draws`` is the key of the random draws with which residuals are packed.
         """
-        if key in self._touched:
-            for slot in self._places[key].flat.values():
+        place = self._places.get(key)
+        if place is not None and key in self._touched:
+            for slot in place.flat.values():
                 slot.close(draws)
 
     def touched_layers(self) -> list[tuple[str, LayerState]]:
@@ -215,7 +216,8 @@ class Slots:
         self._places.clear()
         self._place_of.clear()
         self._touched.clear()
-        self._kept = dict(values)
+        # A layer without a residual yet has one of zeros in a state, also where no buffer will ever have the layer.
+        self._kept = {key: value for key, value in values.items() if key[1] != RESIDUAL.name or bool(value.any())}
 
     def reset(self) -> None:
         """Reset all slots but learned ones (levels), which do not depend on magnitudes."""
@@ -238,8 +240,8 @@ class Slots:
     def _release(self, keys: Iterable[Hashable]) -> None:
         """Free the slots of buffers that are not used any more; the values of their layers are kept."""
         for key in keys:
-            place = self._places.pop(key, None)
             self._touched.discard(key)
+            place = self._places.pop(key, None)
             if place is None:
                 continue
             for slot in place.flat.values():

@@ -69,7 +69,11 @@ class DiskStore(RecordStore):
         identity = {**form.describe(), "site": form.site, "slots": self._num_slots, "run": run}
         self._files = Files(self._folder, identity, self._num_slots, form.record_bytes)
         if self._files.existed:
-            self._reopen()
+            try:
+                self._reopen()
+            except BaseException:
+                self.close()
+                raise
 
     def checksum(self, sample: int) -> int:
         slot = self._slots[sample]

@@ -281,7 +281,8 @@ class Store(ABC):
         kept = [i for i, sample in enumerate(rows.samples) if finite[i] and sample not in self.refused]
         if len(kept) < len(rows.samples):
             records, rows, choices = records[kept], rows.pick(kept), None if choices is None else choices[kept]
-        self.save(records, rows, step, choices)
+        if kept:
+            self.save(records, rows, step, choices)
         return list(finite).count(False)
 
     @abstractmethod

@@ -111,7 +111,7 @@ def _coded(spec: str, x: list[Tensor], y: list[Tensor], device: torch.device, re
         pieces.append(Piece(name, start, size, 0, at, (size,)))
         at += compressor.payload_bytes(size, torch.float32)
     segments = Segments.build(pieces)
-    sent = [torch.zeros(at, dtype=torch.uint8, device=device) for _ in x]
+    sent = list(torch.zeros(len(x), at, dtype=torch.uint8, device=device))  # end to end, as received ones are
     states = [first_state(compressor, values, segments) for values in x]
 
     def encode(i: int) -> None:
