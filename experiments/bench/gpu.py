@@ -175,7 +175,7 @@ def bucket_launches(spec: str, sizes: Sequence[int], num_ranks: int) -> int:
     shapes = {layer.name: layer.shape for layer in layers}
     state = State.fresh(layout.slots, layout.numel, 1.0, shapes, device=device) if layout.slots else None
     call = CollectiveCall(seed=0, step=0, state=state)
-    with patch.object(DeviceLoopbackTransport, "_share") as collective:  # sends nothing
+    with patch("thinwire.collectives.loopback._Rendezvous.share") as collective:  # sends nothing
         found = count(lambda: device_all_reduce(x, layout, transport, buffers, call), 0)
     return found.launches + collective.call_count // 2
 
