@@ -147,27 +147,29 @@ def quantize(
 @triton.jit
 def put_parts(to, parts, left, EVEN: tl.constexpr):
     """Write the values of a tile, in the type of ``to``."""
-    PARTS: tl.constexpr = len(parts)
-    WIDTH: tl.constexpr = 128 // PARTS
-    GROUPS: tl.constexpr = parts[0].shape[0]
-    at = tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, WIDTH)[None, :]
-    for p in tl.static_range(PARTS):
-        value = parts[p].to(to.dtype.element_ty)
-        if EVEN:
-            tl.store(to + at + p * WIDTH, value)
-        else:
-            tl.store(to + at + p * WIDTH, value, mask=at + p * WIDTH < left)
+    for p in tl.static_range(len(parts)):
+        put_part(to, parts[p], p, left, EVEN)
+
+
+@triton.jit
+def put_part(to, values, p: tl.constexpr, left, EVEN: tl.constexpr):
+    GROUPS: tl.constexpr = values.shape[0]
+    WIDTH: tl.constexpr = values.shape[1]
+    at = tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, WIDTH)[None, :] + p * WIDTH
+    if EVEN:
+        tl.store(to + at, values.to(to.dtype.element_ty))
+    else:
+        tl.store(to + at, values.to(to.dtype.element_ty), mask=at < left)
 
 
 @triton.jit
 def put_residual(next, loss_scale, parts, codes, lows, units, left, EVEN: tl.constexpr):
     """Write the error of each value over the loss scale. ``lows`` are those that were sent."""
     tl.debug_barrier()  # ``next`` may be what other threads, whose work is the same, still read
-    kept = ()
     for p in tl.static_range(len(parts)):
         lost = parts[p] - dequantize(codes[p], lows[p], units[p])
-        kept += (tl.div_rn(lost, tl.zeros(lost.shape, tl.float32) + loss_scale),)
-    put_parts(next, kept, left, EVEN)
+        # Written at once: kept until all are known, they would take registers that a tile does not have.
+        put_part(next, tl.div_rn(lost, tl.zeros(lost.shape, tl.float32) + loss_scale), p, left, EVEN)
 
 
 @triton.jit
