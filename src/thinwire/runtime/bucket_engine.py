@@ -654,7 +654,7 @@ class BucketEngine(Engine):
         self.settle()
         if self._reset_if_poisoned(self.step, self._on_all_ranks):
             self._step_plan.forget()
-            self._release(set(self._buckets))  # their keys are given anew, to other compressors
+            self._release(set(self._buckets))  # their keys will mean other compressors
         self._step_plan.follow(self.plan, self.step - self.start, self.learning_rate)
         # DDP rebuilds its buckets once or twice; the messages of the old ones are freed.
         self._release({key for key, known in self._buckets.items() if known.last_step < self.step - _STALE_STEPS})
