@@ -470,10 +470,9 @@ class ShardedEngine(Engine):
             return
         for channel in self.channels:
             channel.alone(lambda: None)
-        failed, self.failed = self._is_on_any_rank(self.failed), False
-        if failed:
-            self._means.read()
-        finite = not failed and not self._is_on_any_rank(not self._means.read_finite())
+        mine = torch.tensor([self.failed, not self._means.read_finite()], dtype=torch.bool, device="cpu")
+        failed, nonfinite = self.on_any_rank(mine).tolist()
+        self.failed, finite = False, not (failed or nonfinite)
         self._commit(finite=finite)
         self._keeping.clear()
         if failed:

@@ -114,7 +114,7 @@ class Slots:
         shares = {name: c for name, c in used.items() if c.device.type != "cpu" or float(c) != 1.0}
         for place in [self._places[key] for key in self._touched] if shares else ():
             for slot_name, slot in place.flat.items():
-                mine = [n for n, c in place.compressors.items() if n in shares and _find_flat_slot(c, slot_name)]
+                mine = [n for n, c in place.compressors.items() if n in shares and _has_flat_slot(c, slot_name)]
                 if not mine:
                     continue
                 before, after = slot.read(), slot.read(after=True)
@@ -269,7 +269,7 @@ class Slots:
         place = self._places[key] = _Place(placement, compressors)
         shapes = {name: placement.by_name[name].shape for name in compressors}
         for slot in {s.name: s for c in compressors.values() for s in c.slots if s.shape is None}.values():
-            having = {name: c for name, c in compressors.items() if _find_flat_slot(c, slot.name)}
+            having = {name: c for name, c in compressors.items() if _has_flat_slot(c, slot.name)}
             made = place.flat[slot.name] = flat_slot(slot, placement, having, device)
             values = made.read()
             for name in having:
@@ -291,7 +291,7 @@ class Slots:
             self._place_of[name] = key
 
 
-def _find_flat_slot(compressor: Compressor, name: str) -> bool:
+def _has_flat_slot(compressor: Compressor, name: str) -> bool:
     return any(slot.name == name and slot.shape is None for slot in compressor.slots)
 
 
@@ -314,7 +314,7 @@ def slot_bytes(placement: Placement, compressors: Mapping[str, Compressor]) -> i
     """Return the bytes of the slots of a buffer's layers with these compressors: present values and the next ones."""
     total = 0
     for slot in {s.name: s for c in compressors.values() for s in c.slots if s.shape is None}.values():
-        having = {name: c for name, c in compressors.items() if _find_flat_slot(c, slot.name)}
+        having = {name: c for name, c in compressors.items() if _has_flat_slot(c, slot.name)}
         if is_packed(slot, having.values()):
             total += 2 * sum(packed_bytes(numel) for name in having for _, _, numel in placement.spans(name))
         else:
