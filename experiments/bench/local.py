@@ -48,9 +48,6 @@ from thinwire_tools.results import OutputFile, Results
 VARIANTS = {
     **OF_THE_DEMO,
     "low-rank-bf16": low_rank(f"thinwire rank {POWERSGD_RANK}, bf16", "bf16"),
-    "in-optimizer": Variant(
-        "gaussian(bits=2, bucket=64)", title="2 bits in AdamW", optimizer="compressed-adamw", rate_factor=2.0
-    ),
     "one-bit-adam": Variant("onebit(bucket=layer)", title="1-bit Adam", optimizer="one-bit-adam"),
     "overlapped": local_updates("local, 1 step late", overlap=1),
     "streaming": local_updates("local, streaming", fragments=2, overlap=3, mix=0.5),

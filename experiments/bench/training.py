@@ -31,7 +31,8 @@ from thinwire_tools.results import OutputFile, Results
 @dataclass(frozen=True)
 class Method:
     """A way to train. ``optimizer``: AdamW, QuantizedAdam, Muon, or the order of a `CompressedAdamW`; ``every``:
-    steps between two exchanges of `thinwire.local.DiLoCo`, 0 for DDP; ``least``: the smallest layer that is compressed.
+    steps between two exchanges of `thinwire.local.DiLoCo`, 0 for DDP; ``least``: the smallest layer that is compressed;
+    ``start``: the first step that is.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Method:
     spec: str
     every: int = 0
     least: int = 1024
+    start: int = 0
 
 
 REFERENCE = "AdamW, fp32"
@@ -68,6 +70,15 @@ METHODS = (
     Method("DiLoCo, Muon, 2 bits, every 50", "Muon", FEW_BITS, every=50),
 )
 
+SHORT = (
+    Method("AdamW, 4 bits, the first 10 steps in fp32", "AdamW", "minmax(bits=4)", start=10),
+    Method("AdamW, 4 bits, rounded to nearest", "AdamW", "minmax(bits=4, rounding=nearest)"),
+    Method("AdamW, feedback on gradients, 4 bits", "AdamW", "ef(minmax(bits=4))"),
+    Method("AdamW, 8 bits", "AdamW", "minmax(bits=8)"),
+    Method("AdamW, 1 bit", "AdamW", "minmax(bits=1, rounding=nearest)"),
+)
+"""What short trainings show is asked of these, by their names; the last is a control."""
+
 
 def training(
     *,
@@ -87,6 +98,7 @@ def training(
     Examples:
       python -m experiments bench training --json benchmarks/optimizer/training.json
       python -m experiments bench training --workers 8 --seeds 1
+      python -m experiments bench training --steps 30 --seeds 20 --rates 0.008 --methods "AdamW, 4" "AdamW, 8"
 
     Args:
         workers: ranks, each a process of one thread on this machine.
@@ -98,6 +110,7 @@ def training(
     """
     task = GPTTask(model=GPTConfig(width=64, layers=2, context=64), steps=steps, batch=4, held_out_windows=2048)
     chosen = [method for method in METHODS if method.name == REFERENCE or not methods or _is_named(method, methods)]
+    chosen += [method for method in SHORT if _is_named(method, methods)]
     console = Console(highlight=False)
     results = Results("python -m experiments bench training")
     results.about = {"workers": workers, "steps": steps, "seeds": seeds, "rates": list(rates), "task": asdict(task)}
@@ -123,7 +136,7 @@ def training(
 
 
 def _is_named(method: Method, words: Sequence[str]) -> bool:
-    names = {other.name for other in METHODS}
+    names = {other.name for other in METHODS + SHORT}
     return any(word == method.name or (word not in names and word in method.name) for word in words)
 
 
@@ -190,7 +203,13 @@ def train(method: dict[str, Any], task: dict[str, Any], lr: float, seed: int) ->
             dense = gradient_bytes(model) * ring_factor(num_ranks)
         else:
             wire = thinwire.compress(
-                trained, method["spec"], optimizer=optimizer, seed=seed, skip_if_slower=False, min_numel=method["least"]
+                trained,
+                method["spec"],
+                optimizer=optimizer,
+                seed=seed,
+                start=method["start"],
+                skip_if_slower=False,
+                min_numel=method["least"],
             )
     for step, batch in enumerate(made.batches(seed, rank, num_ranks)):
         for group in optimizer.param_groups:

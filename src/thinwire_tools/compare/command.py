@@ -52,7 +52,7 @@ def demo(
         json: write the figures to this file instead of OUT/demo.json.
         seed: seed of the initial weights, the batches and the rounding.
     """
-    from thinwire_tools.compare.demo import JUDGED, ORDER, Demonstration, Turns, conclude, demo_task
+    from thinwire_tools.compare.demo import JUDGED, Demonstration, Turns, conclude, demo_task
     from thinwire_tools.compare.paired import train_in_turns
     from thinwire_tools.compare.tasks import library_text
     from thinwire_tools.compare.variants import BASELINE, CONTROL_RULES, VARIANTS
@@ -73,7 +73,6 @@ def demo(
         "parameters": sum(parameter.numel() for parameter in task.build(seed).parameters()),
         "control": CONTROL_RULES,
     }
-    variants = {name: VARIANTS[name] for name in ORDER}
     with ExitStack() as stack:
         if missing := lab.unavailable():
             network, about["link"] = None, f"loopback: {missing}"
@@ -87,11 +86,11 @@ def demo(
             where = f"Link: {escape(lab.link_text(about['link']))}"
         console.print(
             f"[bold]thinwire demo[/]: {ranks} ranks train a byte-level GPT on Python's standard library by "
-            f"{len(ORDER)} methods: same start, same batches, {task.steps} steps. Ctrl-C leaves nothing behind.\n"
+            f"{len(VARIANTS)} methods: same start, same batches, {task.steps} steps. Ctrl-C leaves nothing behind.\n"
             f"{where}"
         )
         watcher = stack.enter_context(Turns(console, task.steps))
-        runs, failures = train_in_turns(task, variants, seed=seed, num_ranks=ranks, network=network, watcher=watcher)
+        runs, failures = train_in_turns(task, VARIANTS, seed=seed, num_ranks=ranks, network=network, watcher=watcher)
     if BASELINE in failures:
         raise failures[BASELINE]
     if failures:

@@ -25,8 +25,6 @@ from thinwire_tools.compare.variants import ALONE, BASELINE, CONTROL_RULES, LOCA
 from thinwire_tools.lab.units import format_rate, parse_rate
 from thinwire_tools.results import Results
 
-# The first two turns show the most: stock training and thinwire.
-ORDER = ("fp32", "thinwire", "bf16", "powersgd", "low-rank", "local", "muloco", "muon", "alone", "control")
 TASK = GPTTask(
     model=GPTConfig(width=128),
     steps=96,
@@ -222,6 +220,7 @@ class Demonstration(Comparison):
             "median over all turns. Training alone: nothing is sent, which bounds the speed from above, and a method "
             "that ends at a higher loss is worse than that."
         )
+        yield ("2 bits in AdamW: thinwire.optim.CompressedAdamW at twice the learning rate of AdamW, its control.")
         yield (
             f"Local, every {LOCAL_EVERY}: ranks train alone for {LOCAL_EVERY} steps, then average what they have "
             "learned, sent in 2 bits (thinwire.local.DiLoCo). With Muon: thinwire.optim.Muon in place of AdamW, at "

@@ -77,7 +77,8 @@ class Variant:
     """Options of `DiLoCo`: ranks exchange what they have learned every `LOCAL_EVERY` steps, in place of gradients."""
     optimizer: str = "task"
     rate_factor: float = 1.0
-    """Factor on the task's learning rate, which is the best of its own optimizer; Muon's best is four times as high."""
+    """Factor on the task's learning rate, which is the best of its own optimizer: that of `CompressedAdamW` is twice as
+    high, and Muon's four times."""
     start: int = 0
     one_bucket: bool = False
     """Whether DDP puts all gradients into one bucket."""
@@ -208,17 +209,20 @@ def local_updates(title: str, optimizer: str = "task", **options: Any) -> Varian
 
 VARIANTS = {
     BASELINE: Variant(BASELINE, title="DDP fp32"),
+    "thinwire": Variant("minmax(bits=4, bucket=128)", title="thinwire 4-bit"),
     "bf16": Variant("bf16", title="DDP bf16"),
     "powersgd": Variant("torch-powersgd", title="torch PowerSGD", one_bucket=True),
-    "thinwire": Variant("minmax(bits=4, bucket=128)", title="thinwire 4-bit"),
     "low-rank": low_rank(f"thinwire rank {POWERSGD_RANK}", "fp32"),
+    "in-optimizer": Variant(
+        "gaussian(bits=2, bucket=64)", title="2 bits in AdamW", optimizer="compressed-adamw", rate_factor=2.0
+    ),
     "local": local_updates(f"local, every {LOCAL_EVERY}"),
     "muloco": local_updates("local with Muon", "muon"),
     "muon": Variant(BASELINE, title="DDP fp32, Muon", optimizer="muon", rate_factor=_MUON_RATE_FACTOR, on_link=False),
     ALONE: Variant(ALONE, title="training alone"),
     "control": Variant(CONTROL_RULES, title="1-bit control"),
 }
-"""Ways of training in `thinwire demo`, by their names there."""
+"""Ways of training in `thinwire demo`, in the order of their turns: the first two show the most."""
 
 EVERY = (
     "minmax(bits=4, bucket=128)",
