@@ -126,10 +126,10 @@ REDUCTION = {"collectives/reduction.py", "collectives/message.py"} | CHANNEL
 OUTER = {"local/diloco.py", "runtime/bucket_engine.py", "collectives/allgather.py"}  # two workers gather
 STAGE = {f"pipeline/{name}.py" for name in ("boundary", "message", "pipeline")}
 PATHS = {
-    "bucket": (_bucket, {"integrations/ddp.py", "runtime/bucket_engine.py"} | REDUCTION, CODES, 33),
-    "gather": (_gather, {"integrations/fsdp.py", "runtime/sharded_engine.py"} | REDUCTION, ("encode", "decode"), 31),
+    "bucket": (_bucket, {"integrations/ddp.py", "runtime/bucket_engine.py"} | REDUCTION, CODES, 22),
+    "gather": (_gather, {"integrations/fsdp.py", "runtime/sharded_engine.py"} | REDUCTION, ("encode", "decode"), 22),
     "activation": (_activation, STAGE | CODED, ("encode", "decode"), 26),
-    "outer step": (_outer_step, OUTER | CHANNEL, ("encode",), 33),
+    "outer step": (_outer_step, OUTER | CHANNEL, ("encode",), 24),
 }
 """By path: what runs it, the files on the stack, the kernels, and the most files that it touches."""
 

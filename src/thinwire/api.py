@@ -137,21 +137,9 @@ def compress_ddp(
         DisagreementError: the ranks gave different arguments; the message names the first that differs.
         SharedMemoryError: ``Network(transport="shared")`` was given, and ranks cannot share memory.
     """
-    with fail_before_meeting(_first_group(model)), on_the_host():
-        options = Options(
-            compressor=compressor,
-            exclude=exclude,
-            min_numel=min_numel,
-            start=start,
-            seed=seed,
-            adapt=adapt,
-            optimizer=optimizer,
-            grad_scaler=grad_scaler,
-            skip_if_slower=skip_if_slower,
-            network=network,
-            checks=checks,
-            simulate=simulate,
-        )
+    given = dict(locals())
+    with fail_before_meeting(_first_group(given.pop("model"))), on_the_host():
+        options = Options(**given)
         if isinstance(model, DistributedDataParallel):
             return attach_ddp(model, options)
         if isinstance(model, nn.Module) and is_alone():
@@ -207,25 +195,11 @@ def compress_fsdp(
     Raises:
         The exceptions of `compress_ddp`.
     """
-    with fail_before_meeting(_first_group(model)), on_the_host():
+    given = dict(locals())
+    with fail_before_meeting(_first_group(given.pop("model"))), on_the_host():
         from thinwire.integrations.fsdp import ShardedOptions, attach_fsdp
 
-        options = ShardedOptions(
-            weights=weights,
-            gradients=gradients,
-            across=across,
-            master=master,
-            overlap=overlap,
-            exclude=exclude,
-            min_numel=min_numel,
-            start=start,
-            seed=seed,
-            adapt=adapt,
-            optimizer=optimizer,
-            grad_scaler=grad_scaler,
-            skip_if_slower=skip_if_slower,
-            network=network,
-        )
+        options = ShardedOptions(**given)
         if not isinstance(model, nn.Module):
             raise TypeError(_unwrapped("compress_fsdp", model))
         return attach_fsdp(model, options)

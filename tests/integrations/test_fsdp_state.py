@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from test_adapt import Scripted
 
 import thinwire
 from harness import on_ranks
@@ -76,6 +77,14 @@ def test_lgreco_chooses_for_weights_and_gradients_together(rank: int, size: int,
         assert len(set(specs.values()) - {"raw()"}) > 1
         # Of which there are no more: what errs less has smaller buckets, or is not compressed.
         assert before > wire.sent_bytes("weights") * 2 + wire.sent_bytes() or "bits=4" in bits
+
+
+@on_ranks(2)
+def test_residuals_that_a_policy_gives_up_leave_memory(rank: int, size: int) -> None:
+    model, specs = build(), ("ef(minmax(bits=2))", "ef(raw)", "raw")
+    wire = compress(model, "raw", specs[0], adapt=Scripted(every=2, window=1, lag=1, specs=specs))
+    held = [wire.stats.slot_bytes for step in range(6) for _ in train(model, 1, first=step)]
+    assert held[3] >= held[1] > held[5] == 0
 
 
 @on_ranks(2)

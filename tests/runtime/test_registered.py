@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from thinwire.runtime import LayerCursor
+from thinwire.integrations.group_contents import LayerCursor
 
 LAYERS = [("embed", (64, 8)), ("a", (8, 8)), ("a.bias", (8,)), ("b", (16, 8)), ("b.bias", (16,)), ("norm", (16,))]
 

@@ -38,11 +38,11 @@ class Raw(Coded):
         return kernels.align(numel * dtype.itemsize)
 
     def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
-        kernels.raw_encode(x, call.table, message)
+        kernels.raw_encode(x, call.segments.table, message)
 
     def decode(self, message: Tensor, y: Tensor, call: CodecCall, *, add: bool = False) -> None:
         """See `Coded.decode`. The message has values of the dtype of ``y``."""
-        kernels.raw_decode(message, call.table, y, add=add, scale=call.scale)
+        kernels.raw_decode(message, call.segments.table, y, add=add, scale=call.scale)
 
     def roundtrip(self, x: Tensor, key: int = 0) -> Tensor:
         if not x.dtype.is_floating_point:
@@ -51,16 +51,16 @@ class Raw(Coded):
 
     def reduce(self, messages: Sequence[Tensor], own: Tensor, out_message: Tensor, y: Tensor, call: CodecCall) -> None:
         # In place, because a copy of the flat tensor would take longer than the sum.
-        kernels.raw_sum(messages, own, call.table, y, scale=call.scale, out_message=out_message)
+        kernels.raw_sum(messages, own, call.segments.table, y, scale=call.scale, out_message=out_message)
 
     def add_up(self, messages: Sequence[Tensor], own: Tensor, total: Tensor, call: CodecCall) -> None:
         """See `Coded.add_up`. Messages have values of the dtype of ``total``, and the sum is taken in fp32."""
-        kernels.raw_sum(messages, own, call.table, total, scale=call.scale)
+        kernels.raw_sum(messages, own, call.segments.table, total, scale=call.scale)
 
     def mean(self, messages: Sequence[Tensor], y: Tensor, call: CodecCall) -> None:
         """See `Coded.mean`. Messages have values of the dtype of ``y``, and the sum is taken in fp32."""
-        kernels.raw_decode(messages[0], call.table, y)
-        kernels.raw_sum(messages[1:], y, call.table, y, scale=call.scale)
+        kernels.raw_decode(messages[0], call.segments.table, y)
+        kernels.raw_sum(messages[1:], y, call.segments.table, y, scale=call.scale)
 
 
 @dataclass(frozen=True)

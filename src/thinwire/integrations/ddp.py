@@ -45,6 +45,7 @@ from thinwire.plan import DEFAULT_RULES, Filter, Plan, Rules, named_parameters
 from thinwire.plan.contraction import check_feedback
 from thinwire.policies import Auto, Policy, parse_policy
 from thinwire.runtime import AsyncReadback, BucketEngine, Follower, Wire, WireSettings
+from thinwire.runtime.bucket import BucketLayers
 from thinwire.runtime.consistency import checksums, fail_together
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ class _Hook:
         self._sums: torch.Tensor | None = None
         self._arrived: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._held_before: set[torch.Tensor] = set()
+        self._met: set[BucketLayers] = set()
+        """Layers of the buckets met since the wire was attached."""
         self._mean_sketches: Reduced | None = None
         self._passes = 0
         self._resynced = -1
@@ -102,6 +105,12 @@ class _Hook:
         self.follower = Follower("thinwire dense")
         self._one_by_one: dict[torch.Tensor, tuple[torch.Tensor, Reduced] | None] = {}
         """Gradients of the present backward pass and their means, by parameter, where DDP reduces in Python."""
+
+    @property
+    def _engine(self) -> BucketEngine | None:
+        """Engine of the wire, if one is attached."""
+        engine: BucketEngine | None = None if self.wire is None else self.wire.engine
+        return engine if engine is not None and engine.attached else None
 
     def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
         return _Hook, ()
@@ -209,15 +218,13 @@ class _Hook:
 
         ``arrived`` has the parameters of this pass, each with the mean that has arrived for it.
         """
-        if not arrived or self.wire is None or not self.wire.attached or self.momentum is not None:
+        engine = self._engine
+        if not arrived or engine is None or self.momentum is not None:
             return
-        nothing = torch.zeros((), dtype=torch.float32, device="cpu")
-        self.wire.engine.on_partial_use(
-            {
-                self.names[p]: nothing
-                for p, mean in arrived
-                if p.grad is None or (p in self._held_before and not torch.equal(p.grad, mean))
-            }
+        engine.drop(
+            self.names[p]
+            for p, mean in arrived
+            if p.grad is None or (p in self._held_before and not torch.equal(p.grad, mean))
         )
 
     def _start_mean_sketch(self) -> Reduced | None:
@@ -226,34 +233,36 @@ class _Hook:
         return None if sketches is None else self.follower.mean(sketches, self.group)
 
     def _start(self, bucket: GradBucket) -> Reduced:
-        flat, wire = bucket.buffer(), self.wire
-        if wire is None or not wire.attached:
+        flat, engine = bucket.buffer(), self._engine
+        if engine is None:
             if self.preconditioned is not None:
                 self.preconditioned.release([self.group])
                 self.preconditioned = None
             return self.follower.mean(flat, self.group)
         if bucket.index() == 0:
-            self._begin_step(bucket, flat, wire)
-        parameters = bucket.parameters()
-        if self.watch is not None:
-            self.watch.note_exchange(parameters)
+            self._begin_step(bucket, flat, engine)
+        layers = tuple((self.names[p], _shape_in_bucket(p)) for p in bucket.parameters())
+        if layers not in self._met and self.watch is not None:
+            self._met.add(layers)
+            self.watch.note_exchange(bucket.parameters())
         if flat.is_sparse:
-            return self._sparse(flat, [self.names[p] for p in parameters], wire)
-        layers = tuple((self.names[p], _shape_in_bucket(p)) for p in parameters)
-        return wire.engine.reduce(flat, layers, loss_scale=self._loss_scale)
+            return self._sparse(flat, [name for name, _ in layers], engine)
+        return engine.reduce(flat, layers, loss_scale=self._loss_scale)
 
-    def _begin_step(self, bucket: GradBucket, flat: torch.Tensor, wire: Wire) -> None:
-        wire.engine.begin_step(self.updates.learning_rates() if self.updates else None)
+    def _begin_step(self, bucket: GradBucket, flat: torch.Tensor, engine: BucketEngine) -> None:
+        engine.begin_step(self.updates.learning_rates() if self.updates else None)
         self._loss_scale = self._present_scale()
-        self._check_overlap(bucket, flat, wire)
-        if self.parity and wire.step % self.parity == 0:
+        self._check_overlap(bucket, flat, engine)
+        if self.watch is not None:
+            self.watch.accumulates = False
+        if self.parity and engine.step % self.parity == 0:
             sums, self._sums = self._sums, None
-            wire.engine.check_parity(tuple(self.names.values()), sums)
+            engine.check_parity(tuple(self.names.values()), sums)
 
-    def _sparse(self, flat: torch.Tensor, names: Sequence[str], wire: Wire) -> Reduced:
+    def _sparse(self, flat: torch.Tensor, names: Sequence[str], engine: BucketEngine) -> Reduced:
         """Start the mean of sparse gradients, as DDP does. The bytes that it moves are not known and not counted."""
-        for name in names if not wire.engine.dense else ():
-            if not isinstance(wire.plan[name], Raw):
+        for name in names if not engine.dense else ():
+            if not isinstance(engine.plan[name], Raw):
                 raise TypeError(
                     f"{name} has sparse gradients (Embedding(sparse=True)), which cannot be compressed: "
                     f"leave it raw with exclude=[{name!r}], or make the embedding dense"
@@ -278,19 +287,19 @@ class _Hook:
         if not inside_a_node():
             self._one_by_one = {}  # left by a pass that an error ended
         self._handled = id(sys.exc_info()[1])
-        wire, watch = self.wire, self.watch
-        if wire is None or watch is None or not wire.attached or not torch.is_grad_enabled():
+        engine, watch = self._engine, self.watch
+        if engine is None or watch is None or not torch.is_grad_enabled():
             return
         if self._finds_unused:
             self._held_before = {p for p in self.names if p.grad is not None}
         if model.training and self.momentum is not None:
             self.momentum.lengthen()  # no step has taken these, and gradients may be added to them
         if model.training and model.require_backward_grad_sync:
-            self._begin_pass(wire, model)
-        self._sum_parameters(wire, watch)
+            self._begin_pass(engine, model)
+        self._sum_parameters(engine, watch)
         watch.accumulates |= not model.require_backward_grad_sync and any(p.requires_grad for p in self.names)
 
-    def _begin_pass(self, wire: Wire, model: DistributedDataParallel) -> None:
+    def _begin_pass(self, engine: BucketEngine, model: DistributedDataParallel) -> None:
         for parameter, name in self.names.items():
             if parameter.requires_grad and parameter.dtype != self._dtypes[name]:
                 raise TypeError(
@@ -298,31 +307,31 @@ class _Hook:
                     "exchanges no gradients of a model whose dtype has changed (nor does PyTorch's own, silently). "
                     "Call model.to() first, build DistributedDataParallel anew and call thinwire.compress() again"
                 )
-        if wire.engine.detector is not None:
-            wire.engine.detector.advance()
-        if self.grad_scaler and wire.engine.device is not None:
+        if engine.detector is not None:
+            engine.detector.advance()
+        if self.grad_scaler and engine.device is not None:
             # Asking for it later, in the middle of backward, would make the host wait for what backward did so far.
             self._loss_scale_readback = AsyncReadback()
-            one = torch.ones((), dtype=torch.float32, device=wire.engine.device)
+            one = torch.ones((), dtype=torch.float32, device=engine.device)
             self._loss_scale_readback.note(self.grad_scaler.scale(one))
-        if self.resync and wire.step not in (-1, self._resynced) and (wire.step + 1) % self.resync == 0:
-            self._resync(wire, model)
+        if self.resync and engine.step not in (-1, self._resynced) and (engine.step + 1) % self.resync == 0:
+            self._resync(engine, model)
 
-    def _sum_parameters(self, wire: Wire, watch: StepWatch) -> None:
+    def _sum_parameters(self, engine: BucketEngine, watch: StepWatch) -> None:
         """Take the checksums that the next backward pass compares, if it does.
 
         They are taken in the first of the forward passes that lead to it, because after one under ``no_sync()`` a loop
         may move each rank's weights by its own gradients and put them back (sharpness-aware minimization). A rank that
         has no forward pass, because its data have ended before those of others, has no checksums to compare.
         """
-        due = self.parity and (wire.step + 1) % self.parity == 0
+        due = self.parity and (engine.step + 1) % self.parity == 0
         if due and not (watch.accumulates and self._sums is not None):
             self._sums = checksums(self.names)
 
-    def _resync(self, wire: Wire, model: DistributedDataParallel) -> None:
-        self._resynced = wire.step
+    def _resync(self, engine: BucketEngine, model: DistributedDataParallel) -> None:
+        self._resynced = engine.step
         if not accepts_uneven_inputs(model):
-            wire.engine.resync({name: p for p, name in self.names.items()})
+            engine.resync({name: p for p, name in self.names.items()})
             self._sums = None  # they are of the former parameters
         elif not self._told_of_join:
             self._told_of_join = True
@@ -338,7 +347,7 @@ class _Hook:
         The error is PyTorch's and keeps its type; it gets ``rank``, ``host`` and ``reason``, and a note.
         """
         error = sys.exc_info()[1]
-        detector = self.wire.engine.detector if self.wire is not None and self.wire.attached else None
+        detector = engine.detector if (engine := self._engine) is not None else None
         if detector is None or not isinstance(error, RuntimeError) or id(error) == self._handled:
             return
         if "gloo" in str(error) and not hasattr(error, "rank"):
@@ -348,14 +357,14 @@ class _Hook:
                 who = "" if explained.rank is None else f"rank {explained.rank} on "
                 error.add_note(f"The cause is {who}{explained.host}: {explained.reason}")
 
-    def _check_overlap(self, bucket: GradBucket, flat: torch.Tensor, wire: Wire) -> None:
+    def _check_overlap(self, bucket: GradBucket, flat: torch.Tensor, engine: BucketEngine) -> None:
         # DDP rebuilds its first buckets after one or two backward passes.
         self._passes += 1
-        if self._passes != 4 or wire.world_size == 1 or not bucket.is_last():
+        if self._passes != 4 or engine.world_size == 1 or not bucket.is_last():
             return
         num_bytes = flat.numel() * flat.element_size()
         # Factors take a few messages whose number matters, not their size, and another bucket would double it.
-        factored = any(find_mixin(compressor, SummedMatrices) is not None for compressor in wire.plan.layers.values())
+        factored = any(find_mixin(compressor, SummedMatrices) is not None for compressor in engine.plan.layers.values())
         if num_bytes >= _BIG_BUCKET_BYTES and not factored:
             cap_mb = max(1, round(num_bytes / 5 / 2**20))
             warnings.warn(
@@ -408,7 +417,7 @@ class Connected(NamedTuple):
 def attach_ddp(model: DistributedDataParallel, options: Options) -> Wire:
     """Attach compression to a DDP model; see `thinwire.compress_ddp`."""
     hook = _attached.get(model)
-    if hook is not None and hook.wire is not None and hook.wire.attached:
+    if hook is not None and hook._engine is not None:
         raise RuntimeError("this model is compressed already: call detach() on its Wire first, on every rank")
     if hook is None:
         assert isinstance(model.process_group, dist.ProcessGroup), "DDP has a process group once it is built"
@@ -420,7 +429,7 @@ def attach_ddp(model: DistributedDataParallel, options: Options) -> Wire:
     if model not in _attached:
         _register(model, hook, wire)
     hook.wire = wire
-    hook._resynced, hook._sums = -1, None
+    hook._resynced, hook._sums, hook._met = -1, None, set()
     hook.watch = StepWatch(wire, parameters, before_step=hook.raise_error)
     wire.between_steps(hook.raise_error)
     if hook.momentum is not None:

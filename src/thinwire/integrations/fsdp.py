@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinwire.arguments import check_int, warn_caller
+from thinwire.arguments import warn_caller
 from thinwire.collectives import DeviceTransport, Transport
 from thinwire.compat import (
     FSDPGroup,
@@ -39,7 +39,6 @@ from thinwire.integrations.options import (
     make_policy,
 )
 from thinwire.integrations.preconditioned import Preconditioned
-from thinwire.integrations.process_group import Work
 from thinwire.integrations.replicas import Future, ReplicaGroup, attach_whole, check_buffer, wait_late
 from thinwire.integrations.step_watch import StepWatch
 from thinwire.integrations.transports import agreed_transport, bare_transport, carried, exchange_device
@@ -48,7 +47,7 @@ from thinwire.optim import CompressedAdamW, QuantizedAdam
 from thinwire.plan import Plan, Rules, Site, at_site, named_parameters, sharded_plan
 from thinwire.plan.contraction import check_feedback
 from thinwire.policies import Auto, Policy
-from thinwire.runtime import ShardedLayer, Unit, Wire
+from thinwire.runtime import ShardedLayer, Unit, Wire, Work
 from thinwire.runtime.consistency import fail_together
 from thinwire.runtime.placement import Placement
 from thinwire.runtime.sharded_engine import ShardedEngine
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SHARDED_RULES = "minmax(bits=8, bucket=1024)"
 """W8G8 in buckets of 1024, which needs no tuning in the thesis (sections 5.6.1 and 5.7)."""
+_AHEAD = 2
 _attached: weakref.WeakKeyDictionary[nn.Module, Wire] = weakref.WeakKeyDictionary()
 
 
@@ -99,7 +99,10 @@ class Attached:
         preconditioned: Preconditioned | None,
         uses: Uses,
     ) -> None:
-        self.wire, self.unit, self.group, self.preconditioned = wire, unit, group, preconditioned
+        self.wire = wire
+        """Wire, which closes its connections when nothing refers to it any more."""
+        self.engine: ShardedEngine = wire.engine
+        self.unit, self.group, self.preconditioned = unit, group, preconditioned
         self.scaler, self.overlap = options.grad_scaler, options.overlap
         self.reduction: Future[Tensor] | None = None
         """The reduction among shards that is under way and is followed by a mean over replicas."""
@@ -110,6 +113,8 @@ class Attached:
         }
         self.pads = any(layer.padded_numel * layer.num_ranks > _numel(layer.shape) for layer in unit.layers)
         self.size = group.process_group.size()
+        self._checked: set[Hashable] = set()
+        """Buffers that `check` has met."""
         self.on_device = isinstance(unit.transport, DeviceTransport)
 
     @property
@@ -119,27 +124,27 @@ class Attached:
         return tuple(name for name, parameter in pairs if parameter.now().requires_grad)
 
     def follow_pass(self) -> None:
-        """Tell the wire when the outermost backward pass that runs ends, or that none runs."""
+        """Tell the engine when the outermost backward pass that runs ends, or that none runs."""
         # After what FSDP2 has queued, also for other roots, which reduces modules whose inputs need no gradient.
         if not at_end_of_backward(lambda: at_end_of_backward(self._end_pass)):
-            self.wire.engine.end_pass()
+            self.engine.end_pass()
 
     def _end_pass(self) -> None:
         # A pass within another one, such as that of a reentrant checkpoint, is a part of it.
-        if inside_a_node() or self.wire.engine.begins_step or not self.wire.attached:
+        if inside_a_node() or self.engine.begins_step or not self.engine.attached:
             return
-        self.wire.engine.end_pass()
+        self.engine.end_pass()
         # The updates of `CompressedAdamW` go on for parameters without gradients.
         if self.preconditioned is None:
-            self.wire.engine.drop(self.uses.end_pass())
+            self.engine.drop(self.uses.end_pass())
 
     def begin_reduction(self, trained: Sequence[str]) -> None:
         """Note the layers that are about to be reduced, and follow the pass to its end."""
         self.use.reduce(trained)
         # A pipeline has gradients reduced after its backward passes, all in one step.
         followed = at_end_of_backward(lambda: at_end_of_backward(self._end_pass))
-        if not followed and self.unit.last_step == self.wire.step:
-            self.wire.engine.end_pass()
+        if not followed and self.unit.last_step == self.engine.step:
+            self.engine.end_pass()
 
     def shards(self) -> dict[str, Tensor]:
         """Return this rank's shards of the weights."""
@@ -148,7 +153,7 @@ class Attached:
 
     def loss_scale(self) -> float:
         """Return the factor by which reduced values are larger than the gradients; 1 where it does not matter."""
-        if self.scaler is None or not (self.wire.engine.needs_loss_scale or self.preconditioned is not None):
+        if self.scaler is None or not (self.engine.needs_loss_scale or self.preconditioned is not None):
             return 1.0  # asking for it stops a GPU
         return self.scaler.get_scale()
 
@@ -166,7 +171,7 @@ class Attached:
                 "CompressedAdamW sends updates, whose mean ranks step with: reduce gradients in float32 or bfloat16, "
                 "and leave out set_gradient_divide_factor()"
             )
-        if self.unit.last_step == self.wire.step and not self.wire.engine.begins_step:
+        if self.unit.last_step == self.engine.step and not self.engine.begins_step:
             raise RuntimeError(
                 f"{self.unit.name or 'the root module'} is reduced twice in one backward pass, and CompressedAdamW "
                 "cannot add gradients to the update that was sent: call fully_shard() on a module that is used once"
@@ -186,7 +191,7 @@ class Attached:
         """Start replacing this rank's part of the gradients, reduced among shards, by its mean over replicas."""
         after, self.reduction = self.reduction, None
         loss_scale = self.loss_scale()
-        return self.wire.engine.reduce_across(self.unit, part, self.trained, loss_scale=loss_scale, after=after)
+        return self.engine.reduce_across(self.unit, part, self.trained, loss_scale=loss_scale, after=after)
 
     def keep(self, part: Tensor) -> None:
         """Overwrite this rank's shards with the values that other ranks decode (``master=False``)."""
@@ -195,9 +200,12 @@ class Attached:
             shard.copy_(part[at : at + shard.numel()].view(shard.shape))
             at += self.padded[name]
 
-    def check(self, doing: str, x: Tensor, names: Sequence[str], *hint: str) -> None:
+    def check(self, doing: str, x: Tensor, names: tuple[str, ...], *hint: str) -> None:
         """Raise an exception unless a buffer has the expected dtype and layout."""
-        check_buffer(self.unit.name, doing, x.dtype, x.numel(), {name: self.padded[name] for name in names}, *hint)
+        met = doing, x.dtype, x.numel(), names
+        if met not in self._checked:
+            check_buffer(self.unit.name, doing, x.dtype, x.numel(), {name: self.padded[name] for name in names}, *hint)
+            self._checked.add(met)
 
 
 class _Comm:
@@ -219,10 +227,10 @@ class QuantizedAllGather(_Comm):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         at = self.attached
-        if not at.wire.attached or group.size() != at.size:
-            if at.wire.attached:
+        if not at.engine.attached or group.size() != at.size:
+            if at.engine.attached:
                 # Weights that arrived in forward have since been sharded in a smaller group (ZeRO++'s secondary shard).
-                at.wire.engine.note(local_gathers=1)
+                at.engine.stats.local_gathers += 1
             all_gather_single(output_tensor, input_tensor, group)
             return None
         at.follow_pass()
@@ -232,7 +240,7 @@ class QuantizedAllGather(_Comm):
         mine = output_tensor.view(at.size, -1)[at.unit.transport.rank]
         if mine.data_ptr() != input_tensor.data_ptr():
             mine.copy_(input_tensor)
-        future = at.wire.engine.gather(at.unit, output_tensor.view(-1), keep=at.keep)
+        future = at.engine.gather(at.unit, output_tensor.view(-1), keep=at.keep)
         if at.on_device:
             # The gather is enqueued on the stream that FSDP2 gave it; an error in doing so is raised here.
             future.wait()
@@ -247,7 +255,7 @@ class QuantizedReduceScatter(_Comm):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         at = self.attached
-        if not at.wire.attached:
+        if not at.engine.attached:
             at.release_moments()
             reduce_scatter_single(output_tensor, input_tensor, group, op)
             return None
@@ -256,7 +264,7 @@ class QuantizedReduceScatter(_Comm):
         loss_scale = at.loss_scale()
         at.precondition(input_tensor.view(-1), trained, op, loss_scale)
         at.begin_reduction(trained)
-        future = at.wire.engine.reduce(
+        future = at.engine.reduce(
             at.unit,
             input_tensor.view(-1),
             output_tensor.view(-1),
@@ -269,7 +277,7 @@ class QuantizedReduceScatter(_Comm):
         if not at.overlap or op == dist.ReduceOp.SUM or at.on_device:
             future.wait()
         elif wait_late(future, at.group, output_tensor.dtype):
-            at.wire.engine.note(overlapped=1)
+            at.engine.stats.overlapped += 1
             at.reduction = future if at.group.replicate_group is not None else None
         return None
 
@@ -581,8 +589,8 @@ def _numel(shape: Sequence[int]) -> int:
     return torch.Size(shape).numel()
 
 
-def prefetch(model: nn.Module, depth: int = 2) -> None:
-    """Let every FSDP module of ``model`` gather the weights of the next ``depth`` ones while it computes.
+def prefetch(model: nn.Module) -> None:
+    """Let every FSDP module of ``model`` gather the weights of the next two while it computes.
 
     On the CPU, FSDP2 gathers ahead in forward only if configured. The order is that in which modules are registered,
     and the reverse in backward, which most models execute; in a model that has another order, this costs memory and
@@ -592,12 +600,10 @@ def prefetch(model: nn.Module, depth: int = 2) -> None:
 
     Raises:
         TypeError: no module is sharded.
-        ValueError: ``depth`` is negative.
     """
-    check_int("depth", depth, 0)
     root, *modules = (module for _, module in _modules(model))
     for i, module in enumerate([root, *modules]):
-        module.set_modules_to_forward_prefetch(modules[i : i + depth])
+        module.set_modules_to_forward_prefetch(modules[i : i + _AHEAD])
     # The root gathers first and reduces last, and its weights stay unless configured otherwise.
     for i, module in enumerate(modules):
-        module.set_modules_to_backward_prefetch(modules[max(0, i - depth) : i][::-1])
+        module.set_modules_to_backward_prefetch(modules[max(0, i - _AHEAD) : i][::-1])

@@ -33,7 +33,7 @@ from thinwire.compressors import State
 from thinwire.integrations.group_contents import BufferContents
 from thinwire.integrations.group_options import GroupBuffer, ProcessGroupOptions
 from thinwire.plan import Rules
-from thinwire.runtime import Channel, Contents, Exchange, Follower, GroupStats, Route, group_seed
+from thinwire.runtime import Channel, Contents, Exchange, Follower, GroupStats, Route, Work, group_seed
 
 _GLOOS = (
     *("broadcast", "barrier", "send", "recv", "recv_anysource", "reduce", "gather", "scatter", "alltoall"),
@@ -408,51 +408,3 @@ def _options(kind: str, opts: Any, overload: Mapping[str, Any]) -> Any:
 
 def _named(group: Any, *names: str) -> Callable[..., Any]:
     return next(getattr(group, name) for name in names if hasattr(group, name))
-
-
-class Work(dist.Work):
-    """The handle of a collective, which is complete when all ``futures`` are: thinwire's, and gloo's for tensors that
-    are not compressed.
-
-    Its own future completes without a call of `wait`, as DistributedDataParallel needs. Errors are raised by `wait` and
-    by waiting for the future.
-    """
-
-    def __init__(self, futures: Sequence[torch.futures.Future], outputs: Any) -> None:
-        super().__init__()
-        self._futures, self._outputs = futures, outputs
-
-    def wait(self, timeout: object = None) -> bool:
-        """Block until it is done. ``timeout`` is ignored: every message has the timeout of the process group."""
-        for future in self._futures:
-            future.wait()
-        return True
-
-    def get_future(self) -> torch.futures.Future:
-        def outputs(ended: torch.futures.Future) -> Any:
-            # DDP's reducer sees exceptions that a callback raises, but not those that Python sets on a future: it would
-            # read a result out of the latter.
-            for future in self._futures if len(self._futures) > 1 else (ended,):
-                future.value()
-            return self._outputs
-
-        several = len(self._futures) > 1
-        return (torch.futures.collect_all(list(self._futures)) if several else self._futures[0]).then(outputs)
-
-    def result(self) -> Any:
-        return self._outputs
-
-    def is_completed(self) -> bool:
-        return all(future.done() for future in self._futures)
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self.exception() is None
-
-    def exception(self) -> BaseException | None:
-        """Return the error of a collective that is done; None if it has none or is not done."""
-        try:
-            if self.is_completed():
-                self.wait()
-        except Exception as error:  # noqa: BLE001 - returned
-            return error
-        return None

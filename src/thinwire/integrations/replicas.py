@@ -106,7 +106,7 @@ class _Passes:
     """The backward passes of a model whose modules are whole on every rank, which are the steps of its `Wire`."""
 
     def __init__(self, wire: Wire, options: CommonOptions, updates: Updates | None) -> None:
-        self.wire, self.updates = wire, updates
+        self.wire, self.engine, self.updates = wire, wire.engine, updates
         self.scaler = options.grad_scaler
         self.uses = Uses(wire.engine.on_any_rank)
         self._reduced: set[str] = set()
@@ -126,7 +126,7 @@ class _Passes:
         if not self._reduced or not self._reduced.isdisjoint(trained):
             self._begin()
         self._reduced.update(trained)
-        return self.wire.engine.reduce(flat, layers, loss_scale=self._loss_scale)
+        return self.engine.reduce(flat, layers, loss_scale=self._loss_scale)
 
     def follow(self) -> None:
         """Have the end of the outermost backward pass noticed, if one runs."""
@@ -134,7 +134,7 @@ class _Passes:
         at_end_of_backward(lambda: at_end_of_backward(self._end))
 
     def _begin(self) -> None:
-        engine = self.wire.engine
+        engine = self.engine
         self._reduced.clear()
         engine.begin_step(self.updates.learning_rates() if self.updates else None)
         needed = engine.adapter is not None or engine.plan.needs_loss_scale  # asking for it stops a GPU
@@ -142,12 +142,10 @@ class _Passes:
 
     def _end(self) -> None:
         # A pass within another one, such as that of a reentrant checkpoint, is a part of it.
-        if inside_a_node() or not self._reduced or not self.wire.attached:
+        if inside_a_node() or not self._reduced or not self.engine.attached:
             return
         self._reduced.clear()
-        if dropped := self.uses.end_pass():
-            nothing = torch.zeros((), dtype=torch.float32, device="cpu")
-            self.wire.engine.on_partial_use(dict.fromkeys(dropped, nothing))
+        self.engine.drop(self.uses.end_pass())
 
 
 def attach_whole(model: nn.Module, modules: Sequence[tuple[FSDPModule, FSDPGroup, str]], asked: ShardedOptions) -> Wire:

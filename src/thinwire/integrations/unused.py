@@ -95,10 +95,12 @@ class Uses:
             fill_unused(module, True)
             wire.at_detach(partial(_without_zeros, weakref.ref(module)))
 
+        engine = wire.engine
+
         def before_forward(_module: nn.Module, _inputs: object) -> None:
             # This runs after FSDP2's own hook, which gathers; in backward, when a reentrant checkpoint computes again.
             # Compiled code leaves it out, and the next gather does it.
-            if not torch.compiler.is_compiling() and wire.attached:
+            if not torch.compiler.is_compiling() and engine.attached:
                 begin()
                 unit.watch()
 

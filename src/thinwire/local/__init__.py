@@ -5,5 +5,5 @@
 """
 
 from thinwire.local.diloco import DiLoCo as DiLoCo, preset as preset, send_nothing as send_nothing
+from thinwire.local.fragments import Nesterov as Nesterov
 from thinwire.local.managed import ManagedDiLoCo as ManagedDiLoCo
-from thinwire.local.outer import Nesterov as Nesterov

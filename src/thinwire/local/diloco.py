@@ -24,19 +24,15 @@ from thinwire.local.fragments import (
     FEW_BITS,
     Fragment,
     LocalUpdates,
+    Nesterov,
     balanced_fragments,
     exchange_algorithm,
-    exchange_plan,
     local_values,
     sent_in_exchange,
-    sent_shapes,
     state_entry,
-    trained_parameters,
 )
-from thinwire.local.outer import Nesterov, chosen_outer
 from thinwire.optim.shards import is_sharded
 from thinwire.plan import Plan
-from thinwire.plan.contraction import check_feedback
 from thinwire.runtime import BucketEngine, Wire, WireSettings, on_the_host
 from thinwire.runtime.checkpoint import check_sealed, sealed
 
@@ -124,28 +120,22 @@ class DiLoCo(LocalUpdates):
     ) -> None:
         # Workers meet, and agree, before anything is sent over the user's group.
         with fail_before_meeting(group):
-            check_int("every", every, 1)
-            self.outer = chosen_outer(outer, every, total_steps)
-            self.every, self.overlap, self.weighted = every, overlap, weighted
+            options = {"every": every, "outer": outer, "weighted": weighted, "total_steps": total_steps}
+            super().__init__(model, inner_optimizer, compressor, feedback=feedback, **options)
+            parameters, shapes = self._parameters, self._shapes
+            self.overlap, self.group = overlap, group
             self.mix: Literal["keep"] | float = mix
-            self.group = group
-            module = model.module if isinstance(model, DistributedDataParallel) else model
-            parameters = trained_parameters(module, inner_optimizer)
             self._check(parameters, fragments)
             if isinstance(model, DistributedDataParallel):
                 warn_about_averaged_gradients(model, group)
-            shapes = sent_shapes(parameters)
-            plan = exchange_plan(shapes, compressor, feedback=feedback)
-            check_feedback(plan.layers.values())
             names = balanced_fragments({name: math.prod(shape) for name, shape in shapes.items()}, fragments)
             device = None if outer_device is None else torch.device(outer_device)
             names_in_common = ("every", "outer", "overlap", "mix", "weighted")
             arguments = {name: str(getattr(self, name)) for name in names_in_common} | {"fragments": str(fragments)}
-            self.wire = _open_wire(plan, shapes, group, network, seed, arguments)
+            self.wire = _open_wire(self._plan, shapes, group, network, seed, arguments)
             """Handle of the exchanges: ``wire.stats``, ``wire.plan``."""
-        self._buffers = [b for b in module.buffers() if b.is_floating_point()]
         with torch.no_grad():
-            for tensor in (*parameters.values(), *module.buffers()):
+            for tensor in (*parameters.values(), *model.buffers()):
                 with contiguous_values(local_values(tensor)) as values:
                     dist.broadcast(values, group=group, group_src=0)
         keeps = overlap > 0 and mix == "keep"

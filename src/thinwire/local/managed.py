@@ -6,23 +6,11 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.arguments import check_int
 from thinwire.collectives import CommunicationError, ProcessGroupTransport, overwrite, parse_algorithm
 from thinwire.compressors import Compressor
-from thinwire.local.fragments import (
-    FEW_BITS,
-    Fragment,
-    LocalUpdates,
-    exchange_algorithm,
-    exchange_plan,
-    sent_shapes,
-    state_entry,
-    trained_parameters,
-)
+from thinwire.local.fragments import FEW_BITS, Fragment, LocalUpdates, Nesterov, exchange_algorithm, state_entry
 from thinwire.local.members import Group, Manager, Members
-from thinwire.local.outer import Nesterov, chosen_outer
 from thinwire.runtime import BucketEngine, Wire, WireSettings, agree, on_the_host
 from thinwire.runtime.checkpoint import check_sealed, sealed
 from thinwire.runtime.consistency import signed_checksum
@@ -80,15 +68,11 @@ class ManagedDiLoCo(LocalUpdates):
         outer_device: torch.device | str | None = None,
         total_steps: int | None = None,
     ) -> None:
-        check_int("every", every, 1)
         if not hasattr(type(group), "parent"):
             raise TypeError(f"group must be the torchft.ProcessGroupGloo of the manager, not {group!r}")
-        self.every, self.weighted = every, weighted
-        self.outer = chosen_outer(outer, every, total_steps)
-        module = model.module if isinstance(model, DistributedDataParallel) else model
-        parameters = trained_parameters(module, inner_optimizer)
-        self._buffers = [b for b in module.buffers() if b.is_floating_point()]
-        self._fragment = Fragment(parameters, device=None if outer_device is None else torch.device(outer_device))
+        options = {"every": every, "outer": outer, "weighted": weighted, "total_steps": total_steps}
+        super().__init__(model, inner_optimizer, compressor, feedback=feedback, **options)
+        self._fragment = Fragment(self._parameters, device=None if outer_device is None else torch.device(outer_device))
         self._fragments = [self._fragment]
         self._steps = 0
         self._rounds = 0
@@ -101,8 +85,6 @@ class ManagedDiLoCo(LocalUpdates):
         """Number, sent weights and work of an exchange that failed here: it may have succeeded on others."""
         self.skipped_rounds = 0
         """Number of exchanges that were dropped because some worker's weights were not finite."""
-        shapes = sent_shapes(parameters)
-        plan = exchange_plan(shapes, compressor, feedback=feedback)
         arguments = {"every": str(every), "outer": str(self.outer), "weighted": str(weighted)}
 
         def open_wire(transport: ProcessGroupTransport) -> Wire:
@@ -112,7 +94,7 @@ class ManagedDiLoCo(LocalUpdates):
                 own_seed = (seed + self._rounds) % 2**63
                 algorithm = parse_algorithm(exchange_algorithm(transport.world_size))
                 settings = WireSettings(seed=own_seed, algorithm=algorithm)
-                return Wire(BucketEngine(plan, shapes, transport, settings))
+                return Wire(BucketEngine(self._plan, self._shapes, transport, settings))
 
         self.members = Members(manager, group, open_wire=open_wire, save=self.state_dict, load=self._take_shared_state)
         """Workers that take part: ``members.names``, and counts of workers that ``came`` and ``left``."""

@@ -149,7 +149,7 @@ class Plan:
         """Whether any compressor must know by how much gradients are scaled."""
         return self.has_slots or any(compressor.traits.absolute for compressor in self.layers.values())
 
-    @property
+    @cached_property
     def all_raw(self) -> bool:
         return all(isinstance(compressor, Raw) for compressor in self.layers.values())
 

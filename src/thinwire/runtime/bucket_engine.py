@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -16,7 +16,6 @@ from thinwire.compressors import (
     Coded,
     ColdStart,
     Compressor,
-    Count,
     Feedback,
     FollowsOptimizer,
     LayerState,
@@ -35,10 +34,9 @@ from thinwire.policies import Policy, Sync
 from thinwire.runtime import checkpoint
 from thinwire.runtime.adapt import Adapter, StepClock
 from thinwire.runtime.bucket import BucketLayers, Substitute, UnsentResiduals, simulate
-from thinwire.runtime.channel import Channel
+from thinwire.runtime.channel import Channel, Contents, Exchange, Route
 from thinwire.runtime.consistency import agree, check_parity, fail_together, resync
 from thinwire.runtime.engine import Engine, WireSettings, agreed_facts
-from thinwire.runtime.exchange import Contents, Exchange, Route
 from thinwire.runtime.executor import Alone, AsyncReadback, StreamExecutor, ThreadExecutor, followed_by
 from thinwire.runtime.placement import Placement, ShardedLayer
 from thinwire.runtime.probe import measure_speeds, settle
@@ -58,6 +56,8 @@ class _SeenBucket:
     layers: BucketLayers
     dtype: torch.dtype
     contents: Contents
+    having: Mapping[str, Compressor]
+    """Layers whose compressors have slots."""
     placement: Placement
     last_step: int
     route: Route | None = None
@@ -170,7 +170,7 @@ class BucketEngine(Engine):
         self._step_plan = StepPlan(world_size, self.shapes, self.slots)
         self._buckets: dict[Hashable, _SeenBucket] = {}
         self._parity_error: Exception | None = None
-        self._limits, self._clippings = AsyncReadback(), AsyncReadback()
+        self._limits = AsyncReadback()
         self.recorder = StatsRecorder(self.stats)
         self.reset_stats()
         self.unsent: UnsentResiduals | None = None
@@ -297,6 +297,10 @@ class BucketEngine(Engine):
         rest."""
         self.used = dict(shares)
 
+    def drop(self, layers: Iterable[str]) -> None:
+        """Leave residuals of ``layers`` as they were before the last pass, because its gradients are not applied."""
+        self.on_partial_use(dict.fromkeys(layers, torch.zeros((), dtype=torch.float32, device="cpu")))
+
     def reduce(self, flat: Tensor, layers: BucketLayers, *, loss_scale: float = 1.0) -> torch.futures.Future[Tensor]:
         """Start replacing ``flat``, the gradients of ``layers`` end to end, by their mean over all ranks.
 
@@ -385,7 +389,8 @@ class BucketEngine(Engine):
         options = {"seed": self.seed, "step": self.step, "rank": self.rank, "num_ranks": self.world_size}
         simulate(flat, route.layout, state=state, **options)
         self.close_slots(contents.key)
-        self.recorder.clipped(*route.clipped(state))
+        clipped, rounded = route.clipped(state)
+        self.recorder.limits(0, 0, int(clipped), rounded)
         self.recorder.bucket(ring_bytes(flat.nbytes, self.world_size), route.sent_bytes)
 
     def _note_simulated(self, mean: Tensor, layers: BucketLayers) -> None:
@@ -474,9 +479,11 @@ class BucketEngine(Engine):
         shares = self.shares_with(algorithm)
 
         def get_owners(name: str, compressor: Compressor, old_shares: Sequence[int]) -> Owners:
-            like = torch.zeros(math.prod(self.shapes[name]), dtype=torch.float64, device="cpu")
-            mine = mean_weights(name, compressor, like, self.rank, shares)
-            return Owners(lambda rank: mean_weights(name, compressor, like, rank, old_shares), mine, self.world_size)
+            def weights(rank: int, of: Sequence[int]) -> Tensor:
+                like = torch.empty(math.prod(self.shapes[name]), dtype=torch.float64, device="cpu")
+                return mean_weights(name, compressor, like, rank, of)
+
+            return Owners(lambda rank: weights(rank, old_shares), lambda: weights(self.rank, shares), self.world_size)
 
         loaded = checkpoint.read(state, self.plan, self.shapes, self.rank, shares, get_owners)
 
@@ -570,16 +577,13 @@ class BucketEngine(Engine):
 
     def note_limits(self, route: Route, state: State | None) -> None:
         """Count the values that the last messages and sums could not hold."""
-        saturated, overflowed = route.limits(self.rank)
-        if isinstance(saturated, Tensor) or isinstance(overflowed, Tensor):
-            self._limits.note(_stacked(saturated, overflowed, self.transport))
+        counts = *route.limits(self.rank), *route.clipped(state)
+        if tensors := [count for count in counts if isinstance(count, Tensor)]:
+            # Stacked on the device: a number sent from the host would make it wait.
+            on_device = (c if isinstance(c, Tensor) else torch.full_like(tensors[0], c) for c in counts)
+            self._limits.note(torch.stack([count.to(torch.int64) for count in on_device]))
         else:
-            self.recorder.limits(int(saturated), int(overflowed))
-        clipped, rounded = route.clipped(state)
-        if isinstance(clipped, Tensor):
-            self._clippings.note(_stacked(clipped, rounded, self.transport))
-        else:
-            self.recorder.clipped(clipped, rounded)
+            self.recorder.limits(*map(int, counts))
 
     def open(self, key: Hashable, route: Route, flat: Tensor, loss_scale: float) -> State:
         """Open the slots of a bucket for this step, whose gradients are multiplied by ``loss_scale``; return them."""
@@ -587,8 +591,9 @@ class BucketEngine(Engine):
         known.route = route
         self._loss_scale = loss_scale
         self._poison.note_gradients(flat)
-        compressors = {layer.name: layer.compressor for layer in known.contents.layers}
-        state = self.slots.state(key, known.placement, compressors, loss_scale, flat.device)
+        state = State({}, {}, loss_scale)
+        if known.having:
+            state = self.slots.state(key, known.placement, known.having, loss_scale, flat.device)
         if not self.learning_rates and self.learning_rate is None:
             return state
         rate = 1.0 if self.learning_rate is None else self.learning_rate
@@ -596,10 +601,13 @@ class BucketEngine(Engine):
 
     def close_slots(self, key: Hashable) -> None:
         """Keep what this step has written to the slots of a bucket."""
-        self.slots.close(key, derive_key(self.seed, self.step, self.rank))
+        if self._buckets[key].having:
+            self.slots.close(key, derive_key(self.seed, self.step, self.rank))
 
     def learning(self, layers: BucketLayers) -> tuple[str, ...]:
         """Return the layers that learn in this step what they are coded with."""
+        if self._step_plan.steady is self.plan:
+            return ()
         return self._step_plan.learning([name for name, _ in layers], self.step - self.start)
 
     def learn(self, flat: Tensor, layout: Layout, learning: Sequence[str], state: State) -> None:
@@ -629,8 +637,7 @@ class BucketEngine(Engine):
             self._reset_stats()
 
     def _reset_stats(self) -> None:
-        for readback in (self._limits, self._clippings):
-            readback.read()
+        self._limits.read()
         super().reset_stats()
         self.recorder.stats = self.stats
 
@@ -639,10 +646,8 @@ class BucketEngine(Engine):
         return super().present_stats()
 
     def _count_limits(self) -> None:
-        for saturated, overflowed in (counts.tolist() for counts in self._limits.read()):
-            self.recorder.limits(saturated, overflowed)
-        for clipped, rounded in (counts.tolist() for counts in self._clippings.read()):
-            self.recorder.clipped(clipped, rounded)
+        for counts in self._limits.read():
+            self.recorder.limits(*counts.tolist())
 
     def _count_step(self) -> bool:
         return self.recorder.step(self.step, compressed=not (self.step < self.start or self.plan.all_raw))
@@ -655,7 +660,8 @@ class BucketEngine(Engine):
         if self._reset_if_poisoned(self.step, self._on_all_ranks):
             self._step_plan.forget()
             self._release(set(self._buckets))  # their keys will mean other compressors
-        self._step_plan.follow(self.plan, self.step - self.start, self.learning_rate)
+        if self._step_plan.steady is not self.plan:
+            self._step_plan.follow(self.plan, self.step - self.start, self.learning_rate)
         # DDP rebuilds its buckets once or twice; the messages of the old ones are freed.
         self._release({key for key, known in self._buckets.items() if known.last_step < self.step - _STALE_STEPS})
 
@@ -669,7 +675,7 @@ class BucketEngine(Engine):
         if noted and not self.failed:
             self._poison.end_step(finite=finite)
         finite, self.failed = finite and not self.failed, False
-        if finite:
+        if finite and self.slots.touched:
             self._end_compressors()
         self._commit(finite=finite)
         self._follow_optimizer()
@@ -704,8 +710,9 @@ class BucketEngine(Engine):
         if known is None:
             self._free_earlier_buckets(layers, flat.dtype)
             contents = Contents(key, self._split_layers(flat, layers))
+            having = {layer.name: layer.compressor for layer in contents.layers if layer.compressor.slots}
             placement = Placement([ShardedLayer(name, shape) for name, shape in layers])
-            known = self._buckets[key] = _SeenBucket(layers, flat.dtype, contents, placement, self.step)
+            known = self._buckets[key] = _SeenBucket(layers, flat.dtype, contents, having, placement, self.step)
         known.last_step = self.step
         return known.contents
 
@@ -744,12 +751,3 @@ class BucketEngine(Engine):
         if start != flat.numel():
             raise ValueError(f"a bucket of {flat.numel()} elements came with layers of {start}")
         return tuple(placed)
-
-
-def _stacked(first: Count, second: Count, transport: Transport) -> Tensor:
-    """Stack two counts, on the device if there is one: a number sent from the host would make it wait."""
-    device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
-    counts = [
-        c if isinstance(c, Tensor) else torch.full((), c, dtype=torch.int64, device=device) for c in (first, second)
-    ]
-    return torch.stack(counts)

@@ -231,7 +231,7 @@ def read(
             values = [_find(state, r, slot, name, shapes[name]) for r in ranks]
             owners = get_owners(name, compressor, old_shares)
             for r, value in zip(ranks, values, strict=True) if slot.shape is None and owners.in_chunks else ():
-                check_held(value, owners.before(r) if resharded else owners.mine, _key(r, slot.name, name))
+                check_held(value, owners.before(r) if resharded else owners.mine(), _key(r, slot.name, name))
             slots[name, slot.name] = reshard(values, slot, owners) if resharded else values[0]
     return LoadedState(step, seed, saved, slots)
 

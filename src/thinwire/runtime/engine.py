@@ -189,10 +189,10 @@ class Engine(ABC):
         self._means.note(not_finite(flat))
 
     def _commit(self, *, finite: bool) -> None:
-        if finite:
+        if finite and self.slots.touched:
             self.slots.keep_rest(self.used)
             self.slots.commit()
-        else:
+        elif not finite:
             self.slots.discard()
             self.stats.nonfinite_steps += 1
         self.used = {}

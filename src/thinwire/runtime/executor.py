@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future as ConcurrentFuture
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -254,6 +254,54 @@ def for_reducer(future: torch.futures.Future[_T]) -> torch.futures.Future[_T]:
     return future.then(lambda ended: ended.value())
 
 
+class Work(dist.Work):
+    """PyTorch's handle of a collective, which is complete when all ``futures`` are: thinwire's, and gloo's for tensors
+    that are not compressed.
+
+    Its own future completes without a call of `wait`, as DistributedDataParallel needs. Errors are raised by `wait` and
+    by waiting for the future.
+    """
+
+    def __init__(self, futures: Sequence[torch.futures.Future], outputs: Any) -> None:
+        super().__init__()
+        self._futures, self._outputs = futures, outputs
+
+    def wait(self, timeout: object = None) -> bool:
+        """Block until it is done. ``timeout`` is ignored: every message has the timeout of the process group."""
+        for future in self._futures:
+            future.wait()
+        return True
+
+    def get_future(self) -> torch.futures.Future:
+        def outputs(ended: torch.futures.Future) -> Any:
+            # DDP's reducer sees exceptions that a callback raises, but not those that Python sets on a future: it would
+            # read a result out of the latter.
+            for future in self._futures if len(self._futures) > 1 else (ended,):
+                future.value()
+            return self._outputs
+
+        several = len(self._futures) > 1
+        return (torch.futures.collect_all(list(self._futures)) if several else self._futures[0]).then(outputs)
+
+    def result(self) -> Any:
+        return self._outputs
+
+    def is_completed(self) -> bool:
+        return all(future.done() for future in self._futures)
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """Return the error of a collective that is done; None if it has none or is not done."""
+        try:
+            if self.is_completed():
+                self.wait()
+        except Exception as error:  # noqa: BLE001 - returned
+            return error
+        return None
+
+
 class StreamExecutor(Executor):
     """Runs a Wire's communication in the thread that submits it, on a stream of its own next to the current one.
 
@@ -271,11 +319,6 @@ class StreamExecutor(Executor):
         self._stream = torch.cuda.Stream(device, priority=-1) if own_stream else None
 
     def submit(self, job: Job) -> torch.futures.Future[Tensor]:
-        """Enqueue ``job``; the future gets its result, or its exception.
-
-        Raises:
-            RuntimeError: the executor is closed.
-        """
         future: torch.futures.Future[Tensor]
         # The list of devices makes the future note the streams on which its result is made.
         future = torch.futures.Future(devices=[self._device]) if self._stream else torch.futures.Future()
@@ -291,11 +334,10 @@ class StreamExecutor(Executor):
         return future
 
     def call(self, job: Callable[[], _T]) -> _T:
-        """Run ``job`` after all jobs before it, and before later work of the current stream. Return its result, or
-        raise its error."""
         with self._on_comm_stream():
             result = job()
         if self._stream:
+            # Later work of the current stream comes after it.
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return result
 
@@ -303,7 +345,6 @@ class StreamExecutor(Executor):
         """Return at once: what writes to a bucket next is enqueued behind what was enqueued before."""
 
     def close(self) -> None:
-        """Accept no more jobs."""
         self._closed = True
 
     def join(self, timeout_s: float) -> bool:

@@ -20,9 +20,8 @@ from thinwire.policies import Evidence, Policy
 from thinwire.policies.budget import balanced
 from thinwire.runtime import checkpoint
 from thinwire.runtime.adapt import Adapter
-from thinwire.runtime.channel import Channel
+from thinwire.runtime.channel import Channel, Exchange, Kind, Route
 from thinwire.runtime.engine import Engine, WireSettings, agreed_facts
-from thinwire.runtime.exchange import Exchange, Kind, Route
 from thinwire.runtime.placement import ShardedLayer
 from thinwire.runtime.probe import measure_speeds
 from thinwire.runtime.slots import Owners, mean_weights, slot_bytes
@@ -54,11 +53,11 @@ class _Sharded(Exchange):
         engine, members = self.engine, self.members
         if not self.compressed:
             return self.flat, None
-        if not members.has_slots:
+        if not members.having:
             return self.flat, State({}, {}, self.loss_scale)
         if self.again:
             engine.slots.commit([self.contents.key])
-        args = self.contents.key, members.placement, members.compressors, self.loss_scale, self.flat.device
+        args = self.contents.key, members.placement, members.having, self.loss_scale, self.flat.device
         state = engine.slots.state(*args)
         if learning := members.learning(self.since, engine.slots):
             started = time.perf_counter()
@@ -67,7 +66,7 @@ class _Sharded(Exchange):
         return self.flat, state
 
     def finish(self, x: Tensor, route: Route) -> None:
-        if self.members.has_slots:
+        if self.members.having:
             self.engine.slots.close(self.contents.key, derive_key(self.draw or 0, self.members.rank))
 
     def fail(self) -> None:
@@ -253,11 +252,6 @@ class ShardedEngine(Engine):
                 total += channel.sent_bytes(kinds[site], contents, torch.float32)
         return total
 
-    def note(self, *, local_gathers: int = 0, overlapped: int = 0) -> None:
-        """Count what the attachment did itself."""
-        self.stats.local_gathers += local_gathers
-        self.stats.overlapped += overlapped
-
     @property
     def needs_loss_scale(self) -> bool:
         """Whether the plan or a policy needs the scale of the loss."""
@@ -427,9 +421,16 @@ class ShardedEngine(Engine):
             return
         plan = self.channels[0].alone(lambda: adapter.begin_step(self.step, self.plan, None))
         if plan.layers != self.plan.layers:
+            self.channels[0].alone(lambda: self._free_unused_slots(plan))
             # Each unit takes it over with its next reduction: its weights stay the same in one step.
             self.plan = plan
             self.stats.plan_changes += 1
+
+    def _free_unused_slots(self, plan: Plan) -> None:
+        """Free the slots of layers that have none in ``plan``, unless a residual waits in them."""
+        for name, before in self.plan.layers.items():
+            if before.slots and not plan[name].slots and not self.slots.moved(name, before, self.shapes[name]):
+                self.slots.drop(name)
 
     def _observe(
         self, adapter: Adapter, members: LayerGroup, flat: Tensor, loss_scale: float, weights: Mapping[str, Tensor]
@@ -478,10 +479,10 @@ class ShardedEngine(Engine):
         if failed:
             return
         self._poison.end_step(finite=finite)
-        self._reset_if_poisoned(self.step + 1, lambda mine: not self._is_on_any_rank(not mine))
+        self._reset_if_poisoned(self.step + 1, self._on_all_ranks)
 
-    def _is_on_any_rank(self, condition: bool) -> bool:
-        return bool(self.on_any_rank(torch.tensor([condition], dtype=torch.bool, device="cpu")))
+    def _on_all_ranks(self, condition: bool) -> bool:
+        return not self.on_any_rank(torch.tensor([not condition], dtype=torch.bool, device="cpu"))
 
     # Checkpoints, between two steps.
 
@@ -609,10 +610,14 @@ class ShardedEngine(Engine):
         unit, layer = self._at[name]
         shards, shard = unit.transport.world_size, unit.transport.rank
         if self.across is None or not name.startswith(at_site("across", "")):
-            mine = torch.full(layer.shape, 1 / shards, dtype=torch.float64, device="cpu")
-            mine.narrow(layer.dim, sum(layer.rows[:shard]), layer.rows[shard]).zero_()
             everywhere = torch.tensor(1 / len(old_shares), dtype=torch.float64, device="cpu")
-            return Owners(lambda _: everywhere, mine.reshape(-1), shards - 1)
+
+            def of_others() -> Tensor:
+                mine = torch.full(layer.shape, 1 / shards, dtype=torch.float64, device="cpu")
+                mine.narrow(layer.dim, sum(layer.rows[:shard]), layer.rows[shard]).zero_()
+                return mine.reshape(-1)
+
+            return Owners(lambda _: everywhere, of_others, shards - 1)
 
         def of_replica(cut: ShardedLayer, chunk: int, replica: int, num_replicas: int) -> Tensor:
             like = torch.zeros(cut.chunk_numel(chunk), dtype=torch.float64, device="cpu")
@@ -623,7 +628,7 @@ class ShardedEngine(Engine):
         before = replace(layer, num_ranks=old)
         return Owners(
             lambda rank: of_replica(before, rank % old, rank // old, len(old_shares) // old),
-            of_replica(layer, shard, replicas.rank, replicas.world_size),
+            lambda: of_replica(layer, shard, replicas.rank, replicas.world_size),
             replicas.world_size,
             in_chunks=True,
         )

@@ -12,9 +12,145 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives import Transport, owned_parts
-from thinwire.compressors import RESIDUAL, Coded, Compressor, LayerState, Slot, State, unwrap
-from thinwire.runtime.flat_slots import FlatSlot, flat_slot, is_packed, opened, packed_bytes
-from thinwire.runtime.placement import Placement
+from thinwire.compressors import (
+    RESIDUAL,
+    CodecCall,
+    Coded,
+    Compressor,
+    Key,
+    LayerState,
+    MaxAbs,
+    Piece,
+    Segments,
+    Slot,
+    State,
+    unwrap,
+)
+from thinwire.runtime.placement import LayerSpan, Placement
+
+_PACKED_BITS = 8
+_PACKED = MaxAbs(bits=_PACKED_BITS, bucket=128, rounding="stochastic")
+_EXACT = MaxAbs(bits=_PACKED_BITS, bucket=128, rounding="nearest")
+"""Coder with the same levels: what was packed once is packed again without an error, as a resumed run needs it."""
+
+
+class FlatSlot:
+    """A slot's values in this step, and those that it leaves to the next one."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.now = torch.zeros(numel, dtype=dtype, device=device)
+        self.next = torch.zeros(numel, dtype=dtype, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory in use between two steps."""
+        return self.now.nbytes + self.next.nbytes
+
+    def open(self) -> None:
+        """Make ``now`` and ``next`` usable, until `close`."""
+
+    def close(self, key: int) -> None:
+        """Keep what was written to ``next``. ``key`` is that of random draws."""
+
+    def swap(self) -> None:
+        """Make the next values the present ones."""
+        self.now, self.next = self.next, self.now
+
+    def forget_next(self) -> None:
+        """Free the memory of the next values, between two steps. The slot can only be read from then on."""
+        self.next = self.now
+
+    def read(self, *, after: bool = False) -> Tensor:
+        """Return all present values, or with ``after`` the next ones. They may share memory with the slot."""
+        return self.next if after else self.now
+
+    def write(self, values: Tensor, *, after: bool = False) -> None:
+        """Replace all present values, or with ``after`` the next ones."""
+        held = self.read(after=after)
+        if values is not held:
+            held.copy_(values)
+
+
+class PackedSlot(FlatSlot):
+    """A slot that keeps values in 8 bits an element and a scale for 128 of them, rather than in 32 bits.
+
+    Values are rounded at random, so that those that are much smaller than their neighbors are kept on average. Draws
+    and scales are those of a piece, wherever it is in the tensor. Elements of no piece are zero. ``now`` and ``next``
+    are in memory from `open` to `close` only.
+    """
+
+    def __init__(self, numel: int, pieces: Iterable[LayerSpan], device: torch.device) -> None:
+        placed, end = [], 0
+        for name, start, count in pieces:
+            placed.append(Piece(name, start, count, 0, end, (count,)))
+            end += packed_bytes(count)
+        self._segments = Segments.build(placed)
+        self._numel, self._device = numel, device
+        self._packed = [torch.zeros(end, dtype=torch.uint8, device=device) for _ in range(2)]
+        for after in (False, True):
+            self.write(self._zeros(), after=after)
+        self.now = self.next = torch.empty(0, dtype=torch.float32, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(packed.nbytes for packed in self._packed)
+
+    def open(self) -> None:
+        # Under FSDP2 nothing writes what a rank owns itself: it stays zero.
+        self.now, self.next = self.read(), self._zeros()
+
+    def close(self, key: int) -> None:
+        if not self.next.numel():  # nothing was opened: a step before compression starts
+            return
+        self._pack(_PACKED, self.next, self._packed[1], key)
+        self.now = self.next = torch.empty(0, dtype=torch.float32, device=self._device)
+
+    def swap(self) -> None:
+        self._packed.reverse()
+
+    def forget_next(self) -> None:
+        self._packed[1] = self._packed[0]
+
+    def read(self, *, after: bool = False) -> Tensor:
+        values = self._zeros()
+        _PACKED.decode(self._packed[after], values, CodecCall(self._segments))
+        return values
+
+    def write(self, values: Tensor, *, after: bool = False) -> None:
+        self._pack(_EXACT, values, self._packed[after], 0)
+
+    def _pack(self, coder: Coded, values: Tensor, message: Tensor, key: int) -> None:
+        coder.encode(values, message, CodecCall(self._segments, Key(key, key)))
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(self._numel, dtype=torch.float32, device=self._device)
+
+
+def opened(slots: Mapping[str, FlatSlot]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Open slots for a step; return their present and their next values, by name."""
+    for slot in slots.values():
+        slot.open()
+    return {name: slot.now for name, slot in slots.items()}, {name: slot.next for name, slot in slots.items()}
+
+
+def packed_bytes(numel: int) -> int:
+    """Return the bytes of a piece's values in 8 bits."""
+    return _PACKED.payload_bytes(numel, torch.float32)
+
+
+def is_packed(slot: Slot, compressors: Iterable[Compressor]) -> bool:
+    """Whether all of these compressors that have ``slot`` keep it in 8 bits."""
+    kept = [mine.bits for compressor in compressors for mine in compressor.slots if mine == slot]
+    return bool(kept) and all(bits == _PACKED_BITS for bits in kept)
+
+
+def flat_slot(
+    slot: Slot, placement: Placement, compressors: Mapping[str, Compressor], device: torch.device
+) -> FlatSlot:
+    """Return a slot of zeros for a buffer in which the layers with these compressors have it."""
+    if not is_packed(slot, compressors.values()):
+        return FlatSlot(placement.numel, slot.dtype, device)
+    return PackedSlot(placement.numel, [span for name in compressors for span in placement.spans(name)], device)
 
 
 @dataclass
@@ -56,7 +192,8 @@ class Slots:
         self._places: dict[Hashable, _Place] = {}
         self._place_of: dict[str, Hashable] = {}
         self._kept: dict[tuple[str, str], Tensor] = {}
-        self._touched: set[Hashable] = set()
+        self.touched: set[Hashable] = set()
+        """Keys of the buffers whose slots the present step writes."""
 
     @property
     def num_bytes(self) -> int:
@@ -77,14 +214,14 @@ class Slots:
         loss_scale: float,
         device: torch.device,
     ) -> State:
-        """Return the slots of the buffer ``key`` for one step. `close` ends their use."""
-        having = {name: compressor for name, compressor in compressors.items() if compressor.slots}
-        if not having:
-            return State({}, {}, loss_scale)
-        if any(self._place_of.get(name) != key for name in having):
-            self._gather(key, placement, having, device)
+        """Return the slots of the buffer ``key`` for one step. `close` ends their use.
+
+        ``compressors`` are those that have any, by layer.
+        """
+        if any(self._place_of.get(name) != key for name in compressors):
+            self._gather(key, placement, compressors, device)
         place = self._places[key]
-        self._touched.add(key)
+        self.touched.add(key)
         return State(*opened(place.flat), loss_scale, place.states())
 
     def close(self, key: Hashable, draws: int) -> None:
@@ -93,13 +230,13 @@ class Slots:
         ``draws`` is the key of the random draws with which residuals are packed.
         """
         place = self._places.get(key)
-        if place is not None and key in self._touched:
+        if place is not None and key in self.touched:
             for slot in place.flat.values():
                 slot.close(draws)
 
     def touched_layers(self) -> list[tuple[str, LayerState]]:
         """Return the layers of the present step that have slots with a shape of their own."""
-        return [layer for key in self._touched for layer in self._places[key].shaped.items()]
+        return [layer for key in self.touched for layer in self._places[key].shaped.items()]
 
     def layer(self, name: str) -> LayerState | None:
         """Return the slots of a layer that have a shape of their own, or None before its first step."""
@@ -112,7 +249,7 @@ class Slots:
         was used, the residual is ``c·e' + (1 − c)·e``. ``used`` maps layer names to scalar tensors c.
         """
         shares = {name: c for name, c in used.items() if c.device.type != "cpu" or float(c) != 1.0}
-        for place in [self._places[key] for key in self._touched] if shares else ():
+        for place in [self._places[key] for key in self.touched] if shares else ():
             for slot_name, slot in place.flat.items():
                 mine = [n for n, c in place.compressors.items() if n in shares and _has_flat_slot(c, slot_name)]
                 if not mine:
@@ -126,16 +263,16 @@ class Slots:
     def commit(self, keys: Iterable[Hashable] | None = None) -> None:
         """Make the values that were written since the last commit the present ones; of the buffers ``keys`` alone, if
         they are given."""
-        done = self._touched.copy() if keys is None else self._touched.intersection(keys)
+        done = self.touched.copy() if keys is None else self.touched.intersection(keys)
         for place in [self._places[key] for key in done]:
             for slot in place.flat.values():
                 slot.swap()
             place.shaped = {name: LayerState(state.next, state.now) for name, state in place.shaped.items()}
-        self._touched -= done
+        self.touched -= done
 
     def discard(self) -> None:
         """Discard the values that were written since the last commit."""
-        self._touched.clear()
+        self.touched.clear()
 
     def value(self, layer: str, slot: Slot, shape: Sequence[int]) -> Tensor:
         """Return a flat copy of a slot of a layer of this shape, or its initial value if it was never used."""
@@ -182,10 +319,14 @@ class Slots:
                 weights = mean_weights(layer, old, value, rank, old_shares)
                 value *= weights / mean_weights(layer, new, value, rank, shares)
             kept[layer, slot.name] = value
+        self.drop(layer)
+        self._kept |= kept
+
+    def drop(self, layer: str) -> None:
+        """Free the slots of a layer, between two steps."""
         for name in [name for name in self._kept if name[0] == layer]:
             del self._kept[name]
         self._leave(layer)
-        self._kept |= kept
 
     def unsent(
         self, layer: str, shape: Sequence[int], compressor: Compressor, rank: int, shares: Sequence[int]
@@ -215,13 +356,13 @@ class Slots:
         """Replace all slots by ``values``, flat tensors by (parameter name, slot name)."""
         self._places.clear()
         self._place_of.clear()
-        self._touched.clear()
+        self.touched.clear()
         # A layer without a residual yet has one of zeros in a state, also where no buffer will ever have the layer.
         self._kept = {key: value for key, value in values.items() if key[1] != RESIDUAL.name or bool(value.any())}
 
     def reset(self) -> None:
         """Reset all slots but learned ones (levels), which do not depend on magnitudes."""
-        self._touched.clear()
+        self.touched.clear()
         for place in self._places.values():
             whole = {name: slot.read() for name, slot in place.flat.items()}
             for name, compressor in place.compressors.items():
@@ -240,7 +381,7 @@ class Slots:
     def _release(self, keys: Iterable[Hashable]) -> None:
         """Free the slots of buffers that are not used any more; the values of their layers are kept."""
         for key in keys:
-            self._touched.discard(key)
+            self.touched.discard(key)
             place = self._places.pop(key, None)
             if place is None:
                 continue
@@ -355,8 +496,9 @@ class Owners(NamedTuple):
 
     before: Callable[[int], Tensor]
     """Function that returns the weight of each element of a rank's residual in the mean of the world that saved it."""
-    mine: Tensor
-    """Weight of each element of this rank's in the mean of the present world; 0 where this rank holds nothing."""
+    mine: Callable[[], Tensor]
+    """Function that returns the weight of each element of this rank's in the mean of the present world; 0 where this
+    rank holds nothing."""
     holders: int
     """Number of ranks of the present world that hold an element: each holds as much of the mean."""
     in_chunks: bool = False
@@ -376,7 +518,8 @@ def reshard(saved: Sequence[Tensor], slot: Slot, owners: Owners) -> Tensor:
     residual = torch.zeros_like(saved[0], dtype=torch.float64)
     for rank, value in enumerate(saved):
         residual += value.double() * owners.before(rank)
-    return torch.where(owners.mine > 0, residual / (owners.holders * owners.mine), 0.0).to(saved[0].dtype)
+    mine = owners.mine()
+    return torch.where(mine > 0, residual / (owners.holders * mine), 0.0).to(saved[0].dtype)
 
 
 def _columns_kept(first: Tensor, kept: Tensor, shape: Sequence[int]) -> Tensor:

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.compressors import Count
-
 _adding = threading.Lock()
 """Lock for the addition of seconds, which several threads do."""
 
@@ -237,15 +235,12 @@ class StatsRecorder:
         self.stats.payload_sent_bytes += moved
         self.stats.payload_received_bytes += moved
 
-    def limits(self, saturated: int, overflowed: int) -> None:
-        """Count values that messages and sums could not hold."""
-        self.stats.saturated += saturated
+    def limits(self, saturated: int, overflowed: int, clipped: int, rounded: int) -> None:
+        """Count values that messages and sums could not hold, and those that were clipped to fit into integers, of all
+        that became integers."""
+        self.clipping.add(clipped, rounded)
+        self.stats.saturated += saturated + clipped
         self.stats.overflowed += overflowed
-
-    def clipped(self, clipped: Count, rounded: int) -> None:
-        """Count values that were clipped to fit into integers, of all that became integers."""
-        self.clipping.add(int(clipped), rounded)
-        self.stats.saturated += int(clipped)
         self.stats.encoded += rounded
 
     def measure(self, exact: Tensor, received: Tensor, step: int) -> None:

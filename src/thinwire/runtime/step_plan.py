@@ -35,6 +35,8 @@ class StepPlan:
         self._awaits_begin = False
         self._present = Plan({})
         self._raw_is_summed = False
+        self.steady: Plan | None = None
+        """Plan that has one form in all steps, in none of which a layer learns; None if the present one may change."""
         self.number = 0
         """Number of the present form among those seen so far."""
         self._learns_at: dict[str, tuple[int, ...]] = {}
@@ -44,7 +46,7 @@ class StepPlan:
         """Start over, from another plan and with other slots."""
         self._known.clear()
         self._begun.clear()
-        self._followed = None
+        self._followed = self.steady = None
 
     def follow(self, plan: Plan, step: int, learning_rate: float | None) -> None:
         """Take the form of ``step``, counted from the first compressed one."""
@@ -61,14 +63,14 @@ class StepPlan:
         self._awaits_begin = any(
             cold_start(compressor) is not None for name, compressor in plan.layers.items() if name not in self._begun
         )
-        if present.layers == self._present.layers and self._known:
-            return
-        self._present = present
-        self.number = self._known.setdefault(present.hash, len(self._known))
-        coded = [c for c in present.layers.values() if isinstance(c, Coded)]
-        self._learns_at = {name: steps for name, c in present.layers.items() if (steps := learns_at(c))}
-        sums = any(isinstance(c, Summed) for c in present.layers.values())
-        self._raw_is_summed = sums and all(isinstance(c, Raw) for c in coded)
+        if present.layers != self._present.layers or not self._known:
+            self._present = present
+            self.number = self._known.setdefault(present.hash, len(self._known))
+            coded = [c for c in present.layers.values() if isinstance(c, Coded)]
+            self._learns_at = {name: steps for name, c in present.layers.items() if (steps := learns_at(c))}
+            sums = any(isinstance(c, Summed) for c in present.layers.values())
+            self._raw_is_summed = sums and all(isinstance(c, Raw) for c in coded)
+        self.steady = None if self._scheduled or self._awaits_begin or self._learns_at else plan
 
     def add(self, name: str, plan: Plan, step: int, learning_rate: float | None) -> None:
         """Add a layer that ``plan`` has only now; for the others the addition counts from the next step on."""

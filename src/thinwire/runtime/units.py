@@ -23,7 +23,7 @@ from thinwire.compressors import (
     rounded_for,
 )
 from thinwire.plan import Plan, Site, at_site
-from thinwire.runtime.exchange import Contents
+from thinwire.runtime.channel import Contents
 from thinwire.runtime.placement import Placement, ShardedLayer
 from thinwire.runtime.slots import Slots
 
@@ -103,7 +103,8 @@ class LayerGroup:
         """Use the compressors of another plan, or other slots, from now on."""
         self.plan, self.compressors = plan, self.get_compressors(plan)
         self.coded = self.make_contents(self.compressors)
-        self.has_slots = any(compressor.slots for compressor in self.compressors.values())
+        self.having = {name: compressor for name, compressor in self.compressors.items() if compressor.slots}
+        """Layers whose compressors have slots."""
         self.keeps_residuals = any(RESIDUAL in compressor.slots for compressor in self.compressors.values())
         self._learns_at = {name: steps for name, c in self.compressors.items() if (steps := learns_at(c))}
         self._learned.clear()

@@ -48,19 +48,21 @@ class Bucketed(OnePass):
         return kernels.bucketed_bytes(numel, self.form)
 
     def encode(self, x: Tensor, message: Tensor, call: CodecCall, residual: Residual | None = None) -> None:
-        kernels.bucketed_encode(x, call.table, message, self.form, key=self.draw_key(call.key), residual=residual)
+        kernels.bucketed_encode(
+            x, call.segments.table, message, self.form, key=self.draw_key(call.key), residual=residual
+        )
 
     def decode(self, message: Tensor, y: Tensor, call: CodecCall, *, add: bool = False) -> None:
-        kernels.bucketed_decode(message, call.table, y, self.form, add=add, scale=call.scale)
+        kernels.bucketed_decode(message, call.segments.table, y, self.form, add=add, scale=call.scale)
 
     def mean(self, messages: Sequence[Tensor], y: Tensor, call: CodecCall) -> None:
-        kernels.bucketed_sum(messages, None, call.table, y, self.form, scale=call.scale)
+        kernels.bucketed_sum(messages, None, call.segments.table, y, self.form, scale=call.scale)
 
     def add_up(self, messages: Sequence[Tensor], own: Tensor, total: Tensor, call: CodecCall) -> None:
         if not self.traits.plain_sum:
             super().add_up(messages, own, total, call)
             return
-        kernels.bucketed_sum(messages, own, call.table, total, self.form, scale=call.scale)
+        kernels.bucketed_sum(messages, own, call.segments.table, total, self.form, scale=call.scale)
 
     def reduce(
         self,
@@ -76,7 +78,7 @@ class Bucketed(OnePass):
             return
         key, form = self.draw_key(call.key), self.form
         kernels.bucketed_reduce(
-            messages, own, call.table, out_message, y, form, scale=call.scale, key=key, residual=residual
+            messages, own, call.segments.table, out_message, y, form, scale=call.scale, key=key, residual=residual
         )
 
 
