@@ -181,7 +181,6 @@ POLICIES: list[Wrong] = [
     ("lgreco(**{'every': 5})", ValueError, r"no parameter '\*\*'"),
     ("kmeans(alpha=-1)", ValueError, "alpha must be above 0"),
     ("kmeans(clusters=0)", ValueError, "clusters must be at least 1"),
-    ("kmeans(top=0)", ValueError, "top must be above 0 and at most 1"),
     ("accordion(eta=-0.1)", ValueError, "eta must be at least 0"),
     ("accordion(pair=('tpk', 'raw'))", ValueError, "is not a spec"),
     ("accordion(pair=(2, 'raw'))", ValueError, "two numbers, high compression first"),

@@ -45,7 +45,6 @@ def run(*argv: str | Path, **options: object) -> str:
 
 
 def build(out: Path) -> tuple[Path, Path]:
-    """The sdist and the wheel that is made of it."""
     for old in out.glob("thinwire-*"):
         old.unlink()
     run(sys.executable, "-m", "build", "--outdir", out, ROOT)

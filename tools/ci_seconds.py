@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 from thinwire_tools.results import Results
 
-commit = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-results = Results(".ci/run", about={"commit": commit})
+results = Results(".ci/run")
 for line in sys.stdin:
     stage, seconds = line.split()
     results.add(stage, int(seconds), "s")

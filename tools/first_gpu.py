@@ -77,7 +77,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("job", nargs="?", choices=sorted(JOBS), help="of a stage, in this process")
     parser.add_argument("--json", type=Path, required=True, help="file for all figures, written after each stage")
     parser.add_argument("--folder", type=Path, default=ROOT / "build/first-gpu", help="of their logs and JSON files")
-    parser.add_argument("--only", nargs="*", default=[stage.name for stage in STAGES])
     parser.add_argument("--rehearse", action="store_true", help="without a GPU")
     told = parser.parse_args(argv)
     if told.job:
@@ -85,8 +84,6 @@ def main(argv: list[str] | None = None) -> int:
     told.folder.mkdir(parents=True, exist_ok=True)
     outcomes, ends = [], time.monotonic() + TOTAL_S
     for stage in STAGES:
-        if stage.name not in told.only:
-            continue
         deadline = min(time.monotonic() + STAGE_S * (3 if told.rehearse else 1), ends)
         say(f"{stage.name}: {stage.what} ...")
         outcome, code = run(stage, told.folder, deadline, told.rehearse)
@@ -106,7 +103,6 @@ def say(text: str) -> None:
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """The summary, a line a stage, and what failed first."""
     lines = [f"\n{'stage':8} {'':6} {'s':>6}  tests"]
     for o in outcomes:
         tests = ", ".join(f"{count} {how}" for how, count in o.tests.items())
@@ -207,7 +203,6 @@ def place() -> Any:
 
 
 def about(small: bool) -> Iterator[Figures]:
-    """Versions, the device, and what the CPU's kernels are."""
     import torch
     import triton
 
@@ -294,7 +289,6 @@ def trainer(small: bool, spec: str | None) -> tuple[Callable[[], Any], int, Any]
 
 
 def alone(run: Callable[[bool], Iterator[Figures]]) -> Callable[[bool], Iterator[Figures]]:
-    """A job in a process group of one rank."""
 
     def inside(small: bool) -> Iterator[Figures]:
         import torch.distributed as dist

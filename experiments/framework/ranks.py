@@ -137,10 +137,8 @@ class Ranks:
         """Set the rate of all links, or none."""
         if self.network is None:
             return
-        if rate is None:
-            self.network.unshape()
-        else:
-            self.network.shape(rate)
+        self.network.shape(rate)
+        if rate is not None:
             self.link = self.network.describe()
 
 

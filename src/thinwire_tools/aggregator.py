@@ -6,17 +6,10 @@ import signal
 import ssl
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
 from thinwire_tools.exits import ends_command
-from thinwire_tools.results import OutputFile, Results
-
-if TYPE_CHECKING:
-    from thinwire.aggregator.server import Aggregator
 
 
 def aggregator(
@@ -24,14 +17,11 @@ def aggregator(
     host: str = "127.0.0.1",
     port: int = 29600,
     slots: int = 128,
-    slot_elements: int = 1 << 15,
     shares: int = 4,
-    join_timeout: float = 60.0,
     idle_timeout: float = 3600.0,
     token_file: Path | None = None,
     tls_certificate: Path | None = None,
     tls_key: Path | None = None,
-    json: OutputFile = None,
 ) -> int:
     """Add up integers for the workers of a training, as SwitchML's programmable switch does. Ends with Ctrl-C.
 
@@ -47,15 +37,12 @@ def aggregator(
     Args:
         host: where to listen; 0.0.0.0 for all interfaces.
         port: 0 takes a free one.
-        slots: chunks that may be under way at once.
-        slot_elements: integers in a chunk, at most; memory is 8 bytes for each in every slot.
+        slots: chunks of up to 32768 integers that may be under way at once; each takes 256 KiB.
         shares: a training that asks for no number of slots gets the total divided by this.
-        join_timeout: seconds that a training's first worker waits for the last one.
         idle_timeout: seconds after which a training that sends nothing is ended, and its slots are free.
         token_file: a file whose text workers must know, as in AggregatorAddress(address, token=text).
         tls_certificate: a certificate chain (PEM): connections are encrypted, and workers check whom they talk to.
         tls_key: its private key, if it is not in the same file.
-        json: write what was served to this file at the end.
 
     Returns:
         The exit code: 0 after Ctrl-C.
@@ -67,36 +54,21 @@ def aggregator(
         server = Aggregator(
             host,
             port,
-            limits=Limits(slots, slot_elements, shares, join_timeout, idle_timeout),
+            limits=Limits(slots, shares=shares, idle_timeout_s=idle_timeout),
             token=_token(token_file),
             tls=_tls(tls_certificate, tls_key),
             log=lambda line: console.print(f"{time.strftime('%H:%M:%S')} {line}", markup=False, soft_wrap=True),
         )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: server.stop())
-    started_s = time.monotonic()
     with server:
-        console.print(
-            f"aggregator at [bold]{server.address}[/], {slots} slots of {slot_elements} integers; Ctrl-C ends it"
-        )
-        if console.is_terminal:
-            with Live(get_renderable=lambda: _table(server), console=console, refresh_per_second=2, transient=True):
-                server.serve()
-        else:
-            server.serve()
+        console.print(f"aggregator at [bold]{server.address}[/], {slots} slots; Ctrl-C ends it")
+        server.serve()
         counters = server.counters
     console.print(
         f"served {counters.sessions} sessions, {counters.chunks} chunks: {counters.received_bytes / 1e6:.1f} MB in, "
         f"{counters.sent_bytes / 1e6:.1f} MB out"
     )
-    if json is not None:
-        results = Results("aggregator", about={"slots": slots, "slot_elements": slot_elements})
-        results.add("seconds", time.monotonic() - started_s, "s")
-        for name in ("sessions", "failed_sessions", "refused", "chunks"):
-            results.add(name, getattr(counters, name), "")
-        results.add("received_bytes", counters.received_bytes, "B")
-        results.add("sent_bytes", counters.sent_bytes, "B")
-        results.write(json)
     return 0
 
 
@@ -117,20 +89,3 @@ def _tls(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate, key)
     return context
-
-
-def _table(server: Aggregator) -> Table:
-    counters = server.counters
-    table = Table()
-    for title in ("sessions", "workers now", "slots in use", "chunks", "MB in", "MB out", "refused"):
-        table.add_column(title, justify="right")
-    table.add_row(
-        str(counters.sessions),
-        str(server.num_workers),
-        f"{server.slots_in_use}/{server.num_slots}",
-        str(counters.chunks),
-        f"{counters.received_bytes / 1e6:.1f}",
-        f"{counters.sent_bytes / 1e6:.1f}",
-        str(counters.refused),
-    )
-    return table

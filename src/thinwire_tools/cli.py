@@ -65,7 +65,6 @@ class Program:
 
     @property
     def commands(self) -> dict[str, Command]:
-        """Dictionary of all commands by their words."""
         return {words: command for group in self.groups.values() for words, command in group.items()}
 
     def run(self, args: list[str]) -> int:
@@ -135,7 +134,9 @@ class Program:
                 return self._print_forms(words, command)
             if misplaced := _find_other_option(command, given, script=split < len(args)):
                 form = command.forms[split == len(args)]
-                return self._usage(words, f"{misplaced} is an option for {form} only")
+                line = f"{self.name} {words}: {misplaced} is an option for {form} only. See: {self.name} {words} --help"
+                Console(stderr=True, highlight=False).print(line, markup=False, soft_wrap=True)
+                return 2
         function = command.load(script=split < len(args))
         about = _description(function)
         if command.takes_script and split < len(args):
@@ -143,12 +144,6 @@ class Program:
         function = _with_plain_help(function)
         code = tyro.cli(function, prog=f"{self.name} {words}", args=given, description=about)
         return code if isinstance(code, int) else 0
-
-    def _usage(self, words: str, what: str) -> int:
-        Console(stderr=True, highlight=False).print(
-            f"{self.name} {words}: {what}. See: {self.name} {words} --help", markup=False, soft_wrap=True
-        )
-        return 2
 
     def _print_forms(self, words: str, command: Command) -> int:
         """Return the help of a command that does one thing without a program and another with one."""
@@ -184,15 +179,12 @@ def _find_other_option(command: Command, args: Sequence[str], *, script: bool) -
 
 
 def _description(function: Callable[..., Any]) -> str:
-    """Return the docstring without its arguments, which tyro shows as options; tyro would drop the examples."""
-    return _wrapped(inspect.cleandoc(function.__doc__ or "").split("\nArgs:")[0].strip())
+    """Return the docstring without its arguments, which tyro shows as options; tyro would drop the examples.
 
-
-def _wrapped(text: str) -> str:
-    """Wrap paragraphs to the terminal's width, which would cut words in two; lines to copy, which are indented, stay.
-
-    tyro joins lines of a description unless they are indented.
+    Paragraphs are wrapped to the terminal's width, which would cut words in two. Lines to copy stay; tyro joins those
+    of a description unless they are indented.
     """
+    text = inspect.cleandoc(function.__doc__ or "").split("\nArgs:")[0].strip()
     fill = textwrap.TextWrapper(
         Console().width, initial_indent=" ", subsequent_indent=" ", break_long_words=False, break_on_hyphens=False
     ).fill
@@ -227,13 +219,10 @@ def _with_plain_help(function: Callable[..., Any]) -> Callable[..., Any]:
     del call.__wrapped__  # type hints would be taken from there
     call.__annotations__ = hints
     # A program is last on the command line.
-    parameters = sorted(inspect.signature(function).parameters.values(), key=_comes_last)
+    given = inspect.signature(function).parameters.values()
+    parameters = sorted(given, key=lambda each: (each.kind is each.KEYWORD_ONLY, each.name == "script"))
     call.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
     return call
-
-
-def _comes_last(parameter: inspect.Parameter) -> tuple[bool, bool]:
-    return parameter.kind is parameter.KEYWORD_ONLY, parameter.name == "script"
 
 
 _METAVARS = {"str": "TEXT", "float": "NUMBER"}

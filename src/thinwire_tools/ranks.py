@@ -145,7 +145,6 @@ class RankProcesses:
         self.close()
 
     def process(self, rank: int) -> ForkedProcess:
-        """Return the process of ``rank``."""
         return self._ranks[rank].process
 
     def run(
@@ -291,7 +290,6 @@ class Channel:
         return line
 
     def send(self, event: str, **more: Any) -> None:
-        """Send ``event`` with its details."""
         self._answers.write(json.dumps({"event": event, **more}) + "\n")
         self._answers.flush()
 
@@ -345,7 +343,8 @@ class ForkedProcess:
         log: Path,
         preload: Callable[..., Any] | None = None,
     ) -> None:
-        _start_server(_get_module(preload or run))
+        first = preload or run
+        _start_server((first.func if isinstance(first, partial) else first).__module__)
         commands, stdin = _processes.Pipe(duplex=False)
         stdout, answers = _processes.Pipe(duplex=False)
         arguments = (pickle.dumps(run), namespaces, os.getpid(), commands, answers, str(log))
@@ -379,10 +378,6 @@ class ForkedProcess:
         self._process.join()
         self.stdin.close()
         self.stdout.close()
-
-
-def _get_module(function: Callable[..., Any]) -> str:
-    return (function.func if isinstance(function, partial) else function).__module__
 
 
 def _start_server(module: str) -> None:

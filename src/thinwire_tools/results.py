@@ -76,7 +76,6 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of thinwire, Python and PyTorch."""
     installed = {"python": platform.python_version()}
     for name in ("thinwire", "torch"):
         try:
@@ -112,7 +111,6 @@ class Results:
         self.results.append({"name": name, "value": value, "unit": unit, **more})
 
     def value(self, name: str) -> float:
-        """Return the value recorded under ``name``."""
         for row in self.results:
             if row["name"] == name:
                 return row["value"]
@@ -129,7 +127,6 @@ class Results:
         }
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the figures to ``path`` as JSON."""
         write_record(self.to_dict(), path)
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -68,7 +66,7 @@ def test_extremes_fit_and_what_does_not_is_an_error_for_all() -> None:
         assert "does not fit into int8" in told[-1]
         for client in pair:
             with pytest.raises(TransportError, match="broke earlier"):
-                client.all_reduce(torch.zeros(4, dtype=torch.int8))
+                client.start_all_reduce(torch.zeros(4, dtype=torch.int8)).wait()
         works(aggregator.address)
 
 
@@ -125,7 +123,7 @@ def test_every_byte_both_ways_is_a_header_or_an_integer() -> None:
     with serving(slots=4) as (aggregator, _), Recorder(aggregator.address) as recorder:
         pair = clients(recorder.address, 2)
         reduced(pair, xs)
-        together([lambda c=c, y=y: c.all_reduce(y, lane=1) for c, y in zip(pair, ys, strict=True)])
+        together([lambda c=c, y=y: c.start_all_reduce(y, lane=1).wait() for c, y in zip(pair, ys, strict=True)])
         expected = pair[0].wire_bytes(1000, 1) + pair[0].wire_bytes(130, 4)
         for client in pair:
             client.close()
@@ -195,10 +193,9 @@ def test_it_takes_integers() -> None:
     run_ranks(_refused, 2)
 
 
-def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
-    path = tmp_path / "served.json"
+def test_the_command_serves_until_it_is_interrupted() -> None:
     command = [sys.executable, "-m", "thinwire", "aggregator", "--port", "0", "--slots", "4"]
-    command += ["--shares", "1", "--json", str(path)]
+    command += ["--shares", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -206,6 +203,3 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert "served 1 sessions, 1 chunks" in process.stdout.read()
         assert process.wait(60.0) == 0
-    figures = {row["name"]: row["value"] for row in json.loads(path.read_text())["results"]}
-    assert figures["sessions"] == figures["chunks"] == 1
-    assert figures["refused"] == 0

@@ -117,7 +117,7 @@ def test_a_session_that_sends_nothing_ends_and_its_slots_are_free() -> None:
         assert "no worker sent anything within 0.5 s" in told[-1]
         for client, x in zip(pair, xs, strict=True):
             with pytest.raises(TransportError, match=r"no worker sent anything within 0\.5 s"):
-                client.all_reduce(x)
+                client.start_all_reduce(x).wait()
         works(aggregator.address)
 
 

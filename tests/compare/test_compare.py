@@ -96,9 +96,7 @@ def test_a_control_within_the_margin_makes_everything_insensitive() -> None:
     broken = side("broken", [[5, 4, 3, 3, 3]] * 2, [3.0, 3.001])
     good, blind = comparison(same, broken, FP32), comparison(same, same, FP32)
     assert good.sensitive
-    assert good.all_within
     assert not blind.sensitive
-    assert not blind.all_within
     unsure = side("unsure", [[5, 4, 3, 3, 3]] * 2, [2.0, 2.1])
     assert comparison(FP32, unsure, FP32).control_verdict is Verdict.UNDECIDED
 
@@ -149,11 +147,10 @@ def test_exit_codes_and_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compare.parse_share("1%") == compare.parse_share("0.01") == 0.01
     assert compare.parse_share("0.5 %") == 0.005
     same, broken = side("same", [[5, 3, 2, 2, 2]] * 2), side("broken", [[5, 4, 3, 3, 3]] * 2)
-    cases = [(same, broken, False, 0), (same, broken, True, 0), (broken, side("b", [[9, 9]] * 2), True, 1)]
-    for variant, control, strict, code in [*cases, (same, side("s", [[2, 2]] * 2), False, 1)]:
-        found = comparison(variant, control, FP32)
+    for control, code in ((broken, 0), (side("s", [[2, 2]] * 2), 1)):
+        found = comparison(same, control, FP32)
         monkeypatch.setattr(compare, "compare_training", lambda *_, found=found, **__: found)
-        assert command.compare(strict=strict) == code
+        assert command.compare() == code
 
 
 def rows(record: dict[str, Any]) -> dict[str, dict[str, Any]]:

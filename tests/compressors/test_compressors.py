@@ -32,7 +32,7 @@ from thinwire.compressors import (
 )
 from thinwire.compressors._core import spec as specs
 from thinwire.compressors.atomo import probabilities
-from thinwire.compressors.rangefloat import best_mantissa
+from thinwire.compressors.floats import best_mantissa
 from thinwire.plan import Plan
 from thinwire.policies import family
 from thinwire.testing.laws import decode_one, encode_one

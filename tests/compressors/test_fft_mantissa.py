@@ -14,7 +14,7 @@ from harness import run_threads
 from thinwire import Plan, Wire, parse
 from thinwire.collectives import LoopbackTransport
 from thinwire.compressors import FFT, CodecCall, Piece, Segments, fft as module, first_state
-from thinwire.compressors.rangefloat import best_mantissa
+from thinwire.compressors.floats import best_mantissa
 from thinwire.runtime import BucketEngine
 
 SHAPES = {"w": (64, 48)}

@@ -217,14 +217,13 @@ dist.destroy_process_group()
 def test_the_command_runs_a_torchrun_style_script_unmodified(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script, figures = tmp_path / "train.py", tmp_path / "figures.json"
     script.write_text(TORCHRUN_STYLE)
-    options = ["--rate", "200mbit", "--congestion", "reno", "--json", str(figures)]
+    options = ["--rate", "200mbit", "--json", str(figures)]
     train = ["--", sys.executable, str(script), "--elements", "500000"]
     assert tyro.cli(lab_command, args=[*options, *train]) == 0
     out = capfd.readouterr().out
     assert sorted(out.splitlines()) == [f"[{r}] rank {r} of 2: 3.0" for r in range(2)]
     written = json.loads(figures.read_text())
     assert written["about"]["command"] == train[1:]
-    assert written["about"]["link"]["congestion_control"] == "reno"
     values = {row["name"]: row["value"] for row in written["results"]}
     assert values["exit_code"] == 0
     # Two ranks all-reduce 2 MB: each sends and receives 2 MB, and 5 % of headers; some is the rendezvous.

@@ -34,7 +34,7 @@ def test_a_burst_holds_a_packet_and_is_short(rate: int) -> None:
     burst = default_burst_bytes(rate)
     assert burst >= 1514
     assert burst <= max(4096, rate / 8 * 0.0015 + 1)
-    assert default_queue_bytes(rate, 0.05, burst) >= max(rate / 8 * 0.05 - 1, 4 * burst)
+    assert default_queue_bytes(rate, burst) >= max(rate / 8 * 0.05 - 1, 4 * burst)
 
 
 @pytest.mark.parametrize(

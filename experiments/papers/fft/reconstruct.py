@@ -15,7 +15,7 @@ from torch import Tensor
 from experiments.framework.training import Gradients
 from thinwire import kernels
 from thinwire.compressors import FFT, Compressor
-from thinwire.compressors.rangefloat import best_mantissa
+from thinwire.compressors.floats import best_mantissa
 from thinwire.kernels import Table
 
 _QUANTILES = 1000

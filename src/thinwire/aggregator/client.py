@@ -178,10 +178,6 @@ class AggregatorClient:
             self._link.submit(job, lane)
         return job
 
-    def all_reduce(self, x: Tensor, *, lane: int = 0, op: Reduction = "sum") -> None:
-        """Run `start_all_reduce`, and wait for its end."""
-        self.start_all_reduce(x, lane=lane, op=op).wait()
-
     def wire_bytes(self, numel: int, width: int, limit: int = 0) -> int:
         """Return the bytes of ``numel`` integers, each way: headers, and ``width`` bytes each, or packed ones."""
         headers = -(-numel // self.slot_elements) * HEADER.size

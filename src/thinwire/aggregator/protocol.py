@@ -79,7 +79,6 @@ class Greeting(NamedTuple):
     session: int
 
     def pack(self) -> bytes:
-        """Return the bytes of the greeting."""
         return GREETING.pack(
             _MAGIC, VERSION, self.rank, self.world_size, self.lanes, self.slots, self.timeout_ms, self.session
         )
@@ -92,9 +91,7 @@ class Greeting(NamedTuple):
             ProtocolError: the bytes are no greeting, or one with impossible values.
         """
         magic, version, rank, world_size, lanes, slots, timeout_ms, session = GREETING.unpack(data)
-        check_magic(magic)
-        if version != VERSION:
-            raise ProtocolError(f"it speaks version {version} of the protocol, this is {VERSION}: install one version")
+        _check_start(magic, version)
         if not 1 <= world_size <= MAX_WORKERS or rank >= world_size:
             raise ProtocolError(f"it says that it is rank {rank} of {world_size}; there may be {MAX_WORKERS} workers")
         if not 1 <= lanes <= MAX_LANES or slots > MAX_SLOTS or not timeout_ms:
@@ -114,9 +111,7 @@ def read_nonce(data: bytes | bytearray | memoryview) -> bytes:
         ProtocolError: the bytes are no hello, or one of another version.
     """
     magic, version, nonce = HELLO.unpack(data)
-    check_magic(magic)
-    if version != VERSION:
-        raise ProtocolError(f"it speaks version {version} of the protocol, this is {VERSION}: install one version")
+    _check_start(magic, version)
     return nonce
 
 
@@ -126,14 +121,15 @@ def check_magic(data: bytes | memoryview) -> None:
         raise ProtocolError("it does not speak the aggregator's protocol")
 
 
+def _check_start(magic: bytes, version: int) -> None:
+    check_magic(magic)
+    if version != VERSION:
+        raise ProtocolError(f"it speaks version {version} of the protocol, this is {VERSION}: install one version")
+
+
 def proof(token: str, nonce: bytes, greeting: bytes | memoryview) -> bytes:
     """Return the bytes after a greeting, which show that its sender knows the token."""
     return hmac.digest(token.encode(), nonce + bytes(greeting), "sha256")
-
-
-def is_proof(given: bytes | memoryview, token: str, nonce: bytes, greeting: bytes | memoryview) -> bool:
-    """Whether a worker's proof is right, in a time that does not depend on where it differs."""
-    return hmac.compare_digest(bytes(given), proof(token, nonce, greeting))
 
 
 class Header(NamedTuple):
@@ -153,7 +149,6 @@ class Header(NamedTuple):
 
     @property
     def payload_bytes(self) -> int:
-        """Number of bytes of the payload."""
         if self.kind in (Kind.ERROR, Kind.ENDED):
             return self.elements
         if self.kind not in (Kind.CONTRIBUTE, Kind.RESULT):
@@ -161,7 +156,6 @@ class Header(NamedTuple):
         return packed_bytes(self.elements, self.limit) if self.limit else self.elements * self.width
 
     def pack(self) -> bytes:
-        """Return the bytes of the header."""
         what = self.kind, self.op, self.width, self.lane, self.slot, self.limit, self.elements, self.chunk
         return HEADER.pack(_MAGIC, *what)
 
@@ -192,7 +186,6 @@ class Header(NamedTuple):
 
 
 def packed_bytes(elements: int, limit: int) -> int:
-    """Return the bytes of ``elements`` packed integers."""
     return -(-elements // GROUP) * GROUP // 8 * _bits(limit)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import secrets
 import socket
 import ssl
@@ -30,8 +31,8 @@ from thinwire.aggregator.protocol import (
     check_magic,
     error_frame,
     hello,
-    is_proof,
     packed,
+    proof,
     unpacked,
 )
 from thinwire.arguments import check_int, check_number
@@ -114,7 +115,6 @@ class Slot:
 
     @staticmethod
     def pool(count: int, elements: int) -> list[Slot]:
-        """Allocate ``count`` accumulators of ``elements`` values each."""
         memory = np.zeros((count, elements), dtype=np.int64)
         narrow = memory.view(np.int32)[:, :elements]
         return [Slot(memory[i], narrow[i]) for i in range(count)]
@@ -143,7 +143,6 @@ class Session:
 
     @property
     def complete(self) -> bool:
-        """Whether all workers have joined."""
         return len(self.joined) == self.greeting.world_size
 
     def join(self, greeting: Greeting, now_s: float) -> None:
@@ -393,7 +392,6 @@ class Aggregator:
 
     @property
     def num_workers(self) -> int:
-        """Number of workers that are connected."""
         return sum(len(session.joined - session.left) for session in list(self._sessions.values()))
 
     @property
@@ -468,7 +466,8 @@ class Aggregator:
             if len(data) < size:
                 return 0
             greeting = Greeting.unpack(data[: GREETING.size])
-            if not is_proof(data[GREETING.size : size], self._token, worker.nonce, data[: GREETING.size]):
+            expected = proof(self._token, worker.nonce, data[: GREETING.size])
+            if not hmac.compare_digest(bytes(data[GREETING.size : size]), expected):
                 raise ProtocolError("its token is not the aggregator's: both need the same one, or none")
             self._join(worker, greeting)
             worker.deadline.cancel()
@@ -491,7 +490,6 @@ class Aggregator:
         return size
 
     def _send(self, session: Session, frame: bytes) -> None:
-        """Write a frame to all workers of a session."""
         # A worker reads the sum of a chunk before it sends the next one to the same slot.
         most = (1 + len(session.slots)) * (HEADER.size + max(4 * self._slot_elements, self._slot_elements + GROUP))
         for worker in self._session_workers(session):

@@ -60,7 +60,6 @@ from thinwire.compressors._core.summed import (
     sum_alone as sum_alone,
 )
 from thinwire.compressors.atomo import Atomo as Atomo
-from thinwire.compressors.cast import Cast as Cast
 from thinwire.compressors.chunktopk import ChunkTopK as ChunkTopK
 from thinwire.compressors.delta import (
     Delta as Delta,
@@ -71,25 +70,25 @@ from thinwire.compressors.delta import (
 from thinwire.compressors.dgc import DGC as DGC
 from thinwire.compressors.ef import RESIDUAL as RESIDUAL, Feedback as Feedback, ef as ef
 from thinwire.compressors.fft import FFT as FFT
+from thinwire.compressors.floats import Natural as Natural, RangeFloat as RangeFloat
 from thinwire.compressors.gaussian import Gaussian as Gaussian
-from thinwire.compressors.globaltopk import GlobalTopK as GlobalTopK
-from thinwire.compressors.heuristic_intsgd import HeuristicIntSGD as HeuristicIntSGD
 from thinwire.compressors.int_diana import IntDIANA as IntDIANA
 from thinwire.compressors.intsgd import IntSGD as IntSGD
 from thinwire.compressors.levels import Levels as Levels
-from thinwire.compressors.maxabs import MaxAbs as MaxAbs
-from thinwire.compressors.minmax import Lattice as Lattice, MinMax as MinMax
-from thinwire.compressors.natural import Natural as Natural
+from thinwire.compressors.maxima import HeuristicIntSGD as HeuristicIntSGD, SharedTernGrad as SharedTernGrad
 from thinwire.compressors.powersgd import PowerSGD as PowerSGD
-from thinwire.compressors.qsgd import QSGD as QSGD
 from thinwire.compressors.randk import RandK as RandK
-from thinwire.compressors.rangefloat import RangeFloat as RangeFloat
-from thinwire.compressors.raw import Raw as Raw, RawSum as RawSum
+from thinwire.compressors.raw import Cast as Cast, Raw as Raw, RawSum as RawSum
 from thinwire.compressors.sign import OneBit as OneBit, Sign as Sign
-from thinwire.compressors.terngrad import SharedTernGrad as SharedTernGrad, TernGrad as TernGrad
-from thinwire.compressors.threshold import Threshold as Threshold
-from thinwire.compressors.topk import TopK as TopK
+from thinwire.compressors.topk import GlobalTopK as GlobalTopK, Threshold as Threshold, TopK as TopK
 from thinwire.compressors.truncate import Truncate as Truncate
+from thinwire.compressors.uniform import (
+    QSGD as QSGD,
+    Lattice as Lattice,
+    MaxAbs as MaxAbs,
+    MinMax as MinMax,
+    TernGrad as TernGrad,
+)
 
 for _compressor in (
     *(Atomo, Cast, ChunkTopK, Delta, DGC, FFT, Gaussian, GlobalTopK, HeuristicIntSGD),

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from thinwire.arguments import check_int
 from thinwire.compressors._core.coded import Coded
-from thinwire.compressors._core.compressor import Compressor, Traits, UnsuitedError
-from thinwire.compressors._core.matrices import matrix_shape
+from thinwire.compressors._core.compressor import Compressor, Traits
+from thinwire.compressors._core.matrices import check_matrix
 from thinwire.compressors._core.segments import CodecCall, Piece
 from thinwire.compressors._core.sparsifier import HEADER, check_place, put_floats, put_header, read_header
 from thinwire.kernels import align, derive_key, site_id
 
-_LEAST_RATIO = 2
 _SEED = 2**63 - 1
 
 
@@ -49,17 +48,9 @@ class Atomo(Coded):
         # Terms are divided by small probabilities, and squares of what is left must stay finite.
         return Traits(unbiased=True, exact_bits=False, dense=False, contracts=False, largest=2.0**60)
 
-    @property
-    def grain(self) -> int | None:
-        return None
-
     def fit(self, shape: Sequence[int]) -> Compressor:
-        if len(shape) < 2 or not math.prod(shape):
-            raise UnsuitedError(f"{self} decomposes matrices, and a layer of shape {tuple(shape)} is none")
-        rows, columns = matrix_shape(shape)
-        if _LEAST_RATIO * min(self.rank, rows, columns) * (rows + columns) > rows * columns:
-            raise UnsuitedError(f"{self} would take more than half of the bytes of a layer of shape {tuple(shape)}")
-        return replace(self, columns=columns)
+        check_matrix(self, shape, lambda rows, columns: min(self.rank, rows, columns) * (rows + columns))
+        return replace(self, columns=math.prod(shape[1:]))
 
     def _sides(self, numel: int) -> tuple[int, int, int]:
         """Return rows, columns and the number of terms of a layer of ``numel`` elements."""

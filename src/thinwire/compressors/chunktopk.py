@@ -51,10 +51,6 @@ class ChunkTopK(Coded, Indexed):
     def traits(self) -> Traits:
         return Traits(dense=False, wants_feedback=self.feedback, plain_mean=self.average != "senders")
 
-    @property
-    def grain(self) -> int | None:
-        return None
-
     def _sizes(self, numel: int) -> tuple[int, int, int, int]:
         """Return the chunks of a layer, the elements that are sent, the low bits of an index, and the unary bits."""
         chunks = -(-numel // self.chunk)

@@ -69,12 +69,15 @@ def ef(inner: Compressor, units: Units = "gradient", decay: float = 1.0, bits: i
     raise TypeError(f"{inner} is neither coded nor summed")
 
 
+@dataclass(frozen=True)
 class Feedback(Wrapper):
     """The base of both kinds of error feedback."""
 
-    units: Units
-    decay: float
-    bits: int
+    spec_name: ClassVar[str] = "ef"
+
+    units: Units = "gradient"
+    decay: float = 1.0
+    bits: int = 32
 
     def around(self, inner: Compressor) -> Compressor:
         return ef(inner, self.units, self.decay, self.bits)
@@ -121,12 +124,6 @@ class Feedback(Wrapper):
 class EfCoded(Feedback, CodedWrapper):
     """Error feedback around a coded compressor; see `ef`."""
 
-    spec_name: ClassVar[str] = "ef"
-
-    units: Units = "gradient"
-    decay: float = 1.0
-    bits: int = 32
-
     @property
     def coder(self) -> Coded:
         return rounded_for("feedback", self.inner)
@@ -166,12 +163,7 @@ class EfCoded(Feedback, CodedWrapper):
 class EfSummed(Feedback, Summed):
     """Error feedback around a summed compressor; see `ef`."""
 
-    spec_name: ClassVar[str] = "ef"
-
     inner: Summed
-    units: Units = "gradient"
-    decay: float = 1.0
-    bits: int = 32
 
     def sums(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[SumShape, ...]:
         return self.inner.sums(shape, dtype)

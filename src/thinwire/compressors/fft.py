@@ -18,7 +18,7 @@ from thinwire.compressors._core.mixins import Indexed, Scheduled, stage_at, stag
 from thinwire.compressors._core.segments import CodecCall, Piece, Segments
 from thinwire.compressors._core.slots import LayerState, Slot
 from thinwire.compressors._core.sparsifier import HEADER, check_place, put_floats
-from thinwire.compressors.rangefloat import best_mantissa
+from thinwire.compressors.floats import best_mantissa
 
 _FP32 = 32
 _WHOLE = 2**31
@@ -94,10 +94,6 @@ class FFT(Coded, Scheduled, Indexed):
     def slots(self) -> tuple[Slot, ...]:
         return (_MANTISSA,) if self.mantissa == "auto" and self.bits != _FP32 else ()
 
-    @property
-    def grain(self) -> int | None:
-        return None
-
     def at_step(self, step: int, learning_rate: float | None) -> Compressor:
         if not isinstance(self.theta, str | tuple):
             return self
@@ -126,11 +122,9 @@ class FFT(Coded, Scheduled, Indexed):
         return HEADER + self._index_bytes(numel) + values
 
     def _filled(self, segments: Segments) -> Segments:
-        """Return the pieces that have elements."""
         return segments.table.kept((self, "filled"), lambda: Segments.build([p for p in segments.pieces if p.numel]))
 
     def _kept(self, filled: Segments) -> tuple[int, ...]:
-        """Return how many components are kept of each piece."""
         return filled.table.kept((self, "kept"), lambda: tuple(self._sizes(piece.numel)[1] for piece in filled.pieces))
 
     def _parts(self, filled: Segments) -> Segments:
@@ -139,14 +133,12 @@ class FFT(Coded, Scheduled, Indexed):
         def build() -> Segments:
             placed, start = [], 0
             for piece, kept in zip(filled.pieces, self._kept(filled), strict=True):
-                placed.append(Piece(piece.site, start, 2 * kept, 0, self._values_at(piece)))
+                at = piece.payload + HEADER + self._index_bytes(piece.numel)
+                placed.append(Piece(piece.site, start, 2 * kept, 0, at))
                 start += 2 * kept
             return Segments.build(placed)
 
         return filled.table.kept((self, "parts"), build)
-
-    def _values_at(self, piece: Piece) -> int:
-        return piece.payload + HEADER + self._index_bytes(piece.numel)
 
     def _index_bytes(self, numel: int) -> int:
         components, kept = self._sizes(numel)
@@ -173,16 +165,12 @@ class FFT(Coded, Scheduled, Indexed):
         formats = []
         for place, top in zip(places.pieces, tops, strict=True):
             layer = call.state and call.state.layers.get(place.name)
-            formats.append(self._format(parts, place, top, layer))
+            finite = not math.isnan(top)
+            top = max(top, _LEAST_RANGE) if finite else 1.0  # what is not finite is received as NaN in any format
+            formats.append((top, float(self._mantissa(parts, place, top, finite, layer))))
         if formats:
             params = torch.tensor(formats, dtype=torch.float32, device=x.device)
             kernels.rangefloat_encode(parts, places.table, message, params, bits=self.bits, rounding="nearest", key=0)
-
-    def _format(self, parts: Tensor, place: Piece, top: float, layer: LayerState | None) -> tuple[float, float]:
-        """Return the range and the bits of mantissa for parts of at most ``top``; NaN if not all of them are finite."""
-        finite = not math.isnan(top)
-        top = max(top, _LEAST_RANGE) if finite else 1.0
-        return top, float(self._mantissa(parts, place, top, finite, layer))
 
     def _mantissa(self, parts: Tensor, place: Piece, top: float, finite: bool, layer: LayerState | None) -> int:
         if self.mantissa != "auto":
@@ -211,7 +199,6 @@ class FFT(Coded, Scheduled, Indexed):
         kernels.spectrum_decode(received, filled.table, y, **how)
 
     def _received(self, message: Tensor, places: Segments) -> Tensor:
-        """Return the parts that a message contains."""
         parts = torch.empty(places.table.num_elements, dtype=torch.float32, device=message.device)
         if self.bits == _FP32:
             kernels.raw_decode(message, places.table, parts)

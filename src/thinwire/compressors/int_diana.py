@@ -79,7 +79,6 @@ class IntDIANA(IntSGD):
 
     @staticmethod
     def _move(slot: str, factors: Tensor, parts: Sequence[Part], call: SumCall) -> None:
-        """Add the integers in the buffer, times a factor for each layer, to a slot."""
         for (piece, where), factor in zip(parts, fp32(factors), strict=True):
             slots, integers = call.slots(piece.name), call.buffers[0][where][: piece.numel]
             torch.add(slots.now[slot].view(-1), integers.float() * factor, out=slots.next[slot].view(-1))

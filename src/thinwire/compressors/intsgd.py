@@ -80,7 +80,7 @@ class IntSGD(Integers, ColdStart, FollowsOptimizer, Scheduled, StepEnd):
     def slots(self) -> tuple[Slot, ...]:
         shared = [_NORM, _ALL] if self.block == "global" else [_NORM]
         return (
-            *(Slot(name, torch.float64, shape=_one, initial=_unset, shared=True) for name in shared),
+            *(Slot(name, torch.float64, shape=lambda layer: (1,), initial=_unset, shared=True) for name in shared),
             *super().slots,
         )
 
@@ -229,10 +229,6 @@ def _share(slots: Sequence[Mapping[str, Tensor]]) -> None:
     total = math.fsum(norm for _, norm in known)
     for layer, _ in known:
         layer[_ALL].fill_(total)
-
-
-def _one(layer: Sequence[int]) -> tuple[int]:
-    return (1,)
 
 
 def _unset(layer: Sequence[int], name: str) -> Tensor:

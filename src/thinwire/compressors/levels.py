@@ -18,7 +18,7 @@ from thinwire.compressors._core.compressor import Compressor
 from thinwire.compressors._core.mixins import Learned
 from thinwire.compressors._core.segments import CodecCall
 from thinwire.compressors._core.slots import Slot
-from thinwire.compressors.minmax import MinMax
+from thinwire.compressors.uniform import MinMax
 
 _PASSES = 100
 _MOST_VALUES = 1 << 18
@@ -56,10 +56,7 @@ class Levels(Coded, Learned):
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        return (Slot("levels", shape=self._shape, initial=self._uniform, shared=True, learned=True),)
-
-    def _shape(self, layer: Sequence[int]) -> tuple[int]:
-        return (1 << self.bits,)
+        return (Slot("levels", shape=lambda _: (1 << self.bits,), initial=self._uniform, shared=True, learned=True),)
 
     def _uniform(self, layer: Sequence[int], name: str) -> Tensor:
         # Divisions have the same bits on every machine; `torch.linspace` has those of the vector width.

@@ -10,12 +10,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from thinwire.arguments import check_choice
+from thinwire.arguments import check_choice, check_int
 from thinwire.compressors._core.compressor import Traits
-from thinwire.compressors._core.matrices import SummedMatrices, matrix_shape, normal_matrix
-from thinwire.compressors._core.mixins import Rank, Scheduled, check_rank, rank_at, stages
+from thinwire.compressors._core.matrices import SummedMatrices, matrix_shape
+from thinwire.compressors._core.mixins import Scheduled, stage_at, stages
 from thinwire.compressors._core.slots import Slot
-from thinwire.kernels import MOST_NARROW_COLUMNS, narrow_product, orthonormal_basis
+from thinwire.kernels import MOST_NARROW_COLUMNS, narrow_product, orthonormal_basis, site_id
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,13 @@ class PowerSGD(SummedMatrices, Scheduled):
 
     spec_name: ClassVar[str] = "powersgd"
 
-    rank: Rank = field(default=4, metadata={"shown": True})
+    rank: int | tuple[tuple[int, int], ...] = field(default=4, metadata={"shown": True})
     feedback: bool = True
     dtype: Literal["fp32", "bf16"] = "fp32"
 
     def __post_init__(self) -> None:
-        check_rank(self.rank)
+        for _, rank in stages("rank", self.rank):
+            check_int("rank", rank, 1)
         check_choice("dtype", self.dtype, ("fp32", "bf16"))
 
     @property
@@ -58,19 +59,27 @@ class PowerSGD(SummedMatrices, Scheduled):
         natively = max(rank for _, rank in stages("rank", self.rank)) <= MOST_NARROW_COLUMNS
         return Traits(exact_bits=False, exact_natively=natively, dense=False, wants_feedback=self.feedback)
 
+    @property
+    def first_rank(self) -> int:
+        return stages("rank", self.rank)[0][1]
+
     def at_step(self, step: int, learning_rate: float | None) -> PowerSGD:
-        return replace(self, rank=rank_at(self.rank, step)) if isinstance(self.rank, tuple) else self
+        return replace(self, rank=stage_at(self.rank, step)) if isinstance(self.rank, tuple) else self
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        return (Slot("q", shape=self._q_shape, initial=normal_matrix(self._q_shape), shared=True, columns=True),)
+        return (Slot("q", shape=self._q_shape, initial=self._initial, shared=True, columns=True),)
 
     def factor_shapes(self, rows: int, columns: int) -> tuple[tuple[int, int], ...]:
-        rank = min(rank_at(self.rank, 0), rows, columns)
+        rank = min(self.first_rank, rows, columns)
         return (rows, rank), (columns, rank)
 
     def _q_shape(self, layer: Sequence[int]) -> tuple[int, int]:
         return self.factor_shapes(*matrix_shape(layer))[1]
+
+    def _initial(self, layer: Sequence[int], name: str) -> Tensor:
+        generator = torch.Generator().manual_seed(site_id(name))  # so that ranks agree
+        return torch.randn(self._q_shape(layer), generator=generator, dtype=torch.float32, device="cpu")
 
     def factors(self, m: Tensor, slot: SimpleNamespace) -> Generator[Tensor, Tensor, Tensor]:
         product = yield narrow_product(m, slot.q, normalized=True)

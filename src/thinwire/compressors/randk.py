@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from thinwire.compressors._core.compressor import Traits, not_finite
-from thinwire.compressors._core.mixins import Density, Scheduled, check_density, density_at
+from thinwire.compressors._core.mixins import WithDensity
 from thinwire.compressors._core.segments import Piece, SumCall
 from thinwire.compressors._core.summed import Subtract, Summed, SumShape
 from thinwire.kernels import derive_key, sample_indices, site_id
 
 
 @dataclass(frozen=True)
-class RandK(Summed, Scheduled):
+class RandK(Summed, WithDensity):
     """Random-k: ``k = ceil(density · d)`` of the d elements of each layer (Stich et al. 2018), added in fp32.
 
     The elements are drawn in each step from a key that all ranks share. Scaling by d/k makes the result unbiased; in
@@ -28,18 +28,11 @@ class RandK(Summed, Scheduled):
 
     spec_name: ClassVar[str] = "randk"
 
-    density: Density = field(default=0.01, metadata={"shown": True})
     scaled: bool = True
-
-    def __post_init__(self) -> None:
-        check_density(self.density)
 
     @property
     def traits(self) -> Traits:
         return Traits(unbiased=self.scaled, dense=self.density == 1)
-
-    def at_step(self, step: int, learning_rate: float | None) -> RandK:
-        return replace(self, density=density_at(self.density, step)) if isinstance(self.density, tuple) else self
 
     def sums(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[SumShape, ...]:
         numel = math.prod(shape)
@@ -70,7 +63,7 @@ class RandK(Summed, Scheduled):
         return subtract
 
     def _k(self, numel: int) -> int:
-        return min(numel, math.ceil(density_at(self.density, 0) * numel))
+        return min(numel, math.ceil(self.share * numel))
 
     def _indices(self, piece: Piece, key: int, like: Tensor) -> Tensor:
         return sample_indices(piece.numel, self._k(piece.numel), derive_key(key, site_id(piece.name)), like)

@@ -109,5 +109,4 @@ def _computed_natively(m: Tensor, *narrow: Tensor) -> bool:
 
 
 def _are_contiguous(m: Tensor) -> bool:
-    """Whether each matrix of ``m`` is contiguous."""
     return m.stride()[1:] == (m.shape[2], 1)

@@ -18,7 +18,18 @@ from thinwire.arguments import check_choice, check_int
 from thinwire.kernels import native
 from thinwire.kernels.format import ALIGN, GROUP, MAX_BUCKET, Residual, align, code_bytes, num_buckets
 from thinwire.kernels.native import MASK64
-from thinwire.kernels.reference import TINY_RANGE, lane_sums, nearest_to_zero, pack, scaled, unpack, write
+from thinwire.kernels.reference import (
+    TINY_RANGE,
+    bucket_counts,
+    bucket_rows,
+    lane_sums,
+    nearest_to_zero,
+    pack,
+    per_element,
+    scaled,
+    unpack,
+    write,
+)
 from thinwire.kernels.rng import random16, row_key
 from thinwire.kernels.table import Row, Table
 
@@ -320,9 +331,8 @@ def levels_encode(x: Tensor, table: Table, message: Tensor, levels: Tensor, *, b
         native.core().levels_encode(*given, *table.native, to, by, bits, bucket)
         return
     for i, row in table.filled:
-        level, values, size = levels[i], row_values(x, row), min(bucket, row.numel)
-        padding = -(-row.numel // size) * size - row.numel
-        buckets = torch.cat((values, values[-1:].expand(padding))).view(-1, size)
+        level, values = levels[i], row_values(x, row)
+        buckets = bucket_rows(values, bucket, fill=values[-1])
         low, high = torch.aminmax(buckets, dim=1)
         low, high = low + 0.0, high + 0.0
         span = high - low
@@ -356,11 +366,11 @@ def levels_decode(
         return
     for _, row in table.filled:
         meta, at, _ = levels_parts(row.numel, bits, bucket)
-        count, size = num_buckets(row.numel, bucket), min(bucket, row.numel)
+        count = num_buckets(row.numel, bucket)
         level = read_words(message, row.payload, 1 << bits).view(torch.float32)
         scales = read_words(message, row.payload + meta, 2 * count).view(torch.float32)
         codes = unpack(message[row.payload + at :], row.numel, bits)
-        low, span = (v.repeat_interleave(size)[: row.numel] for v in (scales[:count], scales[count:]))
+        low, span = (per_element(v, row.numel, bucket) for v in (scales[:count], scales[count:]))
         write(low + span * level[codes.to(torch.int64)], row, y, add, scale)
 
 
@@ -411,15 +421,13 @@ def magnitudes_encode(
         native.core().magnitudes_encode(*given, *table.native, to, by, bits, bucket, *both)
         return
     for _, row in table.filled:
-        values, size = row_values(x, row), min(bucket, row.numel)
+        values = row_values(x, row)
         if residual is not None:
             values = values + scaled(residual.now[row.elements], residual.loss_scale)
-        count = num_buckets(row.numel, size)
-        elements = torch.full((count,), size, dtype=torch.float64, device=x.device)
-        elements[-1] = row.numel - (count - 1) * size
-        scales = (lane_sums(values.double().square(), size) / elements).sqrt().to(torch.float32)
+        means = lane_sums(values.double().square(), bucket) / bucket_counts(values, bucket)
+        scales = means.sqrt().to(torch.float32)
         scales = torch.where(torch.isfinite(scales), scales, torch.nan)
-        each = scales.repeat_interleave(size)[: row.numel]
+        each = per_element(scales, row.numel, bucket)
         codes = (values < 0).to(torch.uint8) * len(magnitudes)
         for middle in (magnitudes[:-1] + magnitudes[1:]) * 0.5:
             codes += values.abs() >= each * middle
@@ -428,7 +436,7 @@ def magnitudes_encode(
             residual.next[row.elements] = (values - sent) / torch.full_like(values, residual.loss_scale)
         at, num_bytes = magnitudes_parts(row.numel, bits, bucket)
         payload = message[row.payload : row.payload + num_bytes].zero_()
-        payload[: 4 * count] = scales.view(torch.uint8)
+        payload[: 4 * len(scales)] = scales.view(torch.uint8)
         payload[at : at + code_bytes(row.numel, bits)] = pack(codes, bits)
 
 
@@ -458,8 +466,7 @@ def magnitudes_decode(
         at = row.payload + magnitudes_parts(row.numel, bits, bucket)[0]
         scales = read_words(message, row.payload, num_buckets(row.numel, bucket)).view(torch.float32)
         codes = unpack(message[at:], row.numel, bits)
-        each = scales.repeat_interleave(min(bucket, row.numel))[: row.numel]
-        write(values[codes.to(torch.int64)] * each, row, y, add, scale)
+        write(values[codes.to(torch.int64)] * per_element(scales, row.numel, bucket), row, y, add, scale)
 
 
 def _magnitudes_bytes(table: Table, bits: int, bucket: int) -> int:

@@ -92,7 +92,6 @@ class Format:
 
     @property
     def max_code(self) -> int:
-        """Largest code that is sent."""
         return int(2 * self.offset) if self.offset >= 0 else self.steps
 
     def _check_scheme(self) -> None:

@@ -65,7 +65,7 @@ def numerator(steps: int) -> float:
 def scales(x: Tensor, form: Format) -> Scales:
     """Return the scales of every bucket of the flat fp32 tensor ``x`` (not empty)."""
     if form.scheme == "minmax":
-        low, high = torch.aminmax(_bucketed(x, form.bucket, fill=x[-1]), dim=1)
+        low, high = torch.aminmax(bucket_rows(x, form.bucket, fill=x[-1]), dim=1)
         low, high = low + 0.0, high + 0.0  # −0 becomes +0: which of the two aminmax picks is not defined
         span = high - low
         low = torch.where(span < TINY_RANGE, nearest_to_zero(low, high), low)
@@ -76,7 +76,7 @@ def scales(x: Tensor, form: Format) -> Scales:
         bad = ~torch.isfinite(unit)
         return Scales(_or_nan(low, bad), _or_nan(unit, bad), torch.zeros_like(unit))
     if form.scheme == "sign":
-        mean = lane_sums(x.abs(), form.bucket) / _counts(x, form.bucket)
+        mean = lane_sums(x.abs(), form.bucket) / bucket_counts(x, form.bucket)
         unit = (2.0 * mean).to(torch.float32)
         return Scales(torch.zeros_like(unit), _or_nan(unit, ~torch.isfinite(unit)), torch.zeros_like(unit))
     largest = _largest(x, form)
@@ -104,10 +104,10 @@ def _largest(x: Tensor, form: Format) -> Tensor:
     """Return a of every bucket: the value of the outermost code, or the end of the outermost interval."""
     if form.scheme == "norm":
         return lane_sums(x.double().square(), form.bucket).sqrt().to(torch.float32)
-    largest = _bucketed(x.abs(), form.bucket).amax(dim=1)
+    largest = bucket_rows(x.abs(), form.bucket).amax(dim=1)
     if not form.clip:
         return largest
-    mean = lane_sums(x.double().square(), form.bucket) / _counts(x, form.bucket)
+    mean = lane_sums(x.double().square(), form.bucket) / bucket_counts(x, form.bucket)
     bound = mean.sqrt().to(torch.float32) * torch.full_like(largest, form.clip)
     return torch.where(torch.isfinite(largest), torch.minimum(largest, bound), largest)
 
@@ -115,8 +115,8 @@ def _largest(x: Tensor, form: Format) -> Tensor:
 def _sides(x: Tensor, bucket: int) -> tuple[Tensor, Tensor]:
     """Return the means of the negative values and of the others; a side that is empty takes the other's."""
     upper = x >= 0
-    counts = _counts(x, bucket)
-    above = _bucketed(upper.double(), bucket).sum(dim=1)
+    counts = bucket_counts(x, bucket)
+    above = bucket_rows(upper.double(), bucket).sum(dim=1)
     low = lane_sums(torch.where(upper, 0.0, x), bucket) / (counts - above)
     high = lane_sums(torch.where(upper, x, 0.0), bucket) / above
     low, high = torch.where(above == counts, high, low), torch.where(above == 0, low, high)
@@ -127,7 +127,7 @@ def _or_nan(value: Tensor, bad: Tensor) -> Tensor:
     return torch.where(bad, torch.nan, value)
 
 
-def _bucketed(x: Tensor, bucket: int, fill: Tensor | float = 0.0) -> Tensor:
+def bucket_rows(x: Tensor, bucket: int, fill: Tensor | float = 0.0) -> Tensor:
     """Return the values as rows of one bucket each, the last one completed with ``fill``."""
     bucket = min(bucket, x.numel())
     padded = torch.empty(num_buckets(x.numel(), bucket) * bucket, dtype=x.dtype, device=x.device)
@@ -136,7 +136,7 @@ def _bucketed(x: Tensor, bucket: int, fill: Tensor | float = 0.0) -> Tensor:
     return padded.view(-1, bucket)
 
 
-def _counts(x: Tensor, bucket: int) -> Tensor:
+def bucket_counts(x: Tensor, bucket: int) -> Tensor:
     """Return the number of elements of every bucket, fp64."""
     counts = x.new_full((num_buckets(x.numel(), bucket),), min(bucket, x.numel()), dtype=torch.float64)
     counts[-1] = x.numel() - (counts.numel() - 1) * min(bucket, x.numel())
@@ -147,7 +147,7 @@ def lane_sums(x: Tensor, bucket: int) -> Tensor:
     """Return the sum of every bucket, fp64, in an order that all executions keep: element i of a bucket is added to
     lane i % 16, one after the other; then lane j takes lane j + 8, then j + 4, j + 2, and j + 1.
     """
-    rows = _bucketed(x.double(), bucket)
+    rows = bucket_rows(x.double(), bucket)
     steps = -(-rows.shape[1] // LANES)
     padded = torch.nn.functional.pad(rows, (0, steps * LANES - rows.shape[1])).view(-1, steps, LANES)
     lanes = torch.zeros_like(padded[:, 0])
@@ -412,7 +412,6 @@ def rows_scale(x: Tensor, table: Table, out: Tensor, *, by: float = 1.0, over: f
 
 
 def _views(values: Tensor, table: Table, message: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the values of each segment in the flat tensor, and its payload as a tensor of their dtype."""
     for row in table.segments:
         payload = message[row.payload : row.payload + row.numel * values.element_size()]
         yield values[row.elements], payload.view(values.dtype)

@@ -56,7 +56,6 @@ def _span(name: str, tensor: Tensor, start: int, numel: int) -> tuple[int, int, 
 
 
 def _indices(indices: Tensor, like: Tensor) -> tuple[int, int]:
-    """Return the address and the number of indices."""
     if not isinstance(indices, Tensor) or indices.dtype != torch.int32:
         raise TypeError("indices must be an int32 tensor")
     return native.flat("indices", indices, like), indices.numel()

@@ -165,10 +165,7 @@ class CompressedAdamW(torch.optim.Optimizer):
                 f"thinwire.compress(model, ..., optimizer=optimizer) has it compress what {kind} sends",
                 stacklevel=4,  # PyTorch wraps it twice
             )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         due = [
             ParameterStep(p, p.grad, group)
             for group in self.param_groups
@@ -287,6 +284,12 @@ def _like(parameter: Tensor, values: Tensor) -> Tensor:
     """Return values in the dtype of a parameter."""
     # An unneeded ``to`` takes microseconds, too: after a pass over memory no cache holds PyTorch's dispatcher.
     return values if values.dtype == parameter.dtype else values.to(parameter.dtype)
+
+
+def run_closure(closure: Callable[[], Any] | None) -> Any:
+    """Return what the closure of an optimizer's step returns, which may compute gradients; None without one."""
+    with torch.enable_grad():
+        return None if closure is None else closure()
 
 
 def check_adam(lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float) -> None:

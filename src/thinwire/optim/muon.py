@@ -15,6 +15,7 @@ from torch.optim import AdamW, Optimizer
 
 from thinwire.arguments import check_number
 from thinwire.compat import makes_on_the_host, unwrapped
+from thinwire.optim.compressed_adamw import run_closure
 from thinwire.optim.shards import as_whole, is_sharded, local, sharded_like
 
 _OUTPUT_HEADS = ("*head.weight", "*output.weight")
@@ -94,10 +95,7 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Perform one step; returns what ``closure`` returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         hidden, *others = self.param_groups
         self._step_matrices(hidden)
         if self._adamw is not None:

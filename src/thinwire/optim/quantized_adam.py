@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thinwire.arguments import check_int, check_number
 from thinwire.kernels import AdamGradient, AdamStep, MovingAverage, adam_apply, adam_normalize, square_sums
-from thinwire.optim.compressed_adamw import check_adam
+from thinwire.optim.compressed_adamw import check_adam, run_closure
 from thinwire.optim.shards import local, over_shards
 
 _STABLE = 0.96
@@ -109,10 +109,7 @@ class QuantizedAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Perform one step with the present gradients; returns what ``closure``, which may compute them, returns."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         steps = self.param_groups[0]["steps"] + 1
         self._note_first_gradients()
         due: list[tuple[AdamGradient, AdamStep]] = []

@@ -9,7 +9,6 @@ from torch import Tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor."""
     # Importing DTensor takes a second, and before it is imported no tensor is one.
     distributed = getattr(dist, "tensor", None)
     return distributed is not None and isinstance(tensor, distributed.DTensor)

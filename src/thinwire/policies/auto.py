@@ -160,7 +160,6 @@ class Auto(Policy):
     def _best(
         self, model: _StepModel, off: Mapping[str, Compressor], table: Sequence[tuple[LayerCandidates, tuple[int, ...]]]
     ) -> dict[str, Compressor]:
-        """Return the plan with the shortest step."""
         priced = [
             replace(row, costs=np.array([model.layer_s(c, shape) for c in row.candidates], dtype=np.float64))
             for row, shape in table

@@ -111,7 +111,6 @@ class BudgetedPolicy(Policy):
     def evaluate(
         self, evidence: Evidence, base: Mapping[str, Compressor], adjust: Adjust | None = None
     ) -> list[LayerCandidates]:
-        """Return the candidates of every layer with a gradient, evaluated."""
         price = self.price(evidence)
         table = []
         for name, gradient in usable_gradients((*base, *evidence.unsuited), evidence.gradients).items():
@@ -126,7 +125,6 @@ class BudgetedPolicy(Policy):
     def candidates(
         self, evidence: Evidence, base: Mapping[str, Compressor], name: str, shape: Sequence[int]
     ) -> tuple[Compressor, tuple[Compressor, ...]]:
-        """Return the reference of a layer, and its candidates."""
         if name in base:
             return base[name], self.family(evidence.reference[name])
         lower = members_that_fit(evidence.unsuited[name], shape, self.bounds)
@@ -155,7 +153,6 @@ def is_raw(compressor: Compressor) -> bool:
 
 
 def kind_of(compressor: Compressor) -> type[Compressor]:
-    """Return the class of a compressor inside error feedback."""
     return type(unwrap(compressor))
 
 
@@ -228,7 +225,6 @@ def dynamic_program(errors: Sequence[Array], costs: Sequence[Array], budget: flo
 
 
 def total(values: Sequence[Array], chosen: Sequence[int] | Array) -> float:
-    """Return the sum of the values that are chosen."""
     return float(sum(array[k] for array, k in zip(values, chosen, strict=True)))
 
 

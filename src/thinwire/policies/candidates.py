@@ -12,7 +12,6 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.compressors import Compressor, PowerSGD, TopK, UnsuitedError, Wrapper, ef
-from thinwire.compressors._core.mixins import rank_at
 from thinwire.policies.policy import gradient_norm
 
 Array = NDArray[np.float64]
@@ -44,7 +43,6 @@ class LayerCandidates:
 
     @property
     def has_budget(self) -> bool:
-        """Whether the error of the reference is finite."""
         return bool(np.isfinite(self.errors[self.reference]))
 
     @staticmethod
@@ -141,7 +139,7 @@ def _descending(values: Tensor) -> Tensor:
 
 def _rank_errors(x: Tensor, candidates: Sequence[PowerSGD]) -> dict[Compressor, float]:
     """Return ``Σ σᵢ²`` of the singular values beyond each rank; of a schedule, beyond its first."""
-    ranks = {c: rank_at(c.rank, 0) for c in candidates}
+    ranks = {c: c.first_rank for c in candidates}
     matrix = x.reshape(x.shape[0], -1)
     if matrix.shape[0] > matrix.shape[1]:
         matrix = matrix.T

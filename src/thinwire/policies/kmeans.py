@@ -17,6 +17,8 @@ from thinwire.policies.families import check_contracting, parameter_value
 from thinwire.policies.policy import Evidence, gradient_norm
 
 _LEAST_GRID = 24
+_TOP = 0.01
+"""Share of a gradient's values, those of the largest magnitude, whose norm counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +70,10 @@ class KMeans(MappedPolicy):
     """Largest number of clusters (thesis, section 4.6.3)."""
     buckets: tuple[int, ...] = ()
     """Bucket sizes to map to the clusters, the first to the most compressed; if empty, all have the reference's."""
-    top: float = 0.01
-    """Share of a gradient's values, those of the largest magnitude, whose norm counts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_int("clusters", self.clusters, 1)
-        if not 0 < self.top <= 1:
-            raise ValueError(f"top must be above 0 and at most 1, not {self.top}: a share of a gradient's values")
 
     def check(self, reference: Mapping[str, Compressor], shapes: Mapping[str, Sequence[int]]) -> None:
         super().check(reference, shapes)
@@ -89,17 +87,15 @@ class KMeans(MappedPolicy):
         if not gradients:
             return {}
         sizes = _scaled([gradient.numel() for gradient in gradients.values()])
-        norms = _scaled([self._top_norm(gradient) for gradient in gradients.values()])
+        magnitudes = (gradient.detach().float().abs().reshape(-1) for gradient in gradients.values())
+        tops = (m.topk(max(1, round(_TOP * m.numel())), sorted=False).values for m in magnitudes)
+        norms = _scaled(list(map(gradient_norm, tops)))
         points = np.stack([sizes, norms], axis=1)
         centroids, _ = kmeans(points, _far_apart(points, self.clusters))
         labels, _ = vq(points, centroids)
         order = np.argsort(centroids[:, 1] - centroids[:, 0], kind="stable")
         place = {int(cluster): k / max(1, len(order) - 1) for k, cluster in enumerate(order)}
         return {name: place[int(label)] for name, label in zip(gradients, labels, strict=True)}
-
-    def _top_norm(self, gradient: Tensor) -> float:
-        magnitudes = gradient.detach().float().abs().reshape(-1)
-        return gradient_norm(magnitudes.topk(max(1, round(self.top * magnitudes.numel())), sorted=False).values)
 
     def evaluate(
         self, evidence: Evidence, base: Mapping[str, Compressor], adjust: Adjust | None = None

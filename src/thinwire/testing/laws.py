@@ -40,7 +40,6 @@ def encode_one(
 
 
 def decode_one(compressor: Coded, message: Tensor, segments: Segments, dtype: torch.dtype) -> Tensor:
-    """Return the decoded message of one piece, in ``dtype``."""
     y = torch.empty(segments.pieces[0].numel, dtype=dtype, device="cpu")
     compressor.decode(message, y, CodecCall(segments))
     return y

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from statistics import median
@@ -23,8 +23,9 @@ from thinwire.collectives import (
     LoopbackTransport,
     device_all_reduce,
 )
-from thinwire.compressors import CodecCall, Coded, Key, Piece, Segments, State, Summed, first_state, parse
+from thinwire.compressors import Coded, State, Summed, parse
 from thinwire.runtime.executor import elapsed
+from thinwire_tools.bench.kernels import ROTATED, codec_runs
 from thinwire_tools.results import Results, figures_table
 
 SPECS = (
@@ -33,9 +34,6 @@ SPECS = (
 )
 _REDUCED = ("minmax(bits=4)", "ef(minmax(bits=4))", "topk(density=0.01)", "cast(bf16)")
 """Compressors of the gradients that several ranks reduce."""
-
-_ROTATED = 4
-"""Number of buffers that take turns, so that none of them is found in a cache."""
 
 _LAYERS = 40
 """Number of layers of the bucket, which should not show in the number of launches."""
@@ -94,9 +92,9 @@ def compressors(device: torch.device, numel: int, repeats: int, specs: Sequence[
     """Return a copy, and the operations of each compressor: encode, decode, add decoded values, reduce four ranks."""
     x = [
         torch.randn(numel, generator=torch.Generator().manual_seed(i), dtype=torch.float32, device="cpu").to(device)
-        for i in range(_ROTATED)
+        for i in range(ROTATED)
     ]
-    y = [torch.zeros(numel, dtype=torch.float32, device=device) for _ in range(_ROTATED)]
+    y = [torch.zeros(numel, dtype=torch.float32, device=device) for _ in range(ROTATED)]
     rows = [_row("copy_", device, repeats, lambda i: y[i].copy_(x[i]))]
     for spec in specs:
         rows += _coded(spec, x, y, device, repeats)
@@ -106,31 +104,8 @@ def compressors(device: torch.device, numel: int, repeats: int, specs: Sequence[
 def _coded(spec: str, x: list[Tensor], y: list[Tensor], device: torch.device, repeats: int) -> list[Row]:
     compressor = parse(spec)
     assert isinstance(compressor, Coded)
-    pieces, at = [], 0
-    for name, start, size in _layers(x[0].numel()):
-        pieces.append(Piece(name, start, size, 0, at, (size,)))
-        at += compressor.payload_bytes(size, torch.float32)
-    segments = Segments.build(pieces)
-    sent = list(torch.zeros(len(x), at, dtype=torch.uint8, device=device))  # end to end, as received ones are
-    states = [first_state(compressor, values, segments) for values in x]
-
-    def encode(i: int) -> None:
-        compressor.encode(x[i], sent[i], CodecCall(segments, Key.derive(i), state=states[i]))
-
-    def decode(i: int) -> None:
-        compressor.decode(sent[i], y[i], CodecCall(segments))
-
-    def decode_add(i: int) -> None:
-        compressor.decode(sent[i], y[i], CodecCall(segments), add=True)
-
-    def reduce(i: int) -> None:
-        call = CodecCall(segments, Key.derive(i), state=states[i], scale=0.25)
-        compressor.reduce(sent[1:], x[i], sent[0], y[i], call)
-
-    for i in range(len(x)):
-        encode(i)
-    runs = {"encode": encode, "decode": decode, "decode, add": decode_add, "reduce": reduce}
-    return [_row(f"{spec}: {name}", device, repeats, run, at) for name, run in runs.items()]
+    runs, sent_bytes = codec_runs(compressor, x, y, _layers(x[0].numel()))
+    return [_row(f"{spec}: {name}", device, repeats, run, sent_bytes) for name, run in runs.items()]
 
 
 def _layers(numel: int) -> list[tuple[str, int, int]]:
@@ -143,7 +118,7 @@ def _layers(numel: int) -> list[tuple[str, int, int]]:
 def _row(name: str, device: torch.device, repeats: int, run: Callable[[int], object], sent_bytes: int = 0) -> Row:
     def several() -> None:
         for i in range(_AT_A_TIME):
-            run(i % _ROTATED)
+            run(i % ROTATED)
 
     several()
     seconds = median(elapsed(several, device) for _ in range(repeats)) / _AT_A_TIME
@@ -176,29 +151,14 @@ def _reduced(spec: str, device: torch.device, numel: int, repeats: int, ranks: i
     layers = [Layer(name, start, (size,), compressor) for name, start, size in _layers(numel)]
     layout = Layout.build(layers, ranks, torch.float32)
     transports = DeviceLoopbackTransport.world(LoopbackTransport.world(ranks), device, timeout_s=120.0)
-    taken: list[list[float]] = [[] for _ in range(ranks)]
-    errors: list[BaseException] = []
     sent = DeviceBuffers.allocate(layout, 0, device).sent_bytes
 
-    def run(transport: DeviceTransport) -> None:
-        try:
-            with _stream(device):
-                taken[transport.rank] = step_seconds(layout, transport, repeats)
-        except BaseException as error:  # noqa: BLE001 - raised below
-            errors.append(error)
+    def run(transport: DeviceTransport) -> float:
+        with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
+            return median(step_seconds(layout, transport, repeats))
 
-    threads = [threading.Thread(target=run, args=(transport,), daemon=True) for transport in transports]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return max(median(seconds) for seconds in taken), sent
-
-
-def _stream(device: torch.device) -> AbstractContextManager[object]:
-    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+    with ThreadPoolExecutor(ranks) as pool:
+        return max(pool.map(run, transports)), sent
 
 
 def step_seconds(layout: Layout, transport: DeviceTransport, repeats: int) -> list[float]:

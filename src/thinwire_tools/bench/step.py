@@ -1,6 +1,6 @@
 """The command ``thinwire bench step``: a training step, compared to stock DDP and to the ceiling of sending nothing."""
 
-# No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
+from __future__ import annotations
 
 import time
 import warnings
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from thinwire.local import send_nothing
 from thinwire_tools.compare.gpt import GPT, GPTConfig, next_token_loss
 from thinwire_tools.results import Results, figures_table
 
@@ -128,7 +129,6 @@ class Turns:
         return float(mine)
 
     def step(self, name: str, tokens: Tensor) -> None:
-        """Run one step of one of the models."""
         backward(self.models[name], tokens)
         self._optimizers[name].step()
 
@@ -139,14 +139,8 @@ class Contest(Turns):
     def __init__(self, cap_mb: float, spec: str, skip_if_slower: bool) -> None:
         models = {name: gpt(cap_mb) for name in ("fp32", "thinwire", "noop")}
         self.wire = thinwire.compress(models["thinwire"], spec, skip_if_slower=skip_if_slower)
-        models["noop"].register_comm_hook(None, _noop)
+        send_nothing(models["noop"])
         super().__init__(models)
-
-
-def _noop(state, bucket):
-    future = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
 
 
 def _measure(contest: Contest, batch: int, rounds: int, steps: int) -> dict[str, Any]:

@@ -50,7 +50,6 @@ def show(console: Console, comparison: Comparison) -> None:
 def write_figures(
     console: Console, command: str, comparison: Comparison, about: dict[str, Any], path: OutputFile
 ) -> None:
-    """Write a comparison's figures to ``path``, if there is one."""
     if path:
         results = Results(command, about=about)
         comparison.record(results)

@@ -6,6 +6,7 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -18,7 +19,6 @@ from rich.table import Table
 from thinwire_tools import plots
 from thinwire_tools.compare import statistics
 from thinwire_tools.compare.statistics import CONFIDENCE, Estimate, Verdict
-from thinwire_tools.compare.variants import ALONE
 from thinwire_tools.results import Results
 
 _FIRST_STEPS = 5
@@ -107,7 +107,6 @@ class Side:
 
     @property
     def bytes_per_step(self) -> float:
-        """Bytes of payload that rank 0 sends in a step."""
         return self._mean([run.payload_bytes[-1] / run.probe_steps[-1] for run in self.runs])
 
     @property
@@ -190,12 +189,6 @@ class Comparison:
         """Whether the control, which must fail, is outside the margin: otherwise "within" means nothing here."""
         return self.control_verdict is not Verdict.WITHIN
 
-    @property
-    def all_within(self) -> bool:
-        """Whether every variant that communicates is within the margin, in a comparison that is sensitive."""
-        judged = [side for side in self.variants if side.name != ALONE]
-        return self.sensitive and all(self.judge(side).verdict is Verdict.WITHIN for side in judged)
-
     def to_same_loss(self, side: Side) -> list[float | None]:
         """Return seconds of training (steps, where no link is shaped) until the same loss, by seed; None for never.
 
@@ -210,7 +203,6 @@ class Comparison:
         return seconds
 
     def sides(self) -> Iterator[Side]:
-        """Yield baseline, variants, control."""
         yield self.baseline
         yield from self.variants
         if self.control:
@@ -330,7 +322,7 @@ class Comparison:
         """Add all figures to ``results``; a figure that does not exist (a run diverged) is left out."""
         for side in self.sides():
             name = prefix + ("control/" if side is self.control else "") + side.name
-            add = Adder(results, name)
+            add = partial(add_known, results, name)
             add("held_out_loss", side.held_out_loss, "", by_seed=_known(side.losses))
             add("learning_rate", side.learning_rate, "")
             add("bytes_per_step", side.bytes_per_step, "B", formula=side.runs[0].formula_bytes)
@@ -353,7 +345,7 @@ class Comparison:
             if side is not self.baseline:
                 self._record_judgment(side, add)
 
-    def _record_judgment(self, side: Side, add: Adder) -> None:
+    def _record_judgment(self, side: Side, add: Callable[..., None]) -> None:
         judged = self.judge(side)
         estimate = judged.estimate
         facts = {
@@ -367,15 +359,10 @@ class Comparison:
         add("within", float(judged.verdict is Verdict.WITHIN), "", **facts)
 
 
-class Adder:
-    """Adds figures of one variant, where they exist, under its name."""
-
-    def __init__(self, results: Results, name: str) -> None:
-        self._results, self._name = results, name
-
-    def __call__(self, label: str, value: float | None, unit: str, **more: Any) -> None:
-        if value is not None and math.isfinite(value):
-            self._results.add(f"{label}/{self._name}", value, unit, **more)
+def add_known(results: Results, name: str, label: str, value: float | None, unit: str, **more: Any) -> None:
+    """Add a figure of the variant ``name``, where it exists."""
+    if value is not None and math.isfinite(value):
+        results.add(f"{label}/{name}", value, unit, **more)
 
 
 def _series(alpha: Sequence[tuple[int, float]]) -> dict[str, list[Any]]:

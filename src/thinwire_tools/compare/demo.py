@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Self
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from thinwire_tools.compare.compare import Bar, show, write_figures
-from thinwire_tools.compare.comparison import Adder, Comparison, Ratio, Run, Side
+from thinwire_tools.compare.comparison import Comparison, Ratio, Run, Side, add_known
 from thinwire_tools.compare.gpt import GPTConfig
 from thinwire_tools.compare.tasks import GPTTask
 from thinwire_tools.compare.variants import ALONE, BASELINE, CONTROL_RULES, LOCAL_EVERY, VARIANTS
@@ -195,7 +195,7 @@ class Demonstration(Comparison):
 
     def record(self, results: Results, prefix: str = "") -> None:
         for side in self.sides():
-            run, add = side.runs[0], Adder(results, prefix + side.name)
+            run, add = side.runs[0], partial(add_known, results, prefix + side.name)
             if self.shaped and self.timed(side):
                 step_s = [round(seconds, 4) for seconds in run.step_s]
                 add("steps_per_s", run.steps_per_s, "1/s", of="median step", step_s=step_s)

@@ -434,13 +434,10 @@ class Runs:
         return run
 
     def _set_link(self, shaped: bool) -> None:
-        if self._network is None or self._rate is None:
-            return
-        if shaped:
-            self._network.shape(self._rate)
-            self.about["link"] = self._network.describe()
-        else:
-            self._network.unshape()
+        if self._network is not None:
+            self._network.shape(self._rate if shaped else None)
+            if shaped:
+                self.about["link"] = self._network.describe()
 
 
 def _mean(parts: Sequence[tuple[float, int]]) -> float:

@@ -117,7 +117,6 @@ class Runs:
         )
 
     def _run(self, argv: Sequence[str], out: Path) -> str:
-        """Run the script, and return the output of rank 0."""
         link = self._network or lab.Loopback(self._num_ranks)
         with ExitStack() as stack:
             ranks: list[subprocess.Popen[Any]] = []

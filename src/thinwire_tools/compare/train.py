@@ -30,7 +30,6 @@ def ring_factor(num_ranks: int) -> float:
 
 
 def gradient_bytes(model: nn.Module) -> int:
-    """Return the bytes of one fp32 gradient of ``model``."""
     return 4 * sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -83,7 +83,6 @@ class Observer:
 
     @property
     def layers(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the trained parameters."""
         return {name: tuple(p.shape) for name, p in self._parameters().items() if p.requires_grad}
 
     def _parameters(self) -> dict[str, nn.Parameter]:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from thinwire.compressors import Compressor, Raw
+from thinwire.compressors import Raw
 from thinwire.plan.forecast import Curve, Links
 from thinwire.runtime.probe import Pair
 from thinwire_tools.doctor.advice import Verdict
 from thinwire_tools.doctor.forecast import Move
 from thinwire_tools.doctor.measure import Measured
-from thinwire_tools.doctor.settings import Prediction, Setting, ceiling, make_plan
+from thinwire_tools.doctor.settings import Prediction, ceiling, make_plan
 from thinwire_tools.doctor.settings_sharded import ShardedSetting, plan_for
 from thinwire_tools.results import Results
 
@@ -33,7 +33,6 @@ class Prices:
     """Unit of the price: ``tokens`` where those were counted."""
 
     def per_million(self, step_s: float) -> float:
-        """Return the price of a million samples or tokens."""
         return 1e6 * self.per_hour / _HOUR_S * step_s / self.samples_per_step
 
 
@@ -56,7 +55,8 @@ def record(
         prices: the price of a step, if it is known.
         elsewhere: rates of other links in bytes per second, and predictions over these.
     """
-    watched, links = measured.watched, _middle(measured.links)
+    watched, by_rate = measured.watched, sorted(measured.links, key=lambda links: links.native.per_byte)
+    links = by_rate[len(by_rate) // 2]
     least = ceiling(measured)
     rows = [prediction_row(p, prices) for p in predictions]
     codecs = _codecs(measured, predictions, links)
@@ -118,10 +118,6 @@ def _inside(pair: Pair, links: Links) -> bool:
     return nodes[pair.first] == nodes[pair.second]
 
 
-def _middle(links: Sequence[Links]) -> Links:
-    return sorted(links, key=lambda link: link.native.per_byte)[len(links) // 2]
-
-
 def _curve(curve: Curve) -> dict[str, Any]:
     return {"points": [list(point) for point in curve.points], "bandwidth": curve.bandwidth}
 
@@ -138,7 +134,6 @@ def _buckets(measured: Measured) -> list[dict[str, Any]]:
 
 
 def prediction_row(p: Prediction, prices: Prices | None) -> dict[str, Any]:
-    """Return a prediction as it is written."""
     cost = None if prices is None else prices.per_million(p.step.value)
     return {
         "title": p.setting.title,
@@ -159,19 +154,23 @@ def prediction_row(p: Prediction, prices: Prices | None) -> dict[str, Any]:
 
 def _codecs(measured: Measured, predictions: Sequence[Prediction], links: Links) -> list[dict[str, Any]]:
     """Return each compressor's speed in bytes of fp32, and the ratio above which its speed pays (FFT paper, eq. 4)."""
-    rows = []
+    rows, uncompressed = [], next(p.sent_bytes for p in predictions if p.setting.is_today)
     for p in predictions:
         if p.setting.spec is None or p.setting.every or p.setting.algorithm != "sra":
             continue
-        compressor = _main(_compressors(p.setting, measured))
-        if compressor is None:
+        if isinstance(p.setting, ShardedSetting):
+            plan = plan_for(p.setting, measured.watched.shapes)
+        else:
+            plan = make_plan(p.setting, measured)
+        lossy = [compressor for compressor in plan.layers.values() if not isinstance(compressor, Raw)]
+        if not lossy:
             continue
+        compressor = max(lossy, key=lossy.count)
         encode, decode = measured.codecs[compressor]
         both = measured.codec_s(compressor) / 4
         # The cost of a byte without compression: it crosses the link so many times.
         bandwidth = links.native.bandwidth / measured.crossings
         ratio = minimal_ratio(bandwidth, both)
-        uncompressed = sent_bytes_of_today(predictions)
         rows.append(
             {
                 "title": p.setting.title,
@@ -185,24 +184,6 @@ def _codecs(measured: Measured, predictions: Sequence[Prediction], links: Links)
             }
         )
     return rows
-
-
-def sent_bytes_of_today(predictions: Sequence[Prediction]) -> float:
-    """Return the bytes that a rank sends in a step without compression."""
-    return next(p.sent_bytes for p in predictions if p.setting.is_today)
-
-
-def _compressors(setting: Setting, measured: Measured) -> Iterable[Compressor]:
-    """Yield the compressors of layers, in the order in which these are sent."""
-    if not isinstance(setting, ShardedSetting):
-        return make_plan(setting, measured).layers.values()
-    return plan_for(setting, measured.watched.shapes).layers.values()
-
-
-def _main(compressors: Iterable[Compressor]) -> Compressor | None:
-    """Return the compressor that is not raw, if there is one."""
-    lossy = [compressor for compressor in compressors if not isinstance(compressor, Raw)]
-    return max(lossy, key=lossy.count) if lossy else None
 
 
 def minimal_ratio(bandwidth: float, both_ways_s_per_byte: float) -> float:

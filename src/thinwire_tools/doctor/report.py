@@ -51,7 +51,6 @@ def _table(title: str, *heads: str) -> Table:
 
 
 def predictions(about: dict[str, Any]) -> Table:
-    """Return a table of steps of today's batch, by setting."""
     priced = [f"a million\n{about['prices']['unit']}"] if about["prices"] else []
     table = _table("A step of the same batch", "", "a step", "between", "speed-up", "waits", "sent", *priced)
     today = about["today_s"]
@@ -82,7 +81,6 @@ def predictions(about: dict[str, Any]) -> Table:
 
 
 def elsewhere(about: dict[str, Any]) -> Table:
-    """Return a table of predicted steps over slower links."""
     rates = [format_rate(8 * other["rate"]) for other in about["elsewhere"]]
     table = _table("A step over other links, predicted", "", "here", *rates)
     here = {row["title"]: row["step_s"] for row in about["predictions"]}
@@ -101,7 +99,6 @@ def _titled(row: dict[str, Any]) -> str:
 
 
 def links(about: dict[str, Any]) -> Table:
-    """Return a table of the links between any two ranks."""
     table = _table("Links, both ways at once", "ranks", "each way", "of the line rate", "latency, one way")
     line = about["line_rate"]
     for pair in about["pairs"]:
@@ -113,7 +110,6 @@ def links(about: dict[str, Any]) -> Table:
 
 
 def codecs(about: dict[str, Any]) -> Table:
-    """Return a table of the compressors' speeds here."""
     heads = ("", "encodes", "decodes", "ratio", "pays from", "on links to")
     table = _table("Compressors here, in bytes of fp32 gradient", *heads)
     for row in about["codecs"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from typing import TypeVar
@@ -164,9 +164,6 @@ class Range:
         ordered = sorted(values)
         return Range(_quantile(ordered, 0.5), *(_quantile(ordered, share) for share in _RANGE))
 
-    def times(self, by: float) -> Range:
-        return replace(self, value=by * self.value, low=by * self.low, high=by * self.high)
-
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
     at = share * (len(ordered) - 1)
@@ -195,7 +192,6 @@ class Prediction:
 
     @cached_property
     def step(self) -> Range:
-        """Range of ``steps``."""
         return Range.from_values(self.steps)
 
     def relative_to(self, other: Prediction) -> Range:
@@ -204,7 +200,6 @@ class Prediction:
 
 
 def make_plan(setting: Setting, measured: Measured) -> Plan:
-    """Return the plan of a setting for the watched model."""
     assert setting.spec is not None
     build = exchange_plan if setting.every else Plan.build
     return build(measured.watched.shapes, setting.spec)

@@ -103,7 +103,6 @@ def sharded_settings(specs: Sequence[str], shapes: Mapping[str, Sequence[int]]) 
 
 
 def plan_for(setting: ShardedSetting, shapes: Mapping[str, Sequence[int]]) -> Plan:
-    """Return the plan of the compressors of each layer's weights and gradients."""
     assert setting.spec is not None
     return sharded_plan(shapes, {"weights": setting.spec, "gradients": setting.gradients or setting.spec}, _FILTER)
 
@@ -136,7 +135,8 @@ def predict_sharded(setting: ShardedSetting, measured: Measured) -> Prediction:
         computed = pace.compute_s
         if setting.times > 1:
             # Batches between two exchanges gather as usual, and end with backward.
-            gathers = _seconds(pace, took[id(pace)], "all_gather")
+            moved = zip(pace.moves, took[id(pace)], strict=True)
+            gathers = sum(seconds for move, seconds in moved if move.kind == "all_gather")
             step = (step + (setting.times - 1) * (pace.backward_end_s + gathers)) / setting.times
             computed = (computed + (setting.times - 1) * pace.backward_end_s) / setting.times
         steps.append(step)
@@ -165,23 +165,14 @@ def _step(
     if layers is not None:
         return sharded_step(changed, [move_transfer(move, layers, links, measured.codecs) for move in changed.moves])
     if setting.kept:
-        return native_sharded_step(changed, _matching(pace, changed, took))
+        by_move = {(move.kind, move.module): seconds for move, seconds in zip(pace.moves, took, strict=True)}
+        return native_sharded_step(changed, [by_move[move.kind, move.module] for move in changed.moves])
     if setting.halved:
         # Bytes are halved; latency stays.
         least = links.native.latency_s
         pairs = zip(pace.moves, took, strict=True)
         took = [s - max(0.0, s - least) / 2 if move.kind == "reduce_scatter" else s for move, s in pairs]
     return native_sharded_step(pace, took)
-
-
-def _matching(pace: ShardedPace, left: ShardedPace, took: Sequence[float]) -> list[float]:
-    """Return the seconds of the moves that are left."""
-    by_move = {(move.kind, move.module): seconds for move, seconds in zip(pace.moves, took, strict=True)}
-    return [by_move[move.kind, move.module] for move in left.moves]
-
-
-def _seconds(pace: ShardedPace, took: Sequence[float], kind: str) -> float:
-    return sum(seconds for move, seconds in zip(pace.moves, took, strict=True) if move.kind == kind)
 
 
 def _sent(setting: ShardedSetting, pace: ShardedPace, links: Links, layers: Mapping[str, Compressor] | None) -> float:
@@ -205,16 +196,14 @@ def measure_for(
     shapes = observer.layers
     sharded = sharded_settings(specs, shapes) if observer.sharded else ()
     usual: tuple[Setting, ...] = () if observer.sharded else settings_with(specs)
-    wanted: set[Compressor] = sharded_compressors(sharded, shapes) | (
-        needed_compressors(usual, shapes) if usual else set()
-    )
+    wanted = needed_compressors(usual, shapes) if usual else set()
+    wanted |= sharded_compressors(sharded, shapes)
     measured = measure(observer, wanted, line_rate)
     fitting = [setting for setting in (*sharded, *usual) if _fitting(setting, measured)]
     return measured, [*fitting, *([] if observer.sharded else [local_updates(measured)])]
 
 
 def predict_step(setting: Setting, measured: Measured) -> Prediction:
-    """Predict a step with this setting."""
     return predict_sharded(setting, measured) if isinstance(setting, ShardedSetting) else predict_ddp(setting, measured)
 
 

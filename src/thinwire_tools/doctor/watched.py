@@ -57,7 +57,6 @@ class Watched:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the layers that are sent, by name."""
         return {name: shape for bucket in self.paces[0].buckets for name, shape in bucket.layers}
 
     @property

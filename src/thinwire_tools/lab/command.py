@@ -11,7 +11,6 @@ import tyro
 from thinwire_tools.exits import check_script, ends_command, without_python
 from thinwire_tools.lab.launch import Outcome, launch
 from thinwire_tools.lab.schedule import Event, Kind, read_schedule
-from thinwire_tools.lab.units import parse_time
 from thinwire_tools.results import OutputFile, Results
 
 
@@ -24,9 +23,6 @@ def lab(
     rtt: str | None = None,
     loss: str | None = None,
     nat: tuple[int, ...] = (),
-    burst_bytes: int | None = None,
-    queue: str = "50ms",
-    congestion: str | None = None,
     timeout: float | None = None,
     kill: tuple[str, ...] = (),
     pause: tuple[str, ...] = (),
@@ -61,9 +57,6 @@ def lab(
         rtt: round-trip time to add, as 20ms.
         loss: share of packets that are lost, each way, as 1%. Needs a rate.
         nat: ranks that others cannot connect to, as behind a home router.
-        burst_bytes: bytes that a link lets through at once after a pause; chosen from the rate if not given.
-        queue: limit of the queue before each link, as time at its rate.
-        congestion: TCP congestion control, as bbr; cubic if not given.
         timeout: seconds after which all ranks are ended.
         kill: ranks that are killed, and when: 1@60s.
         pause: ranks that stand still, from and until: 1@30s..45s.
@@ -95,9 +88,6 @@ def lab(
             rtt=rtt,
             loss=loss,
             nat=nat,
-            burst_bytes=burst_bytes,
-            queue_s=parse_time(queue),
-            congestion=congestion,
             timeout=timeout,
             events=events,
             count=count,

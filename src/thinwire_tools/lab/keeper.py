@@ -100,17 +100,6 @@ def empty(descriptors: list[int]) -> None:
             time.sleep(0.02 if quiet else 0.002)
 
 
-def start_guard(descriptors: list[int]) -> None:
-    """Fork the process that empties the namespaces when this one is killed. It ends with them otherwise."""
-    fork_until_end(lambda: empty(descriptors))
-
-
-def start_first_process() -> int:
-    """Fork the first process of a new PID namespace, which ends with this one; return its process id."""
-    unshare(CLONE_NEWPID, "PID namespace")
-    return fork_until_end(lambda: None)
-
-
 def fork_until_end(then: Callable[[], None]) -> int:
     """Fork a process that waits until this one ends, and calls ``then``; return its process id."""
     keeper = os.pidfd_open(os.getpid())
@@ -159,9 +148,10 @@ def main() -> None:
         say({"refused": f"{error.strerror}{f': {error.filename}' if error.filename else ''}"})
         return
     try:
-        start_guard([*made["nodes"], made["hub"]])
+        fork_until_end(lambda: empty([*made["nodes"], made["hub"]]))  # the guard, for when this process is killed
         if made["mode"] == "root":
-            made["first_process"] = start_first_process()
+            unshare(CLONE_NEWPID, "PID namespace")
+            made["first_process"] = fork_until_end(lambda: None)
         say(made)
         wait_for_end(parent)
     finally:

@@ -275,7 +275,10 @@ class _Starter:
         options = {"env": environment, "stdin": subprocess.DEVNULL}
         process = self.network.popen(rank, self.command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
         self.processes.append(process)
-        self.readers += _readers(rank, process, self.caught, self.tally)
+        for pipe, stderr in ((process.stdout, False), (process.stderr, True)):
+            arguments = rank, pipe, Console(stderr=stderr), self.caught, self.tally
+            self.readers.append(threading.Thread(target=forward_lines, args=arguments, daemon=True))
+            self.readers[-1].start()
         return process
 
 
@@ -310,7 +313,6 @@ class _Turns:
         self.waiting = sorted([*begins, *ends], key=lambda turn: turn[0])
 
     def run(self) -> None:
-        """Run the events that are due."""
         while self.waiting and self.waiting[0][0] <= time.monotonic() - self.started:
             at_s, event, begins = self.waiting.pop(0)
             what = event.kind if begins else f"end of {event.kind}"
@@ -327,19 +329,8 @@ class _Turns:
                     os.killpg(process.pid, signal.SIGSTOP if begins else signal.SIGCONT)
 
 
-def _readers(rank: int, process: subprocess.Popen[bytes], caught: list[int], tally: Tally) -> list[threading.Thread]:
-    """Start two threads that forward ``rank``'s output line by line, each line prefixed with its number."""
-    threads = []
-    for pipe, stderr in ((process.stdout, False), (process.stderr, True)):
-        thread = threading.Thread(
-            target=forward_lines, args=(rank, pipe, Console(stderr=stderr), caught, tally), daemon=True
-        )
-        thread.start()
-        threads.append(thread)
-    return threads
-
-
 def forward_lines(rank: int, pipe: IO[bytes], console: Console, caught: list[int], tally: Tally) -> None:
+    """Forward ``rank``'s output line by line, each line prefixed with its number."""
     with console.capture() as rendered:
         console.print(f"[{rank}]", style=STYLES[rank % len(STYLES)], end=" ", markup=False, highlight=False)
     prefix, reader_gone = rendered.get(), False

@@ -44,9 +44,6 @@ class Loopback:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def namespaces(self, rank: int) -> NodeNamespaces:
         """Return no namespaces, and the environment of a rank."""
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -58,7 +55,7 @@ class Loopback:
         self._processes.append(process)
         return process
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Terminate the processes, and kill those that do not end within 20 seconds."""
         for process in self._processes:
             process.terminate()
@@ -68,7 +65,6 @@ class Loopback:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(_KILL_AFTER_S)
-        self._processes.clear()
 
 
 def free_port() -> int:

@@ -52,10 +52,10 @@ def default_burst_bytes(rate_bps: int) -> int:
     return min(burst, MAX_BURST_BYTES)
 
 
-def default_queue_bytes(rate_bps: int, queue_s: float, burst_bytes: int) -> int:
-    """Return the limit of the queue before a token bucket: ``queue_s`` at the rate, at least 128 KiB and some bursts,
-    and no more than the kernel can count."""
-    return min(MAX_QUEUE_BYTES, max(128 * 1024, 4 * burst_bytes, round(rate_bps / 8 * queue_s)))
+def default_queue_bytes(rate_bps: int, burst_bytes: int) -> int:
+    """Return the limit of the queue before a token bucket: 50 ms at the rate, at least 128 KiB and some bursts, and no
+    more than the kernel can count."""
+    return min(MAX_QUEUE_BYTES, max(128 * 1024, 4 * burst_bytes, round(rate_bps / 8 * 0.05)))
 
 
 def address(node: int) -> str:
@@ -79,14 +79,10 @@ class Network:
         loss: share of the packets from one node to another that are lost, each way, as ``"1%"``.
         nat: ranks whose nodes others cannot connect to by TCP, as behind a home router; they can connect to others.
         burst_bytes: burst of the token buckets; None for `default_burst_bytes`.
-        queue_s: limit of the queue before each token bucket, in seconds at its rate.
-        congestion: TCP congestion control inside the lab; None for cubic, Linux's own default, so that figures of
-            machines with another default compare (with both directions full, bbr carries 0.88 of a rate, cubic 0.93).
 
     Raises:
         LabUnavailableError: a network cannot be made here; says what is missing.
-        ValueError: a rate or a time is not one, ranks do not fill the nodes, the relay cannot carry the rate, or the
-            congestion control is unknown.
+        ValueError: a rate or a time is not one, ranks do not fill the nodes, the relay cannot carry the rate.
     """
 
     def __init__(
@@ -99,8 +95,6 @@ class Network:
         loss: str | None = None,
         nat: Sequence[int] = (),
         burst_bytes: int | None = None,
-        queue_s: float = 0.05,
-        congestion: str | None = None,
     ) -> None:
         if not 1 <= num_ranks <= MAX_RANKS:
             raise ValueError(f"num_ranks is {num_ranks}: a lab has 1 to {MAX_RANKS} ranks")
@@ -116,13 +110,14 @@ class Network:
         if self._loss and rate is None:
             raise ValueError("a loss needs a rate: the relay that loses packets does not carry an unshaped link")
         self._burst_bytes = burst_bytes
-        self._queue_s = queue_s
-        self._rates = self._checked(rate) if rate is not None else None
+        self._rates = self._checked(rate)
         self._processes: list[subprocess.Popen[Any]] = []
         self._relay: subprocess.Popen[str] | None = None
         self._held: list[int] = []
         self._pids: int | None = None
-        self._congestion = _chosen_congestion(congestion)
+        # Linux's own default, so that figures of machines with another one compare: with both directions full, bbr
+        # carries 0.88 of a rate, cubic 0.93. None is what new namespaces have.
+        self._congestion = "cubic" if "cubic" in Path(CONGESTION_AVAILABLE).read_text().split() else None
         for tool in tools.PACKAGES:
             tools.find(tool)
         self._keeper = tools.start(
@@ -150,7 +145,7 @@ class Network:
         self.close()
 
     def popen(self, rank: int, argv: Sequence[str], **popen_kwargs: Any) -> subprocess.Popen[Any]:
-        """Start ``argv`` on ``rank``'s node; arguments as `subprocess.Popen`, ``env`` completed by `env`.
+        """Start ``argv`` on ``rank``'s node; arguments as `subprocess.Popen`, ``env`` completed.
 
         It gets a session of its own unless ``popen_kwargs`` say otherwise, so that a Ctrl-C in the terminal reaches
         this process alone, which then decides. It is killed when the network closes or this process ends. As root it is
@@ -174,20 +169,22 @@ class Network:
         return process
 
     def namespaces(self, rank: int) -> NodeNamespaces:
-        """Return the namespaces of ``rank``'s node for a process that runs already; `env` completes its environment.
+        """Return the namespaces of ``rank``'s node, and its environment, for a process that runs already.
 
         A process that has entered them is killed when the network closes or this process ends.
         """
         return NodeNamespaces(tuple(self._namespaces(self._made["nodes"][self._node(rank)])), self._environment(rank))
 
-    def env(self, rank: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """Return the variables of ``rank``, as ``torchrun`` sets them on a machine for each node.
+    def _environment(self, rank: int, given: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Return ``given``, or the present environment, with the variables that ``torchrun`` sets on a machine for each
+        node.
 
-        ``OMP_NUM_THREADS`` is taken from ``base`` if it is set there, else 1. NCCL is told that nodes are
-        different machines, so that it uses their links and not the memory they share.
+        ``OMP_NUM_THREADS`` is 1 unless it is set. NCCL is told that nodes are different machines, so that it
+        uses their links and not the memory they share.
         """
         size, node = str(self.num_ranks), self._node(rank)
-        return {
+        base = dict(os.environ if given is None else given)
+        return base | {
             "MASTER_ADDR": address(0),
             "MASTER_PORT": str(MASTER_PORT),
             "RANK": str(rank),
@@ -207,18 +204,13 @@ class Network:
             "OMP_NUM_THREADS": base.get("OMP_NUM_THREADS", "1"),
         }
 
-    def shape(self, rate: str | Sequence[str]) -> None:
-        """Limit the links to ``rate`` (as in the constructor) from now on; processes may be running.
+    def shape(self, rate: str | Sequence[str] | None) -> None:
+        """Limit the links to ``rate`` (as in the constructor; None: not at all) from now on; processes may be running.
 
         Raises:
             ValueError: ``rate`` is not a rate, or the relay cannot carry it.
         """
         self._rates = self._checked(rate)
-        self._set_buckets()
-
-    def unshape(self) -> None:
-        """Remove the limits; processes may be running."""
-        self._rates = None
         self._set_buckets()
 
     def set_link(self, rank: int, *, up: bool) -> None:
@@ -287,10 +279,6 @@ class Network:
                     if pipe is not None:
                         pipe.close()
 
-    def _environment(self, rank: int, given: Mapping[str, str] | None = None) -> dict[str, str]:
-        environment = dict(os.environ if given is None else given)
-        return environment | self.env(rank, environment)
-
     def _node(self, rank: int) -> int:
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"rank {rank} of a network with ranks 0 to {self.num_ranks - 1}")
@@ -301,7 +289,9 @@ class Network:
         """Whether the relay joins the links, in place of a bridge."""
         return self._rtt_s > 0 or self._loss > 0 or bool(self._nat)
 
-    def _checked(self, rate: str | Sequence[str]) -> tuple[int, ...]:
+    def _checked(self, rate: str | Sequence[str] | None) -> tuple[int, ...] | None:
+        if rate is None:
+            return None
         rates = parse_rates(rate, self.num_nodes)
         ceiling = relay.LOSSY_CEILING_BPS if self._loss else relay.CEILING_BPS
         if self._relays and sum(rates) > ceiling:
@@ -379,7 +369,7 @@ class Network:
             return UNSHAPED_BPS, UNSHAPED_BURST_BYTES, UNSHAPED_QUEUE_BYTES
         rate = self._rates[node]
         burst = self._burst_bytes or default_burst_bytes(rate)
-        return rate, burst, default_queue_bytes(rate, self._queue_s, burst)
+        return rate, burst, default_queue_bytes(rate, burst)
 
     def _set_buckets(self) -> None:
         hub = []
@@ -422,14 +412,6 @@ def unavailable() -> str | None:
     except tools.LabUnavailableError as error:
         return str(error)
     return None
-
-
-def _chosen_congestion(asked: str | None) -> str | None:
-    """Return ``asked``, or cubic if the kernel has it, or None for the default of new namespaces."""
-    available = Path(CONGESTION_AVAILABLE).read_text().split()
-    if asked is not None and asked not in available:
-        raise ValueError(f"TCP congestion control {asked!r} is not loaded here: there are {', '.join(available)}")
-    return asked or ("cubic" if "cubic" in available else None)
 
 
 def _port(node: int) -> str:

@@ -123,7 +123,6 @@ class Packed(Bucketed):
 
     @property
     def bits(self) -> int:
-        """Number of bits of a sum in a message."""
         return (2 * self.bound).bit_length()
 
     @property

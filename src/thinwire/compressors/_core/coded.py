@@ -18,15 +18,16 @@ from thinwire.kernels import Residual
 
 @dataclass(frozen=True)
 class Coded(Compressor):
-    """A compressor whose messages must be decoded to be added. It needs `grain`, `payload_bytes`, `encode`, `decode`.
+    """A compressor whose messages must be decoded to be added. It needs `payload_bytes`, `encode` and `decode`.
 
     Its layers are reduced by a scatter-reduce-all-gather or another collective algorithm, or gathered by all ranks.
     """
 
     @property
-    @abstractmethod
     def grain(self) -> int | None:
-        """Elements, a multiple of 128, at whose multiples a layer may be cut among owners; None if it stays whole."""
+        """Elements, a multiple of 128, at whose multiples a layer may be cut among owners; None if it stays whole, as
+        by default."""
+        return None
 
     @property
     def gathered(self) -> bool:

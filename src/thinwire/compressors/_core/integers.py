@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import ClassVar, Literal, Self
@@ -18,7 +18,7 @@ from thinwire.compressors._core.compressor import Count, Traits
 from thinwire.compressors._core.mixins import Clipping, WorldSized
 from thinwire.compressors._core.segments import Part, SumCall
 from thinwire.compressors._core.slots import Slot, State, layer_slots
-from thinwire.compressors._core.summed import Subtract, Summed, SumShape
+from thinwire.compressors._core.summed import Summed, SumShape
 from thinwire.kernels import Table, align, int_decode, int_round, site_id
 
 _RUN = 1 << 18
@@ -87,16 +87,12 @@ class Integers(Summed, WorldSized, Clipping):
         check_choice("rounding", self.rounding, ("random", "determ"))
         check_int("num_ranks", self.num_ranks, 1)
         check_int("numel", self.numel, 0)
-        if self.bits < 8 and self.clip * self.num_ranks > torch.iinfo(self.sum_dtype).max:
-            most = torch.iinfo(self.sum_dtype).max // self.clip
+        limit, each = torch.iinfo(self.sum_dtype).max, max(1, self.clip)
+        if each * self.num_ranks > limit:
             raise ValueError(
-                f"{self.spec_name}(bits={self.bits}) cannot serve {self.num_ranks} ranks: 8 bits hold the sum of "
-                f"{self.clip} from each of {most}, and no more. Take {self.spec_name}(bits=32), which serves any number"
-            )
-        if self.clip < 1:
-            raise ValueError(
-                f"{self.spec_name}(bits={self.bits}) cannot serve {self.num_ranks} ranks: int{self.bits} cannot hold "
-                f"the sum of 1 from each. Take {self.spec_name}(bits=32), which serves any number"
+                f"{self.spec_name}(bits={self.bits}) cannot serve {self.num_ranks} ranks: {max(8, self.bits)} bits "
+                f"hold the sum of {each} from each of {limit // each}, and no more. Take {self.spec_name}(bits=32), "
+                "which serves any number"
             )
 
     @property
@@ -127,7 +123,6 @@ class Integers(Summed, WorldSized, Clipping):
         return _DTYPES[self.bits]
 
     def padded(self, numel: int) -> int:
-        """Return the elements that ``numel`` take in a sum, with padding."""
         size = self.sum_dtype.itemsize
         return align(numel * size) // size
 
@@ -148,35 +143,6 @@ class Integers(Summed, WorldSized, Clipping):
         """Set the layers of ``x`` to ``total / (n·scale)``, or to NaN where not ``finite`` (bool [parts])."""
         factors = fp32(1.0 / (scales.double() * self.num_ranks))
         int_decode(total, _table(parts, total.element_size()), x, torch.where(finite, factors, math.nan))
-
-    def rounds_after_maxima(
-        self,
-        x: Tensor,
-        y: Tensor,
-        call: SumCall,
-        measure: Callable[[Tensor], Tensor],
-        scale: Callable[[Tensor], tuple[Tensor, Tensor]],
-    ) -> Generator[None, None, Subtract]:
-        """Run the `rounds` of a compressor whose scales follow from all ranks' layers: maxima first, then integers.
-
-        Args:
-            x, y, call: those of `rounds`.
-            measure: returns the scalar that a layer's values (flat) add to the maxima.
-            scale: from the maxima over all ranks [parts], the scales (fp32) and whether layers are finite (bool), both
-                [parts].
-        """
-        first, parts = ([part for part in parts if part.piece.numel] for parts in call.parts)
-        maxima, integers = call.buffers
-        for piece, where in first:
-            maxima[where] = measure(x[piece.elements])
-        yield
-        scales, finite = scale(torch.cat([maxima[where] for _, where in first]) if first else maxima[:0])
-        if parts:
-            self.put(x, parts, scales, integers, call)
-        yield
-        if parts:
-            self.get(integers, y, parts, scales, finite)
-        return lambda rest: self.subtract(rest, parts, scales, call)
 
     def subtract(self, rest: Tensor, parts: Sequence[Part], scales: Tensor, call: SumCall) -> None:
         """Subtract ``Int(scale·rest) / scale`` from the layers of ``rest``, with the integers of `put`."""

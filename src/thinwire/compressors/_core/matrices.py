@@ -16,7 +16,7 @@ from torch import Tensor
 from thinwire.compressors._core.compressor import Compressor, UnsuitedError
 from thinwire.compressors._core.segments import Part, Parts, SumCall
 from thinwire.compressors._core.summed import Subtract, Summed, SumShape
-from thinwire.kernels import set_product, site_id, subtract_product
+from thinwire.kernels import set_product, subtract_product
 
 _LEAST_RATIO = 2
 """Least ratio of a layer's elements to those of its factors for which it is compressed."""
@@ -51,10 +51,7 @@ class SummedMatrices(Summed):
         """
 
     def fit(self, shape: Sequence[int]) -> Compressor:
-        if len(shape) < 2 or not math.prod(shape):
-            raise UnsuitedError(f"{self} factors matrices, and a layer of shape {tuple(shape)} is none")
-        if _LEAST_RATIO * sum(map(math.prod, self.factor_shapes(*matrix_shape(shape)))) > math.prod(shape):
-            raise UnsuitedError(f"{self} would take more than half of the bytes of a layer of shape {tuple(shape)}")
+        check_matrix(self, shape, lambda *sides: sum(map(math.prod, self.factor_shapes(*sides))))
         return self
 
     def sums(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[SumShape, ...]:
@@ -124,7 +121,6 @@ class _Batch:
         return _evenly_spaced(self._call.buffers[number], starts, self._mine.shape[-2:])
 
     def set(self, y: Tensor) -> None:
-        """Set the layers of ``y`` to the result, and their slots of the next step."""
         assert self._left is not None
         set_product(self._matrices(y), self._left, self._total)
         for name, value in vars(self._slot).items():
@@ -180,17 +176,14 @@ def _evenly_spaced(flat: Tensor, starts: Sequence[int], shape: Sequence[int]) ->
     return flat[starts[0] :].as_strided((len(starts), rows, columns), (step, columns, 1))
 
 
+def check_matrix(compressor: Compressor, shape: Sequence[int], sent: Callable[[int, int], int]) -> None:
+    """Raise `UnsuitedError` unless a layer is a matrix of which ``sent(rows, columns)`` elements are at most half."""
+    if len(shape) < 2 or not math.prod(shape):
+        raise UnsuitedError(f"{compressor} factors matrices, and a layer of shape {tuple(shape)} is none")
+    if _LEAST_RATIO * sent(*matrix_shape(shape)) > math.prod(shape):
+        raise UnsuitedError(f"{compressor} would take more than half of the bytes of a layer of shape {tuple(shape)}")
+
+
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     """Return the rows and columns of a layer as a matrix: its first axis, and all others together."""
     return shape[0], math.prod(shape[1:])
-
-
-def normal_matrix(shape: Callable[[Sequence[int]], tuple[int, int]]) -> Callable[[Sequence[int], str], Tensor]:
-    """Return the initial value of a slot of ``shape``: normal, drawn from the layer's name, so that ranks agree."""
-
-    def initial(layer: Sequence[int], name: str) -> Tensor:
-        return torch.randn(
-            shape(layer), generator=torch.Generator().manual_seed(site_id(name)), dtype=torch.float32, device="cpu"
-        )
-
-    return initial

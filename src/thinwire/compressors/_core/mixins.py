@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from thinwire.arguments import check_int, check_number
+from thinwire.arguments import check_number
 from thinwire.compressors._core.compressor import Compressor, Count, Wrapper, rewrap, unwrap
 from thinwire.compressors._core.segments import Part, Piece, Segments
 from thinwire.compressors._core.slots import LayerState, State
@@ -204,12 +205,6 @@ def first_state(compressor: Compressor, flat: Tensor, segments: Segments, loss_s
 
 T = TypeVar("T")
 
-Density = float | tuple[tuple[int, float], ...]
-"""A share of a layer's elements, or a schedule: ``((0, 0.25), (100, 0.01))`` is 0.25 up to step 100, then 0.01."""
-
-Rank = int | tuple[tuple[int, int], ...]
-"""A number of columns, or a schedule: ``((0, 8), (1000, 4))`` is 8 up to step 1000, then 4."""
-
 
 def stages(name: str, value: T | tuple[tuple[int, T], ...]) -> tuple[tuple[int, T], ...]:
     """Return the pairs of a schedule; of a single value the one that begins at step 0.
@@ -226,27 +221,23 @@ def stages(name: str, value: T | tuple[tuple[int, T], ...]) -> tuple[tuple[int, 
 
 
 def stage_at(schedule: tuple[tuple[int, T], ...], step: int) -> T:
-    """Return the value of the stage to which ``step`` belongs."""
     return [value for begin, value in schedule if begin <= max(step, 0)][-1]
 
 
-def check_density(value: Density) -> None:
-    """Raise an error unless it is a share in (0, 1], or a schedule of such shares."""
-    for _, share in stages("density", value):
-        check_number("density", share, above=0, high=1)
+@dataclass(frozen=True)
+class WithDensity(Scheduled):
+    """A compressor of a share of each layer's elements, in (0, 1], which may be a schedule."""
 
+    density: float | tuple[tuple[int, float], ...] = field(default=0.01, metadata={"shown": True})
+    """The share, or a schedule: ``((0, 0.25), (100, 0.01))`` is 0.25 up to step 100, then 0.01."""
 
-def density_at(value: Density, step: int) -> float:
-    """Return the share at ``step``."""
-    return stage_at(stages("density", value), step)
+    def __post_init__(self) -> None:
+        for _, share in stages("density", self.density):
+            check_number("density", share, above=0, high=1)
 
+    def at_step(self, step: int, learning_rate: float | None) -> Self:
+        return replace(self, density=stage_at(self.density, step)) if isinstance(self.density, tuple) else self
 
-def check_rank(value: Rank) -> None:
-    """Raise an error unless it is a positive integer, or a schedule of such integers."""
-    for _, rank in stages("rank", value):
-        check_int("rank", rank, 1)
-
-
-def rank_at(value: Rank, step: int) -> int:
-    """Return the rank at ``step``."""
-    return stage_at(stages("rank", value), step)
+    @property
+    def share(self) -> float:
+        return stages("density", self.density)[0][1]

@@ -8,8 +8,7 @@ from typing import Literal
 
 from thinwire.compressors._core.coded import Coded
 from thinwire.compressors._core.sparsifier import Chain
-from thinwire.compressors.maxabs import MaxAbs
-from thinwire.compressors.minmax import MinMax
+from thinwire.compressors.uniform import MaxAbs, MinMax
 
 _NEAREST_BITS = {"weights": 6, "deltas": 4, "feedback": 8}
 _MIDRISE_DELTA_BITS = 2

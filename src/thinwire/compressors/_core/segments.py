@@ -24,7 +24,6 @@ class Key(NamedTuple):
 
     @staticmethod
     def derive(*parts: int) -> Key:
-        """Return the key of a single rank."""
         key = derive_key(*parts)
         return Key(key, key)
 
@@ -94,7 +93,6 @@ class Parts:
 
     @cached_property
     def table(self) -> Table:
-        """Table of the layers in the flat tensor, for kernels."""
         return _table([part.piece for part in self.parts])
 
     @property
@@ -141,7 +139,6 @@ class CodecCall(NamedTuple):
 
     @property
     def table(self) -> Table:
-        """Table of the segments, for kernels."""
         return self.segments.table
 
     @property
@@ -163,5 +160,4 @@ class SumCall(NamedTuple):
     """Factor of this rank's parts with which their sum over ranks is the mean."""
 
     def slots(self, layer: str) -> LayerState:
-        """Return the slots of a layer."""
         return layer_slots(self.state, layer)

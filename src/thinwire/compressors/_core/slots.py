@@ -38,7 +38,6 @@ class Slot:
     """Bits of each value between steps: 8 for residuals that are packed, if all layers of a bucket ask for it."""
 
     def shape_for(self, layer: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the slot of a ``layer`` of this shape."""
         return tuple(layer if self.shape is None else self.shape(layer))
 
     def first(self, layer: Sequence[int], name: str) -> Tensor:
@@ -96,7 +95,6 @@ class State:
         return State(now, after, loss_scale, per_layer)
 
     def swapped(self) -> State:
-        """Return the state of the next step."""
         layers = {
             name: LayerState(layer.next, layer.now) for name, layer in self.layers.items()
         }  # what is learned is the same tensor on both sides

@@ -54,10 +54,6 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
     def traits(self) -> Traits:
         return Traits(dense=False)
 
-    @property
-    def grain(self) -> int | None:
-        return None
-
     @abstractmethod
     def room(self, numel: int) -> int:
         """Return the largest number of elements that are sent of a layer of ``numel``."""
@@ -70,7 +66,6 @@ class Sparsifier(Coded, Bounded, Indexed, Saturating):
         return self.payload_size(numel, self.room(numel))
 
     def payload_size(self, numel: int, room: int) -> int:
-        """Return the bytes of a payload with room for ``room`` elements."""
         if not numel:
             return 0
         values = kernels.align(4 * room) if self.coder is None else self.coder.payload_bytes(room, torch.float32)
@@ -231,7 +226,6 @@ def put_floats(message: Tensor, at: int, values: Tensor, room: int) -> None:
 
 
 def read_header(message: Tensor, piece: Piece) -> list[int]:
-    """Return the words of a payload's header."""
     return message[piece.payload : piece.payload + HEADER].view(torch.int32).tolist()
 
 

@@ -31,7 +31,6 @@ class SumShape(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the part in a message."""
         return self.numel * self.dtype.itemsize if self.packed is None else self.packed.message_bytes(self.numel)
 
 

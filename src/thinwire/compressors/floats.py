@@ -1,4 +1,4 @@
-"""A float format for a given range, which uses all of its codes."""
+"""Floats of few bits: signs and exponents alone, or a format for a given range that uses all of its codes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from thinwire.compressors._core.compressor import Count, Traits
 from thinwire.compressors._core.mixins import Learned, Saturating
 from thinwire.compressors._core.segments import CodecCall, Segments
 from thinwire.compressors._core.slots import Slot
-from thinwire.compressors.natural import saturated
 from thinwire.kernels import rangefloat_eps
 
 _HEADROOM = 2.0
@@ -27,6 +26,45 @@ _SAMPLE = 1 << 14
 _USUAL_EXPONENT_BITS = 5
 """Bits of sign and exponent of the format that the search for a mantissa begins with."""
 _FORMAT = Slot("format", shape=lambda layer: (2,), shared=True, learned=True)
+
+
+@dataclass(frozen=True)
+class Natural(Coded, Saturating):
+    """Natural compression (Horváth et al. 2019): a sign and a power of two, in one byte an element.
+
+    A value x becomes ``sign(x) · 2^(e + b)`` with ``e = floor(log2 |x|)`` and ``b ~ Bernoulli((|x| − 2^e) / 2^e)``.
+    Unbiased; the variance is at most ``x²/8``. Magnitudes above 2^18 saturate and are counted, and those below 2^-108
+    are received as zero; with a loss scale these limits are those of the unscaled values.
+    """
+
+    spec_name: ClassVar[str] = "natural"
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(unbiased=True, keeps_constants=False, largest=2.0**18, absolute=True)
+
+    @property
+    def grain(self) -> int:
+        return kernels.bucketed_grain(1)
+
+    def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        return kernels.natural_bytes(numel)
+
+    def encode(self, x: Tensor, message: Tensor, call: CodecCall) -> None:
+        kernels.natural_encode(x, call.table, message, key=call.key.own, scale=call.loss_scale)
+
+    def decode(self, message: Tensor, y: Tensor, call: CodecCall, *, add: bool = False) -> None:
+        kernels.natural_decode(message, call.table, y, add=add, scale=call.scale)
+
+    def limits(self, message: Tensor, segments: Segments) -> tuple[Count, Count]:
+        return saturated(message, segments), 0
+
+
+def saturated(message: Tensor, segments: Segments) -> Count:
+    """Return how many values saturated, from the headers of a message."""
+    if kernels.asynchronous(message):
+        return kernels.header_words(message, segments.table, 1).sum()
+    return sum(int(message[p.payload + 4 : p.payload + 8].view(torch.int32)) for p in segments.pieces if p.numel)
 
 
 @dataclass(frozen=True)
