@@ -22,7 +22,6 @@ _VALIDATION = {
     "bench doctor": Command("experiments.bench.doctor:doctor", "predicted steps beside measured steps, eight links"),
     "bench local": Command("experiments.bench.local:local", "local updates over slow links, beside a free network"),
     "bench peers": Command("experiments.bench.local:peers", "local updates beside another library's, over slow links"),
-    "bench members": Command("experiments.bench.members:members", "workers that die and come back, with torchft"),
     "bench pipelines": Command("experiments.bench.pipelines:pipelines", "steps of pipelines over slow links"),
     "bench stores": Command("experiments.bench.pipelines:stores", "pipelines that keep messages in memory or on disk"),
     "bench optimizer": Command("experiments.bench.optimizer:optimizer", "what an optimizer's step costs"),
