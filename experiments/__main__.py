@@ -21,7 +21,6 @@ _VALIDATION = {
     "bench algorithms": Command("experiments.bench.algorithms:algorithms", "every collective algorithm, many links"),
     "bench doctor": Command("experiments.bench.doctor:doctor", "predicted steps beside measured steps, eight links"),
     "bench local": Command("experiments.bench.local:local", "local updates over slow links, beside a free network"),
-    "bench peers": Command("experiments.bench.local:peers", "local updates beside another library's, over slow links"),
     "bench pipelines": Command("experiments.bench.pipelines:pipelines", "steps of pipelines over slow links"),
     "bench stores": Command("experiments.bench.pipelines:stores", "pipelines that keep messages in memory or on disk"),
     "bench optimizer": Command("experiments.bench.optimizer:optimizer", "what an optimizer's step costs"),

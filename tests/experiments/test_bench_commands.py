@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from experiments.__main__ import main as experiments_main
-from experiments.bench import families, local, pipelines
+from experiments.bench import families, pipelines
 from experiments.bench.algorithms import streams
-from experiments.bench.local import COMPRESSORS, PEER
 from experiments.bench.optimizer import optimizer
 from thinwire.compressors import parse
 from thinwire_tools import lab
@@ -41,16 +40,6 @@ def of_optimizer(rows: Rows) -> None:
     assert pre["of_copy"] == pytest.approx(9 / 2 * copy["value"] / pre["value"])
 
 
-def of_peers(rows: Rows) -> None:
-    """thinwire in fp32 trains as torchft does."""
-    of_peer, exact, few = (rows[f"1gbit/loss/{method}"]["value"] for method in (PEER, *COMPRESSORS))
-    assert exact == pytest.approx(of_peer, rel=1e-5)
-    assert few != exact
-    by_peer, exact, few = (rows[f"1gbit/sent_bytes/{method}"]["value"] for method in (PEER, *COMPRESSORS))
-    assert exact == pytest.approx(by_peer, rel=0.2)
-    assert 8 * few < exact
-
-
 def of_stores(rows: Rows) -> None:
     for schedule, name in product(pipelines.KEEPING_SCHEDULES, pipelines.KEEPING):
         # Eight micro-batches of 30 ms, and three more of them before the last rank has the first one.
@@ -68,7 +57,6 @@ def of_streams(rows: Rows) -> None:
 class Bench(NamedTuple):
     run: Callable[[Path], int]
     check: Callable[[Rows], None]
-    needs: str = "torch"
 
 
 def _command(*words: str) -> Callable[[Path], int]:
@@ -82,14 +70,12 @@ BENCHES = {
     "optimizer": Bench(lambda path: optimizer(size_mb=4, turns=1, json=path), of_optimizer),
 }
 OVER_LINKS = {
-    "peers": Bench(lambda p: local.peers(rates=("1gbit",), steps=30, every=10, seeds=1, json=p), of_peers, PEER),
     "stores": Bench(lambda path: pipelines.stores(rates=("1gbit",), steps=1, rounds=2, json=path), of_stores),
     "streams": Bench(lambda path: streams(links=_LINKS, size_mb=1, numbers=(1, 3), repeats=2, json=path), of_streams),
 }
 
 
 def _check(bench: Bench, path: Path) -> None:
-    pytest.importorskip(bench.needs)
     assert bench.run(path) == 0
     bench.check({row["name"]: row for row in json.loads(path.read_text())["results"]})
 
