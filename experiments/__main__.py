@@ -25,7 +25,6 @@ _VALIDATION = {
     "bench stores": Command("experiments.bench.pipelines:stores", "pipelines that keep messages in memory or on disk"),
     "bench optimizer": Command("experiments.bench.optimizer:optimizer", "what an optimizer's step costs"),
     "bench instrument": Command("experiments.bench.instrument:instrument", "replayed steps beside computed ones"),
-    "bench deltas": Command("experiments.bench.deltas:deltas", "sharded weights sent as changes, in few bits"),
     "bench streams": Command("experiments.bench.algorithms:streams", "all-reduces over several TCP connections a pair"),
     "bench gpu": Command("experiments.bench.gpu:gpu", "bytes and launches of a GPU's kernels, counted without one"),
     "bench integers": Command("experiments.bench.integers:integers", "sums of 2, 4 and 8 bits: time, bytes, loss"),

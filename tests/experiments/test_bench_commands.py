@@ -28,13 +28,6 @@ def of_compressors(rows: Rows) -> None:
         assert 0 < rows[f"bytes_per_element/{name}"]["value"] < 4.2
 
 
-def of_deltas(rows: Rows) -> None:
-    found = {name: row["value"] for name, row in rows.items()}
-    assert found["sent_bytes/W4 as changes, G8"] == found["sent_bytes/W4 G8"] < found["sent_bytes/fp32"] / 4
-    assert found["sent_bytes/alone"] == 0
-    assert found["difference/W2 G8"] > 0.02 > abs(found["difference/W4 as changes, G8"])
-
-
 def of_optimizer(rows: Rows) -> None:
     copy, pre = rows["cpu_seconds/copy_"], rows["cpu_seconds/CompressedAdamW, pre"]
     assert pre["of_copy"] == pytest.approx(9 / 2 * copy["value"] / pre["value"])
@@ -66,7 +59,6 @@ def _command(*words: str) -> Callable[[Path], int]:
 _LINKS = ("50mbit/20ms", "50mbit/20ms/0.1%")
 BENCHES = {
     "compressors": Bench(_command("compressors"), of_compressors),
-    "deltas": Bench(_command("deltas", "--seeds", "2"), of_deltas),
     "optimizer": Bench(lambda path: optimizer(size_mb=4, turns=1, json=path), of_optimizer),
 }
 OVER_LINKS = {
