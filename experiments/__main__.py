@@ -27,7 +27,6 @@ _VALIDATION = {
     "bench instrument": Command("experiments.bench.instrument:instrument", "replayed steps beside computed ones"),
     "bench streams": Command("experiments.bench.algorithms:streams", "all-reduces over several TCP connections a pair"),
     "bench gpu": Command("experiments.bench.gpu:gpu", "bytes and launches of a GPU's kernels, counted without one"),
-    "bench integers": Command("experiments.bench.integers:integers", "sums of 2, 4 and 8 bits: time, bytes, loss"),
     "policies record": Command("experiments.policies.recording:record", "gradients of trainings, for all policies"),
     "policies replay": Command(
         "experiments.policies.command:replay_command", "bytes against error of every policy, on recorded gradients"
