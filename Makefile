@@ -113,7 +113,6 @@ bench: .venv/ready
 	  --algorithm sra ring tree allgather parameter_server --json benchmarks/speed/allreduce-small.json
 	$(BIN)/thinwire bench allreduce --ranks 4 --rate 1gbit --rtt 20ms --size-mb 25 --repeats 9 \
 	  --algorithm sra ring tree allgather parameter_server --json benchmarks/speed/allreduce-long.json
-	$(BIN)/python -m experiments bench streams --json benchmarks/speed/streams.json
 	$(BIN)/python -m experiments bench instrument --json benchmarks/results/instrument.json
 	$(BIN)/python -m experiments bench optimizer --json benchmarks/optimizer/optimizer.json
 	$(BIN)/thinwire bench step --rate 1gbit --json benchmarks/speed/step-1gbit.json

@@ -25,7 +25,6 @@ _VALIDATION = {
     "bench stores": Command("experiments.bench.pipelines:stores", "pipelines that keep messages in memory or on disk"),
     "bench optimizer": Command("experiments.bench.optimizer:optimizer", "what an optimizer's step costs"),
     "bench instrument": Command("experiments.bench.instrument:instrument", "replayed steps beside computed ones"),
-    "bench streams": Command("experiments.bench.algorithms:streams", "all-reduces over several TCP connections a pair"),
     "bench gpu": Command("experiments.bench.gpu:gpu", "bytes and launches of a GPU's kernels, counted without one"),
     "policies record": Command("experiments.policies.recording:record", "gradients of trainings, for all policies"),
     "policies replay": Command(

@@ -12,7 +12,6 @@ import pytest
 
 from experiments.__main__ import main as experiments_main
 from experiments.bench import families, pipelines
-from experiments.bench.algorithms import streams
 from experiments.bench.optimizer import optimizer
 from thinwire.compressors import parse
 from thinwire_tools import lab
@@ -39,14 +38,6 @@ def of_stores(rows: Rows) -> None:
         assert rows[f"step_s/{name}/{schedule}/1gbit"]["value"] > 8 * 0.03
 
 
-def of_streams(rows: Rows) -> None:
-    for link, pause in product(("50mbit/20ms", "50mbit/20ms/0.1%"), ("0 s", "1 s")):
-        one, three = (rows[f"{link}/{pause}/{number}"] for number in (1, 3))
-        # Two messages, one after the other, of 2.2 Mbit in all.
-        assert min(*one["all"], *three["all"]) > 0.02 + 0.8 * 2.2e6 / 2 / 50e6
-        assert three["gain"] == pytest.approx(one["value"] / three["value"])
-
-
 class Bench(NamedTuple):
     run: Callable[[Path], int]
     check: Callable[[Rows], None]
@@ -56,15 +47,11 @@ def _command(*words: str) -> Callable[[Path], int]:
     return lambda path: experiments_main(["bench", *words, "--smoke", "--json", str(path)])
 
 
-_LINKS = ("50mbit/20ms", "50mbit/20ms/0.1%")
 BENCHES = {
     "compressors": Bench(_command("compressors"), of_compressors),
     "optimizer": Bench(lambda path: optimizer(size_mb=4, turns=1, json=path), of_optimizer),
 }
-OVER_LINKS = {
-    "stores": Bench(lambda path: pipelines.stores(rates=("1gbit",), steps=1, rounds=2, json=path), of_stores),
-    "streams": Bench(lambda path: streams(links=_LINKS, size_mb=1, numbers=(1, 3), repeats=2, json=path), of_streams),
-}
+OVER_LINKS = {"stores": Bench(lambda path: pipelines.stores(rates=("1gbit",), steps=1, rounds=2, json=path), of_stores)}
 
 
 def _check(bench: Bench, path: Path) -> None:
