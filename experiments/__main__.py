@@ -22,7 +22,6 @@ _VALIDATION = {
     "bench doctor": Command("experiments.bench.doctor:doctor", "predicted steps beside measured steps, eight links"),
     "bench local": Command("experiments.bench.local:local", "local updates over slow links, beside a free network"),
     "bench pipelines": Command("experiments.bench.pipelines:pipelines", "steps of pipelines over slow links"),
-    "bench stores": Command("experiments.bench.pipelines:stores", "pipelines that keep messages in memory or on disk"),
     "bench optimizer": Command("experiments.bench.optimizer:optimizer", "what an optimizer's step costs"),
     "bench instrument": Command("experiments.bench.instrument:instrument", "replayed steps beside computed ones"),
     "bench gpu": Command("experiments.bench.gpu:gpu", "bytes and launches of a GPU's kernels, counted without one"),

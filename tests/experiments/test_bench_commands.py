@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,12 +31,6 @@ def of_optimizer(rows: Rows) -> None:
     assert pre["of_copy"] == pytest.approx(9 / 2 * copy["value"] / pre["value"])
 
 
-def of_stores(rows: Rows) -> None:
-    for schedule, name in product(pipelines.KEEPING_SCHEDULES, pipelines.KEEPING):
-        # Eight micro-batches of 30 ms, and three more of them before the last rank has the first one.
-        assert rows[f"step_s/{name}/{schedule}/1gbit"]["value"] > 8 * 0.03
-
-
 class Bench(NamedTuple):
     run: Callable[[Path], int]
     check: Callable[[Rows], None]
@@ -51,7 +44,6 @@ BENCHES = {
     "compressors": Bench(_command("compressors"), of_compressors),
     "optimizer": Bench(lambda path: optimizer(size_mb=4, turns=1, json=path), of_optimizer),
 }
-OVER_LINKS = {"stores": Bench(lambda path: pipelines.stores(rates=("1gbit",), steps=1, rounds=2, json=path), of_stores)}
 
 
 def _check(bench: Bench, path: Path) -> None:
@@ -63,13 +55,6 @@ def _check(bench: Bench, path: Path) -> None:
 @pytest.mark.parametrize("name", BENCHES)
 def test_the_small_version_measures_what_it_should(name: str, tmp_path: Path) -> None:
     _check(BENCHES[name], tmp_path / "figures.json")
-
-
-@pytest.mark.network
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", OVER_LINKS)
-def test_the_small_version_over_emulated_links_measures_what_it_should(name: str, tmp_path: Path) -> None:
-    _check(OVER_LINKS[name], tmp_path / "figures.json")
 
 
 @pytest.mark.parametrize(("name", "schedule"), [("PyTorch", "1f1b"), ("fw3 bw6", "zero-bubble")])
