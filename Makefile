@@ -120,8 +120,6 @@ bench: .venv/ready
 	$(BIN)/python -m experiments bench doctor --json benchmarks/doctor/doctor.json
 	$(BIN)/python -m experiments bench doctor --sharded --rounds 4 --json benchmarks/doctor/doctor-fsdp.json
 	$(BIN)/python -m experiments bench compressors --json benchmarks/compressors/compressors.json --plot benchmarks/compressors/compressors.svg
-	$(BIN)/python -m experiments policies record --out build/gradients
-	$(BIN)/python -m experiments policies replay build/gradients --json benchmarks/policies/policies.json --plot benchmarks/policies/policies.svg
 	$(BIN)/thinwire compare every --json benchmarks/compressors/compare-every.json
 	$(BIN)/thinwire demo --out benchmarks/demo --json benchmarks/demo/demo.json
 

@@ -25,11 +25,6 @@ _VALIDATION = {
     "bench optimizer": Command("experiments.bench.optimizer:optimizer", "what an optimizer's step costs"),
     "bench instrument": Command("experiments.bench.instrument:instrument", "replayed steps beside computed ones"),
     "bench gpu": Command("experiments.bench.gpu:gpu", "bytes and launches of a GPU's kernels, counted without one"),
-    "policies record": Command("experiments.policies.recording:record", "gradients of trainings, for all policies"),
-    "policies replay": Command(
-        "experiments.policies.command:replay_command", "bytes against error of every policy, on recorded gradients"
-    ),
-    "power": Command("experiments.framework.power:power", "how small a difference each task shows, from recorded runs"),
     "chaos": Command("experiments.validation.chaos:chaos", "ranks that fail in seeded ways, and the others' errors"),
     "conformance": Command("experiments.validation.conformance:conformance", "PyTorch's own tests of process groups"),
     "fuzz": Command("experiments.validation.fuzz:fuzz", "very many damaged messages, which decoders must survive"),

@@ -247,8 +247,7 @@ def buckets(study: LGrecoStudy) -> list[Row]:
     scale, (name, rate) = study.scale, next(iter(study.rates.items()))
     (times,) = study.times(bucket_methods(scale), rates=(rate,))
     bucket_of = {row["name"]: row["bucket"] for row in times.layers[POWERSGD.name]}
-    recording = study.recording()
-    snapshots = list(recording.snapshots(recording.of("gpt")[0]))
+    snapshots = study.recorded("gpt")[0].snapshots
     by_method = per_bucket(snapshots, bucket_of)
     runs = study.timing(NUM_RANKS).each(
         lambda timing: timing.syncs(
