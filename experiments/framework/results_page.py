@@ -215,7 +215,7 @@ def _recorded(entry: Entry, folder: Path, judge: bool) -> RecordedPaper:
     unnamed: list[str] = []
     for path in sorted((folder / entry.name).glob("*.json")):
         record = _record(path)
-        unnamed += [] if record.get("commit") else [f"{entry.name}/{path.name}"]
+        unnamed += [] if record.get("commit") or "came_with" in record else [f"{entry.name}/{path.name}"]
         machine = _machine(record)
         machines += [] if machine in machines else [machine]
         results = _judged(entry, record) if judge else record["results"]

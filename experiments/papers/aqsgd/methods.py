@@ -154,21 +154,4 @@ SPLIT = {
 """Of split learning (figure 10)."""
 
 CENTER_BITS, SUM_BITS = (2, 3), (3, 4)
-
-
-def _compared(name: str, title: str, forward: str) -> Method:
-    return Method(name, title, "", forward=forward, backward="maxabs(bits=6)")
-
-
-CENTERS = {"fp32": FP32}
-"""Of appendix G: changes from cluster centers, or from nothing, in so many bits."""
-SUMS = {"fp32": replace(FP32, forward="")}
-"""Of appendix F: sums as they are, quantized, or what changed of them."""
-for _each in CENTER_BITS:
-    _coder = direct(_each, 6).forward
-    CENTERS[f"direct{_each}"] = _compared(f"direct{_each}", f"DirectQ fw{_each} bw6", _coder)
-    CENTERS[f"centers{_each}"] = _compared(f"centers{_each}", f"256 centers fw{_each} bw6", _coder)
-for _each in SUM_BITS:
-    _direct, _delta = direct(_each, 6).forward, aqsgd(_each, 6).forward
-    SUMS[f"direct{_each}"] = _compared(f"direct{_each}", f"Q of sums, {_each} bits", _direct)
-    SUMS[f"delta{_each}"] = _compared(f"delta{_each}", f"delta compensation, {_each} bits", _delta)
+"""Of appendices G and F."""
