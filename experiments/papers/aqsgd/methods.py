@@ -15,9 +15,8 @@ ScheduleName = Literal["gpipe", "1f1b"]
 @dataclass(frozen=True)
 class Method:
     """One method. ``store``: where messages are kept, of those that keep any, with ``precision`` bits a value;
-    ``warmup_epochs``: visits of each sample that are sent uncompressed both ways; ``by_link``: each boundary has as
-    many bits as its link carries without costing time. ``gradients``: the compressor of QuantizedAdam's momenta
-    between replicas; empty for DDP under AdamW, plain or with the ``hook`` of PyTorch's."""
+    ``warmup_epochs``: visits of each sample that are sent uncompressed both ways. ``gradients``: the compressor of
+    QuantizedAdam's momenta between replicas; empty for DDP under AdamW, plain or with the ``hook`` of PyTorch's."""
 
     name: str
     title: str
@@ -29,7 +28,6 @@ class Method:
     precision: int = 32
     warmup_epochs: int = 0
     schedule: ScheduleName = "gpipe"
-    by_link: bool = False
     gradients: str = ""
     hook: Literal["", "bf16", "powersgd"] = ""
 
@@ -95,17 +93,6 @@ def by_recipe(method: Method) -> Method:
         backward=method.backward.replace(")", ", rounding=nearest)"),
         warmup_epochs=int(method.forward.startswith("delta")),
     )
-
-
-def by_link() -> Method:
-    """AQ-SGD of 2 to 4 bits forward and 4 to 8 backward, by the rate of each link."""
-    return replace(aqsgd(2, 4), name="aq-sgd by link", title="AQ-SGD by link", color="#8250c4", by_link=True)
-
-
-def choices() -> thinwire.policies.ByLink:
-    """What `by_link` chooses from."""
-    forward = [f"delta({_forward(bits)})" for bits in (2, 3, 4)]
-    return thinwire.policies.ByLink(forward=forward, backward=[f"maxabs(bits={bits})" for bits in (4, 6, 8)], after=2)
 
 
 def _bits(forward: int, backward: int) -> str:
