@@ -393,19 +393,18 @@ def _claims_of_the_rest() -> Iterator[Claim]:
 
 # --- the paper
 
-# Rough: seconds of a step on two cores of a 2020s server.
 _PARTS = {
-    "1": Part("figure 1: activations and changes", curves.figure_1, curves.figure_1_steps, 0.06, 5.0),
-    "3": Part("figures 3, 7 to 9: loss by step", curves.figure_3, curves.figure_3_steps, 0.07, 5.0),
-    "t3": Part("table 3: compute and wire", throughput.table_3, throughput.breakdown_steps, 0.3, 5.0),
-    "2": Part("table 2: throughput", throughput.table_2, throughput.throughput_steps, 1.0, 25.0),
-    "4": Part("figure 4: time to the same loss", throughput.figure_4, throughput.time_steps, 0.9, 10.0),
-    "recipe": Part("figure 9: the authors' recipe", curves.recipe, curves.recipe_steps, 0.12, 5.0),
-    "m": Part("figure 9 (e, f): messages in few bits", curves.keeping, curves.keeping_steps, 0.07, 5.0),
-    "labels": Part("figure 3 (a, b): classification", curves.labels, curves.labels_steps, 0.06, 5.0),
-    "8": Part("figure 9: eight stages", curves.deep, curves.deep_steps, 0.3, 5.0),
-    "fp16": Part("figure 8: fp16", curves.fp16, curves.fp16_steps, 0.1, 5.0),
-    "completions": Part("appendix I: completions", curves.completions, curves.completions_steps, 0.06, 5.0),
+    "1": Part("figure 1: activations and changes", curves.figure_1),
+    "3": Part("figures 3, 7 to 9: loss by step", curves.figure_3),
+    "t3": Part("table 3: compute and wire", throughput.table_3),
+    "2": Part("table 2: throughput", throughput.table_2),
+    "4": Part("figure 4: time to the same loss", throughput.figure_4),
+    "recipe": Part("figure 9: the authors' recipe", curves.recipe),
+    "m": Part("figure 9 (e, f): messages in few bits", curves.keeping),
+    "labels": Part("figure 3 (a, b): classification", curves.labels),
+    "8": Part("figure 9: eight stages", curves.deep),
+    "fp16": Part("figure 8: fp16", curves.fp16),
+    "completions": Part("appendix I: completions", curves.completions),
 }
 
 PAPER = Paper(

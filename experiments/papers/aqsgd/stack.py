@@ -144,13 +144,6 @@ class StackStudy(OverLinks[StackScale]):
 # --- figure 5: loss by step, throughput with either part switched off, time to the same loss
 
 
-def figure_5_steps(scale: StackScale) -> int:
-    """Of all trainings, and of all turns."""
-    trained = scale.seeds * (len(CURVES) * scale.small.steps + 2 * scale.to_loss.steps)
-    turns = len(TIMED) * len(scale.rates) * (1 + scale.rounds)
-    return trained + turns + sum(task.first_steps for task in (scale.small, scale.to_loss))
-
-
 def figure_5(study: StackStudy) -> list[Row]:
     """Curves over loopback, then throughput over all links, then time over the slowest."""
     curves = _curves(study)
@@ -225,12 +218,6 @@ def _time(study: StackStudy, throughput: Row) -> Row:
 
 
 # --- QuantizedAdam against Adam, bf16 gradients and PowerSGD, in plain data parallelism over 100 Mbit/s
-
-
-def adam_steps(scale: StackScale) -> int:
-    """Of all trainings, and of all turns."""
-    trained = len(OPTIMIZERS) * scale.seeds * scale.replicated.steps
-    return trained + (len(OPTIMIZERS) + 1) * (1 + scale.rounds) * _ADAM_STEPS + scale.replicated.first_steps
 
 
 def adam(study: StackStudy) -> list[Row]:
@@ -318,11 +305,6 @@ def _draw_adam(study: StackStudy, runs: Mapping[str, Sequence[Trained]]) -> None
 
 
 # --- figure 10: trainings in one process
-
-
-def split_steps(scale: StackScale) -> int:
-    """Rounds of all trainings."""
-    return len(SPLIT) * scale.seeds * scale.split.rounds
 
 
 def figure_10(study: StackStudy) -> list[Row]:

@@ -10,7 +10,7 @@ from experiments.framework.claims import Row
 from experiments.framework.timing import Times
 from experiments.framework.verdicts import Course, courses, sooner
 from experiments.papers.aqsgd.methods import FP32, Method, aqsgd, direct
-from experiments.papers.aqsgd.study import AQSGDScale, AQSGDStudy, course
+from experiments.papers.aqsgd.study import AQSGDStudy, course
 from experiments.papers.aqsgd.tasks import FineTuning
 from experiments.papers.aqsgd.timing import draw_rates, where
 from thinwire import parse
@@ -22,11 +22,6 @@ _FORWARD, _BACKWARD = "maxabs(bits=4)", "maxabs(bits=8)"
 _HEADER_BYTES = 64
 PAPER_S = {"500mbit": (0.013, 0.025), "300mbit": (0.021, 0.042), "200mbit": (0.031, 0.063), "100mbit": (0.063, 0.125)}
 """Table 3: communication of a micro-batch, forward and backward, of AQ-SGD fw4 bw8."""
-
-
-def breakdown_steps(scale: AQSGDScale) -> int:
-    """One for each time that is taken."""
-    return 1 + 2 * len(scale.breakdown_rates)
 
 
 def message_bytes(task: FineTuning, spec: str) -> int:
@@ -80,11 +75,6 @@ _PAPER_RATES = ("100mbit", "300mbit", "500mbit", "1gbit", "10gbit")
 AllTimes = Mapping[str, Times]
 
 
-def throughput_steps(scale: AQSGDScale) -> int:
-    """Of all turns."""
-    return (len(METHODS) * len(scale.rates) + len(_OTHER) * 2) * (1 + scale.rounds)
-
-
 def table_2(study: AQSGDStudy) -> list[Row]:
     """All methods in turns over links of each rate; then 1F1B over the slowest and the fastest."""
     rates, task, computed = study.scale.rates, study.scale.timed, study.computed()
@@ -136,11 +126,6 @@ WARM = aqsgd(4, 8, warmup_epochs=1)
 """As in appendix D: the first epoch is uncompressed both ways, and takes as long as FP32's; other steps are those of
 `AQSGD`, of the same name."""
 IN_TIME = {"fp32": FP32, "direct": DIRECT[4, 8], "aqsgd": WARM}
-
-
-def time_steps(scale: AQSGDScale) -> int:
-    """Of all trainings; table 2 has the times."""
-    return scale.steps("to_loss", list(IN_TIME.values()))
 
 
 def figure_4(study: AQSGDStudy) -> list[Row]:

@@ -243,13 +243,6 @@ def proportion(name: str, rate: str, shares: Sequence[float]) -> str:
 # --- speed and error
 
 
-def num_steps(timed: Timed, scale: CGXScale) -> int:
-    """Steps of all methods and models."""
-    num_methods = sum(len(timed.methods(model, scale.gammas)) for model in scale.models)
-    errors = len(timed.errors) * len(timed.errors_of) * scale.error_steps
-    return num_methods * scale.turn(timed.place) * (1 + scale.rounds) * scale.runs + errors
-
-
 def measure(timed: Timed, study: CGXStudy) -> list[Row]:
     """A row for each model and method with the seconds of every run; one for each model with its errors."""
     rows, errors = [], {}
@@ -333,13 +326,6 @@ def _draw_gammas(axes: Any, gammas: Sequence[float], seconds: Mapping[Method, fl
 
 
 # --- table 3.5: quality
-
-
-def quality_steps(scale: CGXScale) -> int:
-    """Training steps of all runs."""
-    return scale.seeds * sum(
-        task.steps * (2 + len(specs)) for task, specs in zip(scale.trained, SPECS.values(), strict=True)
-    )
 
 
 def table_3_5(study: CGXStudy) -> list[Row]:

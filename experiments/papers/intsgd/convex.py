@@ -136,10 +136,6 @@ def _run(source: Source, method: Method, smoothness: float) -> Trace:
     return run(_problem(source), method, seeds, steps, RATES[method.reference] / smoothness, every=every)
 
 
-def num_jobs(sources: Sequence[Source]) -> int:
-    return len(sources) * (1 + len(METHODS))
-
-
 def minimize(sources: Sequence[Source], on_done: Callable[[str], None]) -> list[Minimized]:
     """Every method on every source. ``on_done`` is called with the title of what has just been finished."""
     context = multiprocessing.get_context("forkserver")

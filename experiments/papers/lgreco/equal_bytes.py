@@ -11,7 +11,7 @@ from experiments.framework.claims import Claim, Row, Rows, estimated
 from experiments.framework.verdicts import Judgment, exceeds, if_seen, unsound
 from experiments.papers.lgreco.methods import lgreco, with_policy
 from experiments.papers.lgreco.quality import gains, side_named
-from experiments.papers.lgreco.study import LGrecoScale, LGrecoStudy
+from experiments.papers.lgreco.study import LGrecoStudy
 from thinwire_tools import plots
 from thinwire_tools.compare.comparison import Comparison, Side
 from thinwire_tools.compare.statistics import estimate, relative_differences
@@ -38,11 +38,6 @@ PAIRS = (
     Pair("topk", "top-k 5 %", "topk(density=0.05)", "topk(density=0.025)"),
     Pair("powersgd", "PowerSGD of rank 4", "powersgd(rank=4)", "powersgd(rank=2)"),
 )
-
-
-def steps(scale: LGrecoScale) -> int:
-    """Of fp32, the control, the row alone, and three trainings a pair."""
-    return scale.gpt.steps * scale.seeds * (3 + 3 * len(PAIRS))
 
 
 def equal_bytes(study: LGrecoStudy) -> list[Row]:

@@ -11,7 +11,7 @@ from typing import Any
 from experiments.framework.claims import Claim, Row, Rows, Rule
 from experiments.framework.verdicts import Judgment, larger_by, unsound
 from experiments.papers.lgreco.methods import RANK, Name
-from experiments.papers.lgreco.study import NAMES, TITLES, LGrecoScale, LGrecoStudy
+from experiments.papers.lgreco.study import NAMES, TITLES, LGrecoStudy
 from experiments.policies.candidates import FAMILIES, Point
 from experiments.policies.methods import METHODS
 from experiments.policies.replay import Bench, Line, Ratios, against, fewer_bytes, less_error, places, replay
@@ -25,11 +25,6 @@ _REPLAYED: dict[tuple[Name, str], tuple[str, ...]] = {
     ("cnn", "powersgd"): ("lgreco",),
 }
 """The policies that claims are about, by network and family."""
-
-
-def steps(scale: LGrecoScale) -> int:
-    """Of the trainings that are recorded, and one for each training and family that is replayed."""
-    return scale.recorded_steps + len(_REPLAYED) * scale.recorded.seeds
 
 
 def laboratory(study: LGrecoStudy) -> list[Row]:

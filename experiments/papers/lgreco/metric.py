@@ -17,7 +17,7 @@ from torch import nn
 
 from experiments.framework.claims import Row
 from experiments.papers.lgreco.gradients import first_batches, take_step
-from experiments.papers.lgreco.study import TITLES, LGrecoScale, LGrecoStudy
+from experiments.papers.lgreco.study import TITLES, LGrecoStudy
 from thinwire.compressors import Compressor, Raw, parse, unwrap
 from thinwire.plan import Plan
 from thinwire_tools import plots
@@ -172,11 +172,6 @@ def _nothing() -> None:
 
 
 _SPECS = ("powersgd(rank=1)", "powersgd(rank=4)", "powersgd(rank=16)")
-
-
-def steps(scale: LGrecoScale) -> int:
-    """Of the checkpoint's training and of every short run, from each seed."""
-    return scale.seeds * (scale.metric_start + (1 + len(_SPECS) * scale.metric_layers) * scale.metric_steps)
 
 
 def metric(study: LGrecoStudy) -> list[Row]:

@@ -258,16 +258,14 @@ PAPER = Paper(
     "lgreco",
     "L-GreCo, section 3.6 and chapter 4 of the thesis, as found here",
     {
-        "quality": Part("tables 4.1 to 4.3: L-GreCo and uniform", quality.quality, quality.steps, 0.035, 10.0),
-        "policies": Part("table 4.4: policies over top-k", quality.policies, quality.policy_steps, 0.035, 5.0),
-        "speed": Part("figures 4.3, 4.4: throughput", speed.speed, speed.steps, 0.12, 45.0),
-        "ranks": Part("figure 4.2: ranks", speed.figure_4_2, speed.rank_steps, 0.045, 20.0),
-        "buckets": Part("figures 4.5b, B.1: buckets", speed.buckets, speed.bucket_steps, 0.045, 20.0),
-        "laboratory": Part(
-            "tables 3.8, 4.4, 4.5: policies on recorded gradients", laboratory.laboratory, laboratory.steps, 0.04, 90.0
-        ),
-        "equal": Part("L-GreCo at uniform's bytes", equal_bytes.equal_bytes, equal_bytes.steps, 0.05, 10.0),
-        "metric": Part("figure B.6a: the loss as a metric", metric.metric, metric.steps, 0.03, 2.0),
+        "quality": Part("tables 4.1 to 4.3: L-GreCo and uniform", quality.quality),
+        "policies": Part("table 4.4: policies over top-k", quality.policies),
+        "speed": Part("figures 4.3, 4.4: throughput", speed.speed),
+        "ranks": Part("figure 4.2: ranks", speed.figure_4_2),
+        "buckets": Part("figures 4.5b, B.1: buckets", speed.buckets),
+        "laboratory": Part("tables 3.8, 4.4, 4.5: policies on recorded gradients", laboratory.laboratory),
+        "equal": Part("L-GreCo at uniform's bytes", equal_bytes.equal_bytes),
+        "metric": Part("figure B.6a: the loss as a metric", metric.metric),
     },
     (
         *_claims_of_quality(),

@@ -63,11 +63,6 @@ class LGrecoScale(Scale):
     def task(self, name: Name) -> WordsTask | ImageTask:
         return self.gpt if name == "gpt" else self.cnn
 
-    @property
-    def recorded_steps(self) -> int:
-        """Of the trainings whose gradients are recorded."""
-        return self.recorded.seeds * sum(self.task(name).steps for name in NAMES)
-
     def every(self, name: Name) -> int:
         """Steps between two decisions."""
         return self.task(name).probe_every

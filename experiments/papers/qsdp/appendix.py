@@ -62,11 +62,6 @@ def relative_error(values: Tensor, arrived: Tensor) -> float:
     return float((arrived - values).norm() / values.norm())
 
 
-def error_steps(scale: QSDPScale) -> int:
-    """Of a training from every seed, in this process."""
-    return scale.steps("medium", 1)
-
-
 def figures_c_2_and_c_3(study: QSDPStudy) -> list[Row]:
     """Errors along trainings that are not compressed themselves; drawn are those of the first."""
     size = study.scale.size("medium")
@@ -244,11 +239,6 @@ def descend(problem: Problem, method: str, seed: int, steps: int, *, batches: bo
         else:
             weights = weights_by.roundtrip(weights - eta * gradients_by.roundtrip(gradient, key), key + 1)
         yield problem.loss(weights) - problem.least
-
-
-def descent_steps(scale: QSDPScale) -> int:
-    """Of all descents."""
-    return len(_problems(scale)) * 2 * len(METHODS) * scale.regression_seeds * scale.regression_steps
 
 
 def figure_c_5(study: QSDPStudy) -> list[Row]:
