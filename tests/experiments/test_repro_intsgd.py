@@ -2,48 +2,19 @@
 
 from __future__ import annotations
 
-import bz2
 import dataclasses
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from experiments.__main__ import main as experiments_main
 from experiments.framework.methods import TimedReduction
 from experiments.papers.intsgd import datasets, world
 from experiments.papers.intsgd.convex import METHODS
 from experiments.papers.intsgd.paper import SMOKE
 from harness import on_ranks, run_ranks
-
-
-def _write_libsvm(path: Path, rows: int, labels: tuple[int, ...] = (-1, 1)) -> Path:
-    random = np.random.default_rng(0)
-    lines = []
-    for row in range(rows):
-        entries = " ".join(f"{column}:{random.normal():.3f}" for column in (1, 3, 7))
-        lines.append(f"{labels[row % len(labels)]} {entries}\n")
-    path.write_text("".join(lines))
-    return path
-
-
-def test_libsvm_files_are_read_plain_and_compressed_and_others_are_refused(tmp_path: Path) -> None:
-    pytest.importorskip("sklearn")
-    plain = _write_libsvm(tmp_path / "two.txt", 30, labels=(1, 2))
-    squeezed = tmp_path / "two.bz2"
-    squeezed.write_bytes(bz2.compress(plain.read_bytes()))
-    first, second = datasets.libsvm(plain), datasets.libsvm(squeezed)
-    assert first.rows.shape == (30, 7)
-    assert first.labels.tolist() == [-1.0, 1.0] * 15
-    assert (first.rows != second.rows).nnz == 0
-    for rows, labels, message in ((30, (0, 1, 2), "3 classes"), (30, (1,), "1 classes"), (20, (0, 1), "20 rows")):
-        with pytest.raises(ValueError, match=message):
-            datasets.libsvm(_write_libsvm(tmp_path / "odd.txt", rows, labels))
-    plain.write_text("one two three\n" * 40)
-    assert experiments_main(["intsgd", "--smoke", "--parts", "a", "--data", str(plain)]) == 64
 
 
 def _problem(rows: int = 61, features: int = 7, workers: int = 4) -> datasets.Logistic:

@@ -11,8 +11,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -47,19 +46,18 @@ RATES = {False: 1.0, True: 0.5}
 
 @dataclass(frozen=True)
 class Source:
-    """A data set by name, or the LibSVM file ``path``, and how long and how often it is gone over: ``steps`` of full
+    """A data set by name, and how long and how often it is gone over: ``steps`` of full
     gradients, ``reference_steps`` of L-SVRG."""
 
     name: str
     steps: int = 800
     reference_steps: int = 1600
     seeds: int = 20
-    path: str | None = None
 
     @property
     def num_entries(self) -> int:
         """About, so that the large ones come first."""
-        return datasets.size(self.name) if self.path is None else Path(self.path).stat().st_size // 8
+        return datasets.size(self.name)
 
 
 SOURCES = (
@@ -71,14 +69,6 @@ SOURCES = (
     Source("real-sim", 150, 300, seeds=3),
 )
 SMOKE_SOURCES = tuple(Source(name, 40, 80, seeds=2) for name in ("breast_cancer", "digits"))
-_LEAST_BYTES = {"real-sim": 20_000_000, "w8a": 2_000_000}
-
-
-def file_source(path: Path, known: Sequence[Source]) -> Source:
-    """A LibSVM file, gone over like the last of the ``known`` sources that is not larger."""
-    num_bytes = path.stat().st_size
-    like = next(source for source in reversed(known) if num_bytes >= _LEAST_BYTES.get(source.name, 0))
-    return replace(like, name=path.stem, path=str(path))
 
 
 @dataclass(frozen=True)
@@ -110,7 +100,7 @@ class Minimized:
 
 @functools.lru_cache(maxsize=1)
 def _problem(source: Source) -> Logistic:
-    return Logistic(datasets.load(source.name) if source.path is None else datasets.libsvm(Path(source.path)))
+    return Logistic(datasets.load(source.name))
 
 
 def _alone() -> None:

@@ -1,19 +1,16 @@
-"""Logistic regression on LIBSVM's data sets, and on others where these are not at hand."""
+"""Logistic regression on data sets that scikit-learn ships, and on others of the shapes of LIBSVM's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from experiments.papers.intsgd.world import Array, Draw
-
-_LEAST_ROWS = 24
 
 
 @dataclass(frozen=True)
@@ -40,24 +37,6 @@ SHAPES = {
 def load(name: str) -> Data:
     """One of `NAMES`."""
     return _MAKERS[name]()
-
-
-def libsvm(path: Path) -> Data:
-    """A LibSVM file, or one compressed by gzip or bzip2; of its two classes the lower label becomes −1.
-
-    Raises ``ValueError`` if it has not two classes, or too few rows.
-    """
-    from sklearn.datasets import load_svmlight_file
-
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: give a file in LibSVM's format")
-    rows, labels = load_svmlight_file(str(path))
-    classes = np.unique(labels)
-    if len(classes) != 2:
-        raise ValueError(f"{path} has {len(classes)} classes: logistic regression takes two")
-    if rows.shape[0] < _LEAST_ROWS:
-        raise ValueError(f"{path} has {rows.shape[0]} rows: at least {_LEAST_ROWS}, two for each of twelve workers")
-    return Data(path.stem, "LibSVM file", rows.tocsr(), np.where(labels == classes[0], -1.0, 1.0))
 
 
 def _breast_cancer() -> Data:
