@@ -1,88 +1,17 @@
-"""``python -m experiments intsgd``: the data, the regression, the workers, what is trained."""
+"""``python -m experiments intsgd``: what is trained."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments.framework.methods import TimedReduction
-from experiments.papers.intsgd import datasets, world
-from experiments.papers.intsgd.convex import METHODS
 from experiments.papers.intsgd.paper import SMOKE
 from harness import on_ranks, run_ranks
-
-
-def _problem(rows: int = 61, features: int = 7, workers: int = 4) -> datasets.Logistic:
-    from scipy.sparse import csr_matrix
-
-    random = np.random.default_rng(1)
-    values = random.normal(size=(rows, features)) * (random.random((rows, features)) < 0.6)
-    labels = np.where(random.random(rows) < 0.5, -1.0, 1.0)
-    return datasets.Logistic(datasets.Data("d", "here", csr_matrix(values), labels), workers)
-
-
-def test_gradients_are_those_of_the_loss() -> None:
-    pytest.importorskip("scipy")
-    problem = _problem()
-    assert problem.m == 15
-    x = np.random.default_rng(2).normal(size=(7, 3))
-    gradients, values = problem.gradients(x)
-    rows, labels = problem.data.rows.toarray(), problem.data.labels
-    for seed in range(3):
-        each = []
-        for i in range(4):
-            a, b = rows[15 * i : 15 * i + 15], labels[15 * i : 15 * i + 15]
-            margins = b * (a @ x[:, seed])
-            each.append(np.log1p(np.exp(-margins)).mean() + 0.5 * problem.penalty * (x[:, seed] ** 2).sum())
-            expected = -(a * (b / (1 + np.exp(margins)))[:, None]).mean(0) + problem.penalty * x[:, seed]
-            assert gradients[i, :, seed] == pytest.approx(expected)
-        assert values[seed] == pytest.approx(np.mean(each))
-
-
-def test_differences_on_minibatches_have_the_full_ones_mean() -> None:
-    pytest.importorskip("scipy")
-    problem, random = _problem(), np.random.default_rng(3)
-    x, w = random.normal(size=(7, 1)), random.normal(size=(7, 1))
-    draw = world._stacked([world.counter_draws(0)])[1]
-    found = np.mean([problem.differences(x, w, draw, step) for step in range(20_000)], axis=0)
-    assert found == pytest.approx(problem.gradients(x)[0] - problem.gradients(w)[0], abs=0.02)
-
-
-def test_smoothness_and_optimum() -> None:
-    pytest.importorskip("scipy")
-    problem = _problem()
-    rows = problem.data.rows.toarray()[:60]
-    exact = np.linalg.eigvalsh(rows.T @ rows / 60).max() / 4 + problem.penalty
-    assert exact <= problem.smoothness() <= 1.01 * exact
-    best = datasets.optimum(problem, problem.smoothness())
-    assert best.value <= best.descent <= best.value + 1e-12
-
-
-def _method(name: str) -> world.Method:
-    return next(method for method in METHODS if method.name == name)
-
-
-def test_without_rounding_shifts_change_nothing() -> None:
-    pytest.importorskip("scipy")
-    problem = _problem()
-    gd, diana = (world.run(problem, _method(name), [0], 40, 0.5) for name in ("gd", "diana"))
-    assert gd.values == pytest.approx(diana.values, rel=1e-12)
-    assert gd.bits[-1, 0] == 32 * 40
-
-
-def test_seeds_side_by_side_are_what_they_are_alone() -> None:
-    pytest.importorskip("scipy")
-    problem = _problem()
-    for name in ("intdiana", "vr-intdiana", "intdiana coordinates"):
-        both = world.run(problem, _method(name), [5, 6], 30, 0.5, every=10)
-        alone = world.run(problem, _method(name), [6], 30, 0.5, every=10)
-        assert both.values[:, 1] == pytest.approx(alone.values[:, 0], rel=1e-12)
-        assert np.array_equal(both.largest_sent[:, 1], alone.largest_sent[:, 0])
 
 
 def _reduced(rank: int) -> None:
