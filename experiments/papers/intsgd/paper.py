@@ -310,8 +310,8 @@ PAPER = Paper(
         "at most half of what QSGD loses in the paper."
     ),
     differs=(
-        "logistic regression, whose code is in commit 05e5ab10f667: the 12 workers are computed in one process, by numpy "
-        "in fp64; integers are neither clipped nor limited in size",
+        "logistic regression, whose code is in commit 05e5ab10f667: the 12 workers are computed in one process, by "
+        "numpy in fp64; integers are neither clipped nor limited in size",
         "logistic regression: a5a, mushrooms, w8a and real-sim are generated data with the shapes of these LibSVM "
         "sets; lambda is 10/m, learning rates are 1/L and, of L-SVRG, 0.5/L; "
         "mini-batches are 5% of a worker's data, drawn with replacement",
