@@ -95,7 +95,7 @@ VERSIONS = {
     "intsgd": Version(INTSGD, "[23]/(quality/intsgd|communication/intsgd over sgd)$", missing="6/"),
     # Too few plans predict no times.
     "lgreco": Version(LGRECO, ".*(/lost/|_over_uniform/|/speed_)", missing="figure B.6b|section 4.6.5"),
-    "qsdp": Version(QSDP, r"table 5\.|figure C\.[14]/|figure 5\.3/|table C\.2/|L-GreCo/", qsdp),
+    "qsdp": Version(QSDP, r"table 5\.|figure C\.[14]/|figure 5\.3/|table C\.2/|L-GreCo/", qsdp, missing="figure C.5"),
 }
 
 
@@ -113,7 +113,7 @@ def test_the_small_version_makes_every_part_and_judges_every_claim(name: str, tm
     for row_name, row in small.rows.items():
         assert row["found"] or row.get("why") or not row["claim"], row_name
         assert row["holds"] is None or not re.match(undecided, row_name), row_name
-    # Figure 6 of IntSGD is of other data.
     drawn, recorded = ({p.stem for p in folder.glob("*.svg")} for folder in (tmp_path, BENCHMARKS / name))
-    assert not [stem for stem in drawn ^ recorded if not stem.startswith("6-")]
+    # Of some figures there is the record alone.
+    assert not [stem for stem in drawn ^ recorded if not stem.startswith(("6-", "C.5", "B.6a"))]
     check_rows(small)

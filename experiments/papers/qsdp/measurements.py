@@ -100,19 +100,12 @@ class QSDPScale(Scale):
     """Of figure C.1 and table C.2."""
     errors_every: int = 8
     """Steps between two looks at the compression error (figures C.2 and C.3)."""
-    regression_seeds: int = 10
-    regression_steps: int = 400
-    regression_rows: int = 4000
 
     def adapted(self, **options: Any) -> QSDPScale:
         made = super().adapted(**options)
         return made if options.get("rounds") is None else replace(made, ratio_rounds=made.rounds)
 
     def about(self) -> dict[str, Any]:
-        try:
-            import sklearn.datasets  # noqa: F401
-        except ImportError as error:
-            raise ImportError("the regression's data take scikit-learn: pip install '.[repro]'") from error
         standard_library()
         sizes = {
             size.name: {"parameters": size.num_parameters, "learn_at": size.learn_at}
