@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -92,29 +91,15 @@ def along(task: Any, *, count: int, window: int, on_step: Callable[[], None], se
     return snapshots
 
 
-def take_step(
-    task: Any,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Any,
-    rate: float,
-    change: Callable[[nn.Module], None] | None = None,
-) -> float:
-    """One step of training; ``change`` may change the gradients before they are used. The loss before it."""
+def take_step(task: Any, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, rate: float) -> float:
+    """One step of training; the loss before it."""
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.zero_grad(set_to_none=True)
     loss = task.loss(model, batch)
     loss.backward()
-    if change is not None:
-        change(model)
     optimizer.step()
     return float(loss.detach())
-
-
-def first_batches(task: Any, count: int, *, after: int = 0, seed: int = 0) -> list[Any]:
-    """Batches ``after`` to ``after + count`` of a training's rank 0."""
-    return list(islice(task.batches(seed, 0, NUM_RANKS), after, after + count))
 
 
 def reference_of(spec: str, snapshot: Snapshot) -> Mapping[str, Compressor]:

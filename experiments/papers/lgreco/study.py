@@ -51,9 +51,6 @@ class LGrecoScale(Scale):
     trials: int = 16
     """Plans that the time-aware policy tries before it knows what each bucket costs; at least twice the buckets."""
     trial_steps: int = 12
-    metric_steps: int = 40
-    metric_start: int = 40
-    metric_layers: int = 8
 
     def adapted(self, **options: Any) -> Self:
         if options.get("rate") is not None:
@@ -86,9 +83,6 @@ SMOKE = LGrecoScale(
     recorded=Extent(seeds=1, snapshots=2, window=2),
     trials=6,
     trial_steps=5,
-    metric_steps=2,
-    metric_start=2,
-    metric_layers=3,
 )
 
 
