@@ -14,7 +14,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 import tyro
 from rich.console import Console
 
-from experiments.framework.claims import Claim, Finding, Row, judge, recorded, results_of, table
+from experiments.framework.claims import Claim, Finding, Row, judge, recorded, results_of, table_of_claims
 from experiments.framework.ranks import RunCache
 from experiments.framework.study import Scale, Study
 from experiments.framework.verdicts import JUDGED
@@ -58,7 +58,7 @@ def finish(
     path: Path,
 ) -> int:
     """Show the findings, write them to ``path``, and print where the pictures are; return the command's exit code."""
-    console.print(table(findings, title))
+    console.print(table_of_claims(findings, title))
     results_of(findings, command, about | ({"failures": dict(failures)} if failures else {})).write(path)
     console.print(f"Pictures: {out}  Figures: {path}", soft_wrap=True, markup=False)
     return 1 if failures else 0
@@ -71,7 +71,7 @@ def write_again(
 
     A row whose verdict is another one than when it was measured keeps the first one under ``judged_before``.
     """
-    console.print(table(findings, title))
+    console.print(table_of_claims(findings, title))
     rows = results_of(findings, "", {}).results
     old = {row["name"]: row for row in before["results"]}
     for row in rows:

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.framework.claims import results_of
+from experiments.framework.claims import cell, results_of, table
 from experiments.framework.verdicts import RUN_SCATTER, WORDS, outcome
 
 
@@ -343,7 +343,7 @@ def _section(paper: RecordedPaper) -> Iterator[str]:
         yield f"{_NOT_RUN.capitalize()}: `{entry.command}`."
         return
     if paper.failures:
-        yield "Parts that ended in an error:\n\n" + "\n".join(f"- {_cell(failure)}" for failure in paper.failures)
+        yield "Parts that ended in an error:\n\n" + "\n".join(f"- {cell(failure)}" for failure in paper.failures)
     rows = []
     for claim in paper.claims:
         mark = "" if claim.machine == paper.machines[0] else f" ({_note(paper, claim)})"
@@ -366,13 +366,3 @@ def _heading(entry: Entry) -> str:
 def _anchor(entry: Entry) -> str:
     kept = "".join(c for c in _heading(entry).lower() if c.isalnum() or c in " -")
     return kept.replace(" ", "-")
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
