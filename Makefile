@@ -113,7 +113,6 @@ bench: .venv/ready
 	  --algorithm sra ring tree allgather parameter_server --json benchmarks/speed/allreduce-small.json
 	$(BIN)/thinwire bench allreduce --ranks 4 --rate 1gbit --rtt 20ms --size-mb 25 --repeats 9 \
 	  --algorithm sra ring tree allgather parameter_server --json benchmarks/speed/allreduce-long.json
-	$(BIN)/python -m experiments bench streams --json benchmarks/speed/streams.json
 	$(BIN)/python -m experiments bench instrument --json benchmarks/results/instrument.json
 	$(BIN)/python -m experiments bench optimizer --json benchmarks/optimizer/optimizer.json
 	$(BIN)/thinwire bench step --rate 1gbit --json benchmarks/speed/step-1gbit.json
@@ -121,8 +120,6 @@ bench: .venv/ready
 	$(BIN)/python -m experiments bench doctor --json benchmarks/doctor/doctor.json
 	$(BIN)/python -m experiments bench doctor --sharded --rounds 4 --json benchmarks/doctor/doctor-fsdp.json
 	$(BIN)/python -m experiments bench compressors --json benchmarks/compressors/compressors.json --plot benchmarks/compressors/compressors.svg
-	$(BIN)/python -m experiments policies record --out build/gradients
-	$(BIN)/python -m experiments policies replay build/gradients --json benchmarks/policies/policies.json --plot benchmarks/policies/policies.svg
 	$(BIN)/thinwire compare every --json benchmarks/compressors/compare-every.json
 	$(BIN)/thinwire demo --out benchmarks/demo --json benchmarks/demo/demo.json
 

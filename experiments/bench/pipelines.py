@@ -1,17 +1,12 @@
-"""``python -m experiments bench pipelines`` and ``stores``: steps of pipelines over emulated links.
-
-The second says what keeping messages of samples costs a step."""
+"""``python -m experiments bench pipelines``: steps of pipelines over emulated links."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,18 +16,16 @@ from torch.distributed.pipelining import PipelineStage
 
 import thinwire
 from experiments.framework.pages import show
-from thinwire.store import Disk
 from thinwire_tools import lab
-from thinwire_tools.compare.statistics import estimate, relative_differences
 from thinwire_tools.ranks import run_ranks
 from thinwire_tools.results import OutputFile, Results
 
 RANKS, CHUNKS, BATCH, LENGTH, WIDTH = 4, 8, 2, 128, 512
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-METHODS: dict[str, list[str] | None] = {
+METHODS: dict[str, dict[str, str] | None] = {
     "PyTorch": None,
-    "raw": ["raw", "raw"],
-    "fw3 bw6": ["delta(maxabs(bits=3))", "maxabs(bits=6)"],
+    "raw": {"forward": "raw", "backward": "raw"},
+    "fw3 bw6": {"forward": "delta(maxabs(bits=3))", "backward": "maxabs(bits=6)"},
 }
 LAYER_MS = (5.0, 10.0, 5.0)
 """Of each of eight layers: forward, backward, and the part of that which is the weights'."""
@@ -75,7 +68,7 @@ def even_stages(schedule: str, times: float) -> list[list[list[float]]]:
 
 
 def run(
-    method: list[str] | None,
+    method: dict[str, str] | None,
     schedule: str,
     stages: Sequence[Sequence[Sequence[float]]],
     steps: int,
@@ -168,7 +161,7 @@ class Recorder:
 
 
 def measure(
-    method: list[str] | None,
+    method: dict[str, str] | None,
     schedule: str,
     stages: list[list[list[float]]],
     chunks: int,
@@ -180,8 +173,7 @@ def measure(
     """Train, and return the seconds of each step, from the first task of any rank to the end of the last.
 
     Args:
-        method: forward and backward compressors of `thinwire.compress_stage`, and the folder that messages are kept in
-            if it is not memory; None for PyTorch's own stages.
+        method: options of `thinwire.compress_stage`; None for PyTorch's own stages.
         schedule: a key of `_SCHEDULES`.
         stages: by stage, for each of its layers the seconds forward, backward, and of the weights.
         chunks: micro-batches of a step.
@@ -195,8 +187,7 @@ def measure(
     for index in range(rank, len(stages), num_ranks):
         module = nn.Sequential(*(Emulated(width, *times) for times in stages[index]))
         stage = PipelineStage(module, index, len(stages), cpu)
-        specs = None if method is None else [json.loads(spec) if spec.startswith("[") else spec for spec in method]
-        mine.append(stage if specs is None else _compressed(stage, specs, chunks * batch))
+        mine.append(stage if method is None else thinwire.compress_stage(stage, **method))
     recorder = Recorder(mine)
     kind = getattr(pipelining, _SCHEDULES[schedule])
     single = schedule in ("gpipe", "1f1b")
@@ -218,67 +209,3 @@ def measure(
         spans = [span for rank_spans in recorded for span in rank_spans]
         taken.append(max(end for _, end in spans) - min(begin for begin, _ in spans))
     return {"step_s": sorted(taken[_WARM_UP:])}
-
-
-def _compressed(stage: PipelineStage, method: list[Any], num_samples: int) -> thinwire.CompressedStage:
-    forward, backward, *folder = method
-    store = Disk(*folder, num_samples=num_samples) if folder else None
-    return thinwire.compress_stage(stage, forward=forward, backward=backward, store=store)
-
-
-KEEPING_SCHEDULES = ("gpipe", "1f1b")
-RATES = ("100mbit", "300mbit", "1gbit")
-DIRECT = "nothing kept"
-KEEPING = {DIRECT: "maxabs(bits=3)", "in memory": "delta(maxabs(bits=3))", "on disk": "delta(maxabs(bits=3))"}
-_KEPT_BACKWARD = "maxabs(bits=6)"
-
-
-def stores(
-    *,
-    rates: tuple[Literal["100mbit", "300mbit", "1gbit", "10gbit"], ...] = RATES,
-    steps: int = 5,
-    rounds: int = 5,
-    json: OutputFile = None,
-) -> int:
-    """Steps of four stages that keep each sample's last message in memory, on disk, or not at all, in as many bytes.
-
-    Activations are sent in 3 bits and their gradients in 6, as they are or as changes of what is kept (AQ-SGD). Stages
-    sleep as if an accelerator computed. Methods take turns, and each is compared with what its round took without.
-
-    Examples:
-      python -m experiments bench stores --json benchmarks/pipelines/stores.json
-      python -m experiments bench stores --rates 1gbit --rounds 3
-
-    Args:
-        rates: of each rank's link.
-        steps: of each run; the median counts.
-        rounds: turns of all methods.
-        json: write the figures to this file.
-    """
-    lab.need_network()
-    results = Results("python -m experiments bench stores")
-    results.about = {"ranks": RANKS, "micro_batches": CHUNKS, "layer_ms": list(LAYER_MS), "rates": list(rates)}
-    results.about |= {"steps": steps, "rounds": rounds}
-    for rate in rates:
-        with lab.Network(RANKS, rate=rate) as network:
-            for schedule in KEEPING_SCHEDULES:
-                seconds: dict[str, list[float]] = {name: [] for name in KEEPING}
-                for _ in range(rounds):
-                    for name, own in seconds.items():
-                        own.append(_step_s(name, schedule, steps, network))
-                for name, own in seconds.items():
-                    results.add(f"step_s/{name}/{schedule}/{rate}", median(own), "s", all=own)
-                    if name != DIRECT:
-                        difference = estimate(relative_differences(own, seconds[DIRECT]))
-                        cell = f"difference/{name}/{schedule}/{rate}"
-                        results.add(cell, difference.mean, "", lower=difference.lower, upper=difference.upper)
-    show("stores", results, json)
-    return 0
-
-
-def _step_s(name: str, schedule: str, steps: int, network: lab.Network) -> float:
-    with TemporaryDirectory() as folder:
-        method = [KEEPING[name], _KEPT_BACKWARD]
-        if name == "on disk":
-            method.append(str(Path(folder, "messages")))
-        return median(run(method, schedule, even_stages(schedule, 1.0), steps, network))

@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from rich import box
-from rich.markup import escape
-from rich.table import Table
+from rich.markdown import Markdown
 
-from experiments.framework.verdicts import Judgment, exceeds, faster, matches, outcome
+from experiments.framework.verdicts import WORDS, Judgment, exceeds, faster, matches, outcome
 from thinwire_tools.compare.statistics import Estimate, estimate
 from thinwire_tools.results import Results
 
@@ -40,19 +38,21 @@ class Finding:
     detectable: float | None = None
 
 
-def table(findings: Sequence[Finding], title: str) -> Table:
-    """Return a table of every claim with the finding, for people."""
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title)
-    shown.add_column("figure", no_wrap=True)
-    shown.add_column("the paper")
-    shown.add_column("here")
-    shown.add_column("holds", no_wrap=True)
-    words = {True: "[green]yes[/]", False: "[red]no[/]", None: "[dim]inconclusive[/]"}
-    for finding in findings:
-        if finding.claim:
-            text = escape(outcome(finding.text, finding.why))
-            shown.add_row(finding.figure, escape(finding.claim), text, words[finding.holds])
-    return shown
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell(text) for text in line) + " |" for line in lines)
+
+
+def cell(text: str) -> str:
+    """Return ``text`` in one line, as a cell of a table has it."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def table_of_claims(findings: Sequence[Finding], title: str) -> Markdown:
+    """Return every claim with the finding, for people."""
+    rows = [[f.figure, f.claim, outcome(f.text, f.why), WORDS[f.holds]] for f in findings if f.claim]
+    return Markdown(f"## {title}\n\n{table(('figure', 'the paper', 'here', ''), rows)}")
 
 
 def results_of(findings: Sequence[Finding], command: str, about: dict[str, Any]) -> Results:

@@ -12,17 +12,8 @@ import tyro
 from rich.console import Console
 from rich.markdown import Markdown
 
-from experiments.framework.results_page import (
-    CATALOG,
-    SUMMARY,
-    UNNAMED,
-    Entry,
-    RecordedPaper,
-    page,
-    read,
-    summary,
-    table,
-)
+from experiments.framework.claims import table
+from experiments.framework.results_page import CATALOG, SUMMARY, UNNAMED, Entry, RecordedPaper, page, read, summary
 from thinwire_tools.exits import ends_command
 from thinwire_tools.results import OutputFile, Results
 

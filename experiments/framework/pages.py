@@ -66,10 +66,7 @@ class Record:
     def machine_of(self, names: Iterable[str]) -> str:
         """The machine and the commit by which these rows were measured; where they differ, each of the values."""
         records = [self.of[name] for name in names]
-        commits = dict.fromkeys(
-            f"commit {record['commit'][:12]}{record['commit'][40:]}" for record in records if record.get("commit")
-        )
-        before = [] if all(record.get("commit") for record in records) else [results_page.UNNAMED]
+        commits = dict.fromkeys(map(_commit, records))
 
         def values(form: Callable[[Any, Any], str]) -> str:
             return " or ".join(dict.fromkeys(form(record["machine"], record["versions"]) for record in records))
@@ -79,8 +76,15 @@ class Record:
             f"{values(lambda machine, _: 'an ' + machine['cpu'])}, "
             f"{values(lambda machine, _: format(machine['memory_bytes'] / 2**30, '.0f'))} GiB, "
             f"{values(lambda machine, _: machine['system'])}, PyTorch {values(lambda _, versions: versions['torch'])}, "
-            f"Python {values(lambda _, versions: versions['python'])}, {' or '.join([*commits, *before])}"
+            f"Python {values(lambda _, versions: versions['python'])}, {' or '.join(commits)}"
         )
+
+
+def _commit(record: Mapping[str, Any]) -> str:
+    """The commit that measured a record; of one that came before records named it, that by which it came, if known."""
+    if record.get("commit"):
+        return f"commit {record['commit'][:12]}{record['commit'][40:]}"
+    return f"by code of commit {record['came_with'][:12]}" if "came_with" in record else results_page.UNNAMED
 
 
 def read(pattern: str) -> Record:

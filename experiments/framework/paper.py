@@ -7,15 +7,16 @@ import json
 import json as json_module
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import tyro
 from rich.console import Console
 
-from experiments.framework.claims import Claim, Finding, Row, judge, recorded, results_of, table
+from experiments.framework.claims import Claim, Finding, Row, judge, recorded, results_of, table_of_claims
 from experiments.framework.ranks import RunCache
-from experiments.framework.study import Scale, Screen, Study
+from experiments.framework.study import Scale, Study
 from experiments.framework.verdicts import JUDGED
 from thinwire.runtime import ParityError
 from thinwire_tools import lab, plots
@@ -37,13 +38,11 @@ def chosen_parts(asked: Sequence[str], known: Mapping[str, object]) -> list[str]
     return chosen
 
 
-def announce(console: Console, seconds: float) -> bool:
-    """Print what cannot be judged here, and about how long it takes; return whether slow links can be made."""
+def announce(console: Console) -> bool:
+    """Print what cannot be judged here; return whether slow links can be made."""
     missing = lab.unavailable()
     if missing:
         console.print(f"No slow network can be made here, so times over links are not judged: {missing}", markup=False)
-    minutes = seconds / 60
-    console.print(f"This takes about {minutes:.0f} minutes." if minutes >= 1.5 else "This takes about a minute.")
     return missing is None
 
 
@@ -59,7 +58,7 @@ def finish(
     path: Path,
 ) -> int:
     """Show the findings, write them to ``path``, and print where the pictures are; return the command's exit code."""
-    console.print(table(findings, title))
+    console.print(table_of_claims(findings, title))
     results_of(findings, command, about | ({"failures": dict(failures)} if failures else {})).write(path)
     console.print(f"Pictures: {out}  Figures: {path}", soft_wrap=True, markup=False)
     return 1 if failures else 0
@@ -72,7 +71,7 @@ def write_again(
 
     A row whose verdict is another one than when it was measured keeps the first one under ``judged_before``.
     """
-    console.print(table(findings, title))
+    console.print(table_of_claims(findings, title))
     rows = results_of(findings, "", {}).results
     old = {row["name"]: row for row in before["results"]}
     for row in rows:
@@ -87,27 +86,28 @@ def write_again(
 
 
 def make_parts(
-    console: Console, study: Study[Any], parts: Mapping[str, Callable[[Study[Any]], list[Finding]]]
+    console: Console, study: Study[Any], parts: Mapping[str, tuple[str, Callable[[Study[Any]], list[Finding]]]]
 ) -> tuple[list[Finding], dict[str, str]]:
-    """Return the findings, and reasons of failed parts. A failure costs its part, not the others."""
+    """Return the findings of parts, each a title and what measures it, and reasons of failed ones. A failure costs its
+    part, not the others."""
     findings: list[Finding] = []
     failures: dict[str, str] = {}
-    with study.screen as screen, study:
-        for part, make in parts.items():
+    with study:
+        for part, (title, make) in parts.items():
             try:
-                with study.part(part):
+                with study.part(title):
                     rows = make(study)
             except (RankFailedError, ParityError) as failure:
                 # After a rank's failure the others are useless: later parts start new ones.
                 study.close()
                 failures[part] = str(failure)
-                screen.fail(part, str(failure))
+                console.print(f"{title}: failed: {failure}", style="bold red", markup=False)
                 if isinstance(failure, RankFailedError):
                     console.print(failure.log, style="dim", markup=False)
                 continue
             findings += rows
             judged = [row.holds for row in rows if row.claim and row.holds is not None]
-            screen.note(part, f"{sum(judged)} of {len(judged)} claims hold" if judged else "none judged")
+            console.print(f"{title}: {f'{sum(judged)} of {len(judged)} claims hold' if judged else 'none judged'}")
     return findings, failures
 
 
@@ -116,18 +116,10 @@ ScaleT = TypeVar("ScaleT", bound=Scale)
 
 @dataclass(frozen=True)
 class Part:
-    """The measurements of one figure or table, by the paper's study and at its scale. They take ``steps`` training
-    steps, of ``step_s`` seconds each on two cores of a 2020s server, after ``start_s``."""
+    """The measurements of one figure or table, by the paper's study and at its scale."""
 
     title: str
     measure: Callable[[Any], list[Row]]
-    steps: Callable[[Any], int]
-    step_s: float = 0.0
-    start_s: float = 3.0
-
-    def seconds(self, scale: Scale) -> float:
-        """Return about how many seconds the part takes."""
-        return self.start_s + self.steps(scale) * self.step_s
 
 
 @dataclass(frozen=True)
@@ -143,7 +135,7 @@ class Paper(Generic[ScaleT]):
     differs: tuple[str, ...]
     scale: ScaleT
     smoke: ScaleT
-    study: Callable[[ScaleT, Path, Screen, bool, RunCache], Study[ScaleT]]
+    study: Callable[[ScaleT, Path, Console, bool, RunCache], Study[ScaleT]]
     source: Literal["paper", "thesis"] = "paper"
 
     @property
@@ -165,7 +157,6 @@ def command(paper: Paper[Any], summary: str) -> Callable[..., int]:
         seeds: int | None = None,
         rounds: int | None = None,
         rate: str | None = None,
-        data: Path | None = None,
         steps: int | None = None,
         smoke: bool = False,
         times: Path | None = None,
@@ -179,8 +170,7 @@ def command(paper: Paper[Any], summary: str) -> Callable[..., int]:
             need_scipy()
             plots.need_matplotlib()
             base = paper.smoke if smoke else paper.scale
-            folder = None if data is None else str(data.resolve())
-            scale = base.adapted(seeds=seeds, rounds=rounds, rate=rate, data=folder, steps=steps)
+            scale = base.adapted(seeds=seeds, rounds=rounds, rate=rate, steps=steps)
             about = dataclasses.asdict(scale) | scale.about()
             record, timed = (None if file is None else json_module.loads(file.read_text()) for file in (from_, times))
         out.mkdir(parents=True, exist_ok=True)
@@ -190,24 +180,18 @@ def command(paper: Paper[Any], summary: str) -> Callable[..., int]:
         if record is not None:
             write_again(console, paper.judge(record), record, paper.rules, path, paper.title)
             return 0
-        emulated = announce(console, sum(paper.parts[part].seconds(scale) for part in chosen))
-        phases = {
-            part: (paper.parts[part].title, max(1, paper.parts[part].steps(scale)), paper.parts[part].seconds(scale))
-            for part in chosen
-        }
+        emulated = announce(console)
         cache = RunCache(None if smoke else out / "runs")
-        study = paper.study(scale, out, Screen(console, phases), emulated, cache)
+        study = paper.study(scale, out, console, emulated, cache)
         study.measured |= _by_name(recorded(timed) if timed else ())
 
-        def measure(part: str) -> Callable[[Study[Any]], list[Finding]]:
-            def made(study: Study[Any]) -> list[Finding]:
-                rows = paper.parts[part].measure(study)
-                study.measured |= _by_name(rows)
-                return judge(paper.claims, rows, emulated=emulated)
+        def measure(part: Part, study: Study[Any]) -> list[Finding]:
+            rows = part.measure(study)
+            study.measured |= _by_name(rows)
+            return judge(paper.claims, rows, emulated=emulated)
 
-            return made
-
-        findings, failures = make_parts(console, study, {part: measure(part) for part in chosen})
+        made = {name: (paper.parts[name].title, partial(measure, paper.parts[name])) for name in chosen}
+        findings, failures = make_parts(console, study, made)
         about |= study.about() | {
             "emulated": emulated,
             "smoke": smoke,
@@ -230,7 +214,6 @@ def command(paper: Paper[Any], summary: str) -> Callable[..., int]:
         seeds: paired runs of every method whose quality is compared; a verdict takes at least 2.
         rounds: turns of every method that is timed in turns; a verdict takes at least 5.
         rate: of each rank's link (100mbit, 1gbit ...), emulated, instead of the paper's own choice.
-        data: folder of CIFAR-10's binary version, for papers that train on images; without it scikit-learn's digits.
         steps: training steps of each run, for papers that train one network.
         smoke: a tiny network and few steps, about a minute: the same path, no figures worth keeping.
         times: JSON file of an earlier run, whose step times are taken where times to a loss need some.

@@ -1,4 +1,4 @@
-"""The smallest difference that each task of the experiments shows: ``python -m experiments power``."""
+"""The smallest difference that each task of the experiments shows, from recorded runs."""
 
 from __future__ import annotations
 
@@ -9,20 +9,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
-
-import tyro
-from rich.console import Console
-from rich.markdown import Markdown
+from typing import Any
 
 from experiments.framework import claims
 from experiments.framework.claims import Rows
-from experiments.framework.results_page import table
 from experiments.framework.verdicts import shown_difference
 from thinwire_tools.compare.statistics import CONFIDENCE, POWER, Estimate, estimate, need_scipy, relative_differences
-from thinwire_tools.results import OutputFile, Results
 
-_BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 _VALUES = ("by_seed", "perplexities", "losses", "own")
 _BASELINES = ("fp32", "fp32_losses", "baseline_perplexities")
 _SEEDS = (3, 5)
@@ -129,32 +122,6 @@ TASKS = (
 )
 
 
-def power(
-    *, from_: Annotated[Path, tyro.conf.arg(name="from", metavar="DIR")] = _BENCHMARKS, json: OutputFile = None
-) -> int:
-    """Show how small a difference each task of the experiments shows, from runs that are recorded.
-
-    For each task, with the deviation of its methods' paired differences: the difference that three and five seeds see
-    with a chance of 80 %, the smallest that was told from none, and whether the control, which must be worse, is.
-
-    Examples:
-      python -m experiments power
-      python -m experiments power --from repro
-
-    Args:
-        from_: folder of the JSON files that the experiments wrote.
-        json: write the figures to this file.
-    """
-    tasks = powers(from_)
-    if not tasks:
-        Console(stderr=True).print(f"python -m experiments power: no recorded runs in {from_}", markup=False)
-        return 2
-    Console(highlight=False).print(Markdown(table(HEAD, [cells(one) for one in tasks])))
-    if json is not None:
-        _record(tasks).write(json)
-    return 0
-
-
 def powers(folder: Path) -> list[Power]:
     """Return the power of every task that is recorded in ``folder``."""
     measured_powers = []
@@ -226,9 +193,6 @@ def _baseline(task: Task, row: Mapping[str, Any], rows: Rows, key: str) -> Seque
     return next((row[name] for name in _BASELINES if isinstance(row.get(name), list)), None)
 
 
-HEAD = ("task", "metric", "methods, seeds", "3 seeds see", "5 seeds see", "least told apart", "control")
-
-
 def cells(one: Power) -> list[str]:
     """Return a row of the table, for people."""
     if one.control is None:
@@ -243,19 +207,3 @@ def cells(one: Power) -> list[str]:
 def _percent(share: float) -> str:
     """Format in two digits, or in whole percents."""
     return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"
-
-
-def _record(tasks: Sequence[Power]) -> Results:
-    results = Results("python -m experiments power", about={"chance": POWER, "confidence": CONFIDENCE})
-    for one in tasks:
-        results.add(
-            one.task.title,
-            one.visible(5),
-            "",
-            metric=one.task.metric,
-            deviation=one.deviation,
-            seeds=one.num_seeds,
-            control=one.control.mean if one.control else None,
-            control_fails=one.control_fails,
-        )
-    return results

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.framework.claims import results_of
+from experiments.framework.claims import cell, results_of, table
 from experiments.framework.verdicts import RUN_SCATTER, WORDS, outcome
 
 
@@ -112,7 +112,7 @@ LEFT_OUT = (
     ),
     (
         "Data sets and models of the papers",
-        "pictures are scikit-learn's digits (CIFAR-10 where a folder of it is given), text is the source of Python's "
+        "pictures are scikit-learn's digits, text is the source of Python's "
         "standard library, models have up to a few million parameters: what two CPU cores train in minutes. Each page "
         "says in what its experiments differ",
     ),
@@ -215,7 +215,7 @@ def _recorded(entry: Entry, folder: Path, judge: bool) -> RecordedPaper:
     unnamed: list[str] = []
     for path in sorted((folder / entry.name).glob("*.json")):
         record = _record(path)
-        unnamed += [] if record.get("commit") else [f"{entry.name}/{path.name}"]
+        unnamed += [] if record.get("commit") or "came_with" in record else [f"{entry.name}/{path.name}"]
         machine = _machine(record)
         machines += [] if machine in machines else [machine]
         results = _judged(entry, record) if judge else record["results"]
@@ -343,7 +343,7 @@ def _section(paper: RecordedPaper) -> Iterator[str]:
         yield f"{_NOT_RUN.capitalize()}: `{entry.command}`."
         return
     if paper.failures:
-        yield "Parts that ended in an error:\n\n" + "\n".join(f"- {_cell(failure)}" for failure in paper.failures)
+        yield "Parts that ended in an error:\n\n" + "\n".join(f"- {cell(failure)}" for failure in paper.failures)
     rows = []
     for claim in paper.claims:
         mark = "" if claim.machine == paper.machines[0] else f" ({_note(paper, claim)})"
@@ -366,13 +366,3 @@ def _heading(entry: Entry) -> str:
 def _anchor(entry: Entry) -> str:
     kept = "".join(c for c in _heading(entry).lower() if c.isalnum() or c in " -")
     return kept.replace(" ", "-")
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)

@@ -11,18 +11,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
-from rich.progress_bar import ProgressBar
-from rich.text import Text
+from rich.status import Status
 
 from experiments.framework.claims import Row
 from experiments.framework.methods import Method
@@ -32,99 +21,6 @@ from experiments.framework.training import Gradients, Runs, Trained
 from experiments.tasks.images import ImageTask
 from thinwire_tools.compare.paired import Watcher
 from thinwire_tools.lab.units import format_rate, parse_rate, parse_rates
-
-
-class _Bar(BarColumn):
-    """A bar that stays still until its phase begins; rich's own moves, as if the phase ran."""
-
-    def render(self, task: Task) -> ProgressBar:
-        return ProgressBar(total=task.total, completed=task.completed, width=self.bar_width)
-
-
-class _Remaining(ProgressColumn):
-    """Time left of a phase that runs, by its own speed; before that, and for the whole, as predicted."""
-
-    def render(self, task: Task) -> Text:
-        if task.finished:
-            return Text("")
-        left = task.fields["left_s"]
-        if task.started and task.time_remaining is not None and not task.fields["whole"]:
-            left = task.time_remaining
-        return Text(f"~{int(left) // 60}:{int(left) % 60:02d}", style="cyan" if task.started else "dim")
-
-
-class Screen:
-    """Bars for ``phases {name: (title, steps, predicted seconds)}``; a context manager."""
-
-    def __init__(self, console: Console, phases: dict[str, tuple[str, int, float]]) -> None:
-        self.console = console
-        self._phases = phases
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            _Bar(bar_width=14),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            _Remaining(),
-            TextColumn("{task.fields[note]}"),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._tasks: dict[str, TaskID] = {}
-        self._done_s = 0.0
-
-    def __enter__(self) -> Self:
-        for name, (title, steps, seconds) in self._phases.items():
-            self._tasks[name] = self._progress.add_task(
-                title, total=steps, start=False, note="", left_s=seconds, whole=False
-            )
-        total_s = sum(seconds for _, _, seconds in self._phases.values())
-        self._whole = self._progress.add_task(
-            "[bold]all", total=round(total_s), note="seconds (predicted)", left_s=total_s, whole=True
-        )
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Run the clock of ``name`` while the body runs."""
-        self._progress.start_task(self._tasks[name])
-        self._progress.update(self._tasks[name], note="starting")
-        try:
-            yield
-        finally:
-            self._progress.stop_task(self._tasks[name])
-            self._done_s += self._phases[name][2]
-            self._show_whole(0.0)
-
-    def advance(self, name: str, step: int, now: float | str) -> None:
-        """Add ``step`` done steps to ``name``; ``now`` is the last one's loss, or the present activity."""
-        _, steps, seconds = self._phases[name]
-        note = escape(now) if isinstance(now, str) else f"loss {now:.2f}"
-        self._progress.update(self._tasks[name], completed=step, note=note)
-        self._show_whole(seconds * step / steps)
-
-    def note(self, name: str, text: str) -> None:
-        """Show the result of a finished phase."""
-        self._tell(name, text, "green")
-
-    def fail(self, name: str, why: str) -> None:
-        """Show that ``name`` failed."""
-        self._tell(name, f"failed: {why}", "bold red")
-
-    def _show_whole(self, running_s: float) -> None:
-        done_s = self._done_s + running_s
-        total_s = self._progress.tasks[self._whole].total or 0.0
-        self._progress.update(self._whole, completed=round(done_s), left_s=max(0.0, total_s - done_s))
-
-    def _tell(self, name: str, text: str, style: str) -> None:
-        self._progress.update(self._tasks[name], note=f"[{style}]{text}[/]")
-        if not self.console.is_terminal:
-            self.console.print(f"{self._phases[name][0]}: {text}", style=style, markup=False)
 
 
 def draw_bars(axes: Any, shown: Sequence[tuple[str, str, float]]) -> None:
@@ -155,7 +51,7 @@ class Scale:
     """The scale at which a paper is measured: number of seeds, and rate of links (None: the paper's own choice).
 
     Further fields are what else a paper's command can change: ``rounds`` (turns of each method that is timed),
-    ``steps``, ``data``.
+    ``steps``.
     """
 
     seeds: int = 3
@@ -193,15 +89,16 @@ class Study(Generic[ScaleT]):
 
     scale: ScaleT
     out: Path
-    screen: Screen
+    console: Console
     emulated: bool
     cache: RunCache = field(default_factory=RunCache)
     measured: dict[tuple[str, str], Row] = field(default_factory=dict)
     """Findings of the parts before this one, and of an earlier run whose times are taken, by figure and name."""
     _resources: dict[Any, Any] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
-    present_part: str = ""
+    _title: str = ""
     _done: int = 0
+    _status: Status | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -217,16 +114,17 @@ class Study(Generic[ScaleT]):
         self._resources.clear()
 
     @contextmanager
-    def part(self, part: str) -> Iterator[None]:
-        """Attribute progress to ``part`` while the body runs."""
-        self.present_part, self._done = part, 0
-        with self.screen.phase(part):
+    def part(self, title: str) -> Iterator[None]:
+        """Show progress under ``title`` while the body runs."""
+        self._title, self._done = title, 0
+        with self.console.status(escape(title)) as self._status:
             yield
 
     def advance(self, steps: int, now: str) -> None:
-        """Add ``steps`` done steps of this part."""
+        """Add ``steps`` done steps of this part; ``now`` is the present activity."""
         self._done += steps
-        self.screen.advance(self.present_part, self._done, now)
+        if self._status is not None:
+            self._status.update(escape(f"{self._title}, step {self._done}: {now}"))
 
     def reporter(self, title: str) -> OnStep:
         """Return a function that shows steps of a training, by number and loss, as steps of the part."""
@@ -264,11 +162,8 @@ class Study(Generic[ScaleT]):
         self, task: ScoredTask, method: Method, seed: int, *, num_ranks: int, measure: int = 0, shaped: bool = False
     ) -> Trained:
         """Run `Runs.train`, with progress."""
-        runs, before = self.runs(task, num_ranks), self._done
-        trained = runs.train(method, seed, self._on_step(before, method.title), measure=measure, shaped=shaped)
-        self._done = before
-        self.advance(task.steps, f"{method.title}: loss {trained.train_loss[-1]:.2f}")
-        return trained
+        runs = self.runs(task, num_ranks)
+        return runs.train(method, seed, self.reporter(method.title), measure=measure, shaped=shaped)
 
     def runs(self, task: ScoredTask, num_ranks: int) -> Runs:
         """Return ranks that train ``task``; all others end, since those that wait would still share the cores."""
@@ -276,12 +171,6 @@ class Study(Generic[ScaleT]):
         if key not in self._resources:
             self.close()
         return self.kept(key, lambda: Runs(task, num_ranks, self.rate, self.cache))
-
-    def _on_step(self, before: int, title: str) -> Any:
-        def show(step: int, loss: float) -> None:
-            self.screen.advance(self.present_part, before + step, f"{title}: loss {loss:.2f}")
-
-        return show
 
 
 class PartWatcher(Watcher):
@@ -300,20 +189,18 @@ class PartWatcher(Watcher):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageScale(Scale):
-    """Scale of a paper that trains one network on images, of the folder ``data`` (None: scikit-learn's digits)."""
+    """Scale of a paper that trains one network on images."""
 
     task: ImageTask
     num_ranks: int = 2
-    data: str | None = None
     steps: int | None = None
     rate: str | None = "200mbit"
 
     def adapted(self, **options: Any) -> Self:
         made = super().adapted(**options)
-        task = replace(made.task, data=made.data)
-        if made.steps is not None:
-            task = replace(task, steps=made.steps, probe_every=max(1, made.steps // 16))
-        return replace(made, task=task)
+        if made.steps is None:
+            return made
+        return replace(made, task=replace(made.task, steps=made.steps, probe_every=max(1, made.steps // 16)))
 
     def about(self) -> dict[str, Any]:
         images = self.task.images
@@ -354,5 +241,5 @@ class ImageStudy(Study[ImageScaleT]):
         if seed not in self._gradients:
             at = sorted({self.task.steps * i // 10 for i in range(10)})
             runs = self.runs(self.task, self.scale.num_ranks)
-            self._gradients[seed] = runs.record(seed, at, self._on_step(self._done, "gradients"))
+            self._gradients[seed] = runs.record(seed, at, self.reporter("gradients"))
         return self._gradients[seed]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from experiments.papers.lgreco.gradients import NUM_RANKS, Snapshot
-from experiments.policies.recording import Training
+from experiments.papers.lgreco.gradients import NUM_RANKS, Snapshot, Training
 from thinwire.compressors import Compressor, MinMax, PowerSGD, Raw, TopK, UnsuitedError, unwrap
 from thinwire.plan import Plan, sent_bytes
 from thinwire.policies import Evidence
@@ -29,7 +26,6 @@ class Family:
 
     name: str
     title: str
-    parameter: str
     members: tuple[Compressor, ...]
     levels: tuple[Compressor, ...]
 
@@ -53,15 +49,13 @@ FAMILIES = (
     Family(
         "bits",
         "min-max, buckets of 128",
-        "bits",
         tuple(MinMax(bits=bits, bucket=128) for bits in range(1, 9)),
         tuple(MinMax(bits=bits, bucket=128) for bits in range(2, 8)),
     ),
-    Family("topk", "top-k", "density", _DENSITIES, _DENSITIES[2:22:3]),
+    Family("topk", "top-k", _DENSITIES, _DENSITIES[2:22:3]),
     Family(
         "powersgd",
         "PowerSGD",
-        "rank",
         tuple(PowerSGD(rank=rank) for rank in _RANKS),
         tuple(PowerSGD(rank=rank) for rank in (2, 4, 8, 16, 32)),
     ),
@@ -70,15 +64,11 @@ FAMILIES = (
 
 @dataclass(frozen=True)
 class Point:
-    """A plan on a snapshot: bytes that a rank sends in a step, and errors relative to the gradient.
-
-    ``error`` is the sum over layers of the L2 norms of their errors, for that of the gradients' norms (thesis, section
-    4.4); ``whole`` the L2 norm of the whole error for that of the whole gradient.
-    """
+    """A plan on a snapshot: bytes that a rank sends in a step, and the sum over layers of the L2 norms of their errors,
+    for that of the gradients' norms (thesis, section 4.4)."""
 
     sent_bytes: float
     error: float
-    whole: float
 
 
 @dataclass
@@ -91,11 +81,9 @@ class Table:
     training: Training
     layers: list[LayerCandidates] = field(init=False)
     raw_bytes: float = field(init=False)
-    evaluate_s: float = field(init=False)
     _errors: dict[tuple[str, Compressor], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        started = time.perf_counter()
         gradients = self.snapshot.gradients
         shapes = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
         # As thinwire's own filter: vectors and small layers are sent raw.
@@ -104,18 +92,11 @@ class Table:
         self.layers = [self._layer(name) for name in chosen if float(gradients[name].norm()) > 0]
         kept = {layer.name for layer in self.layers}
         self.raw_bytes = sum(sent_bytes(Raw(), shape, NUM_RANKS) for name, shape in shapes.items() if name not in kept)
-        self.evaluate_s = time.perf_counter() - started
 
     def _layer(self, name: str) -> LayerCandidates:
         gradient = self.snapshot.gradients[name]
         offered = {self.family.at(member, gradient.shape): None for member in self.family.members}
         return LayerCandidates.evaluate(name, gradient, offered, next(iter(offered)), _price)
-
-    @cached_property
-    def norms(self) -> tuple[float, float]:
-        """Sum of the layers' norms, and the norm of all of them."""
-        norms = [layer.norm for layer in self.layers]
-        return math.fsum(norms), math.hypot(*norms)
 
     def evidence(self, memory: Mapping[str, tuple[float, ...]] | None = None) -> Evidence:
         """What a policy is shown, apart from its reference."""
@@ -142,10 +123,9 @@ class Table:
 
     def point(self, plan: Mapping[str, Compressor]) -> Point:
         """What a plan sends, and how far from the gradient it is."""
-        squares = [self._error(layer, plan[layer.name]) for layer in self.layers]
+        errors = math.fsum(math.sqrt(self._error(layer, plan[layer.name])) for layer in self.layers)
         sent = self.raw_bytes + sum(_price(layer.name, plan[layer.name], self._shape(layer)) for layer in self.layers)
-        sum_of_norms, norm = self.norms
-        return Point(sent, math.fsum(map(math.sqrt, squares)) / sum_of_norms, math.sqrt(math.fsum(squares)) / norm)
+        return Point(sent, errors / math.fsum(layer.norm for layer in self.layers))
 
     def by_bucket(self, plan: Mapping[str, Compressor]) -> list[float]:
         """Bytes of each DDP bucket, in the order in which they are sent, without those of raw layers."""

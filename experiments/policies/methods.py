@@ -23,15 +23,12 @@ notes now."""
 
 @dataclass(frozen=True)
 class Method:
-    """``sparse``: replayed on one snapshot of each training only, in its middle, because a decision takes half a
-    second; ``families``: of which it is, all if empty."""
+    """A policy's name and what it chooses. ``sparse``: replayed on one snapshot of each training only, in its middle,
+    because a decision takes half a second."""
 
     name: str
-    title: str
-    color: str
     choose: Choose
     sparse: bool = False
-    families: tuple[str, ...] = ()
 
 
 def budgeted(policy: BudgetedPolicy) -> Choose:
@@ -98,13 +95,12 @@ def bayes(table: Table, level: Compressor, memory: Memory) -> tuple[Plan, Memory
 
 
 METHODS = (
-    Method("lgreco", "L-GreCo", "#0a7d4f", budgeted(LGreco())),
-    Method("squared", "L-GreCo, squared errors", "#63b48d", budgeted(LGreco(error="squared"))),
-    Method("priority", "L-GreCo by priority", "#1f6fb2", budgeted(ByPriority())),
-    Method("kmeans", "k-means", "#d98a00", budgeted(KMeans())),
-    Method("linear", "Linear", "#c0392b", budgeted(Linear())),
-    Method("bayes", "Bayes", "#8250c4", bayes, sparse=True),
-    Method("accordion", "Accordion", "#e377c2", accordion),
-    Method("both", "L-GreCo + Accordion", "#17becf", with_accordion),
-    Method("global", "global top-k", "#7f6000", globally, families=("topk",)),
+    Method("lgreco", budgeted(LGreco())),
+    Method("priority", budgeted(ByPriority())),
+    Method("kmeans", budgeted(KMeans())),
+    Method("linear", budgeted(Linear())),
+    Method("bayes", bayes, sparse=True),
+    Method("accordion", accordion),
+    Method("both", with_accordion),
+    Method("global", globally),
 )

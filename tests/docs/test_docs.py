@@ -113,10 +113,6 @@ def test_names_and_specs_that_pages_mention_exist() -> None:
 # Commands that are none of thinwire's own, and what runs them.
 ELSEWHERE = {
     "python -m experiments bench compressors": "tests/experiments/test_bench_commands.py",
-    "python -m experiments policies record --out build/gradients": "tests/experiments/test_policy_laboratory.py",
-    "python -m experiments policies replay build/gradients --plot frontiers.svg": (
-        "tests/experiments/test_policy_laboratory.py"
-    ),
     "torchrun --nproc-per-node 2 --max-restarts 3 examples/elastic.py --checkpoint elastic.pt": (
         "tests/docs/test_examples.py"
     ),

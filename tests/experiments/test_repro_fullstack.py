@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from experiments.papers.aqsgd.simulated import Boundary, RowParallel, Sum, cross
+from experiments.papers.aqsgd.simulated import Boundary, cross
 from experiments.papers.aqsgd.split import Splitting, Training, Views
 from experiments.papers.aqsgd.tasks import STACKED_SMALL as SMALL
 
@@ -94,13 +94,3 @@ def test_split_training_without_compression_is_plain_training() -> None:
     assert loss == pytest.approx(expected.item(), rel=1e-5)
     for ours, theirs in zip(raw.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
-
-
-def test_a_row_parallel_layer_is_the_layer_itself_without_compression() -> None:
-    linear, x = torch.nn.Linear(8, 4), values(2, 5, 8).requires_grad_()
-    layer = RowParallel(linear, Sum("raw", "s", (5, 4), 2, 0), 2)
-    layer.samples = [0, 1]
-    torch.testing.assert_close(layer(x), linear(x))
-    (gradient,) = torch.autograd.grad(layer(x).square().sum(), x)
-    (expected,) = torch.autograd.grad(linear(x).square().sum(), x)
-    torch.testing.assert_close(gradient, expected)

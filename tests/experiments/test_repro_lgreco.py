@@ -1,15 +1,9 @@
-"""``python -m experiments lgreco``: how bytes are counted, and the loss-based metric."""
+"""``python -m experiments lgreco``: how bytes are counted."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import torch
-from torch import Tensor, nn
-
-import thinwire
-from experiments.papers.lgreco.metric import Checkpoint, sensitivities
 from experiments.papers.lgreco.quality import bytes_from, first_plan, gains
 from thinwire_tools.compare.comparison import Run
 
@@ -34,42 +28,3 @@ def test_bytes_count_from_the_first_plan_on() -> None:
     # A plan after the last probe but one: what is left is that probe's stretch.
     assert bytes_from(adapted, 35) == 50
     assert gains([adapted, adapted], [_run("uniform")] * 2) == [2.0, 2.0]
-
-
-class _Lines:
-    """Least squares by gradient descent: what a task must have for the metric."""
-
-    learning_rate = 0.05
-
-    def build(self, seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        layers = {"wide": nn.Linear(64, 32, bias=False), "narrow": nn.Linear(32, 32, bias=False)}
-        return nn.Sequential(OrderedDict(layers))
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=self.learning_rate)
-
-    def batches(self, seed: int, rank: int, num_ranks: int) -> Iterator[Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        for _ in range(20):
-            yield torch.randn(16, 64, generator=generator)
-
-    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        return (model(batch) - batch[:, :32]).square().mean()
-
-
-def test_only_the_named_layer_is_compressed_and_the_checkpoint_stays() -> None:
-    task = _Lines()
-    model = task.build(0)
-    start = Checkpoint(model, task.optimizer(model), 0, task.learning_rate)
-    before = [parameter.clone() for parameter in model.parameters()]
-    specs = ("raw()", "truncate(gamma=64)", "truncate(gamma=2)")
-    candidates = {name: [thinwire.parse(spec) for spec in specs] for name in ("wide.weight", "narrow.weight")}
-    rows = sensitivities(task, start, candidates, steps=10)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    for name in candidates:
-        raw, most, half = (row for row in rows if row.layer == name)
-        assert (raw.loss_difference, raw.error) == (0.0, 0.0)
-        # A gradient of which less arrives leads down more slowly.
-        assert 0 < half.loss_difference < most.loss_difference
-        assert 0 < half.error < most.error

@@ -1,4 +1,4 @@
-"""``python -m experiments qsdp``: micro-batches under FSDP2, and the regression."""
+"""``python -m experiments qsdp``: micro-batches under FSDP2."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from experiments.papers.qsdp import appendix
 from experiments.papers.qsdp.methods import FP32, RAW, TIMED_SMOKE
 from experiments.papers.qsdp.sharding import backward, shard
 from harness import run_ranks
@@ -32,17 +31,3 @@ def _gradients(rank: int) -> None:
 
 def test_micro_batches_make_the_gradient_of_the_whole_batch() -> None:
     run_ranks(_gradients, 2)
-
-
-def test_descents_reach_the_optimum_and_quantized_ones_hover_above_it() -> None:
-    pytest.importorskip("sklearn")
-    problem = appendix.made(200)
-    exact, shifted, again = (
-        list(appendix.descend(problem, how, 0, 300, batches=False)) for how in ("exact", "shift", "shift")
-    )
-    assert shifted == again
-    assert problem.least < problem.loss(torch.zeros(90))
-    assert 0 <= appendix.tail(exact) < appendix.tail(shifted) < 0.01 * exact[0] + appendix.tail(exact)
-    patients = appendix.diabetes()
-    assert patients.least == pytest.approx(0.2038, abs=1e-3)
-    assert patients.loss(torch.zeros(65)) == pytest.approx(0.5, rel=1e-3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 from experiments.__main__ import main as experiments_main
-from experiments.framework.study import Study
 
 
 @dataclass
@@ -24,32 +22,23 @@ class Small:
     out: Path
     record: dict[str, Any]
     shown: str
-    steps: Counter[str]
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rows = {row["name"]: row for row in self.record["results"]}
 
 
-def small_version(name: str, study: type[Study[Any]], out: Path) -> Small:
+def small_version(name: str, out: Path) -> Small:
     """Run ``python -m experiments name --smoke``."""
     path = out / f"{name}.json"
     lines: list[str] = []
-    steps: Counter[str] = Counter()
-    advance = study.advance
-
-    def count(study: Study[Any], more: int, now: str) -> None:
-        steps[study.present_part] += more
-        advance(study, more, now)
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rich.console.Console.print", lambda self, *what, **_: lines.extend(str(part) for part in what))
-        patch.setattr(study, "advance", count)
         started = time.monotonic()
         code = experiments_main([name, "--smoke", "--out", str(out), "--json", str(path)])
         seconds = time.monotonic() - started
     record = json.loads(path.read_text(), parse_constant=_no_constant)
-    return Small(code, seconds, out, record, "\n".join(lines), steps)
+    return Small(code, seconds, out, record, "\n".join(lines))
 
 
 def _no_constant(text: str) -> None:

@@ -106,10 +106,6 @@ def _beyond(runs_by_method: Runs, method: Method, whole: float | None = None) ->
 # --- figure 1
 
 
-def figure_1_steps(scale: AQSGDScale) -> int:
-    return scale.steps("small", METHODS)
-
-
 def figure_1(study: AQSGDStudy) -> list[Row]:
     """How far activations move between visits, and what fine-tuning gains over none."""
     trained = {method.name: study.train("small", method) for method in METHODS}
@@ -135,14 +131,6 @@ def figure_1(study: AQSGDStudy) -> list[Row]:
 
 
 # --- figures 3 and 7 to 9
-
-
-def figure_3_steps(scale: AQSGDScale) -> int:
-    return (
-        scale.steps("small", FIGURE_3)
-        + scale.steps("small", METHODS)
-        + sum(scale.steps(name, METHODS) for name in MORE)
-    )
 
 
 def figure_3(study: AQSGDStudy) -> list[Row]:
@@ -177,10 +165,6 @@ def stages_row(few: Runs, many: Runs) -> Row:
 # --- more networks
 
 
-def labels_steps(scale: AQSGDScale) -> int:
-    return scale.steps("labels", LABELS)
-
-
 def labels(study: AQSGDStudy) -> list[Row]:
     """Classification: its loss, and how many of the samples that are held out are classified right."""
     trained = {method.name: study.train("labels", method) for method in LABELS}
@@ -196,17 +180,9 @@ def labels(study: AQSGDStudy) -> list[Row]:
     return rows
 
 
-def deep_steps(scale: AQSGDScale) -> int:
-    return scale.steps("deep", METHODS)
-
-
 def deep(study: AQSGDStudy) -> list[Row]:
     """As many stages as the paper has."""
     return _network(study, "figure 9 (8 stages)", "deep", MOST_STAGES, "9-stages")
-
-
-def fp16_steps(scale: AQSGDScale) -> int:
-    return scale.steps("fp16", METHODS)
 
 
 def fp16(study: AQSGDStudy) -> list[Row]:
@@ -221,10 +197,6 @@ def _network(study: AQSGDStudy, figure: str, name: TaskName, num_stages: int, pi
 
 
 # --- the authors' recipe, and messages that are kept in few bits
-
-
-def recipe_steps(scale: AQSGDScale) -> int:
-    return sum(scale.steps(name, _by_recipe(all_bits)) for name, _, all_bits in RECIPES)
 
 
 def recipe(study: AQSGDStudy) -> list[Row]:
@@ -244,10 +216,6 @@ def recipe(study: AQSGDStudy) -> list[Row]:
 
 def _by_recipe(all_bits: Sequence[Bits]) -> tuple[Method, ...]:
     return (FP32, *(family[bits] for bits in all_bits for family in RECIPE.values()))
-
-
-def keeping_steps(scale: AQSGDScale) -> int:
-    return scale.steps("small", KEEPERS)
 
 
 def keeping(study: AQSGDStudy) -> list[Row]:
@@ -270,10 +238,6 @@ def keeping(study: AQSGDStudy) -> list[Row]:
 
 COMPLETED = (FP32, aqsgd(4, 8), direct(4, 8))
 """As in the appendix."""
-
-
-def completions_steps(scale: AQSGDScale) -> int:
-    return scale.steps("small", COMPLETED)
 
 
 def completions(study: AQSGDStudy) -> list[Row]:

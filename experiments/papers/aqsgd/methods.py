@@ -15,9 +15,8 @@ ScheduleName = Literal["gpipe", "1f1b"]
 @dataclass(frozen=True)
 class Method:
     """One method. ``store``: where messages are kept, of those that keep any, with ``precision`` bits a value;
-    ``warmup_epochs``: visits of each sample that are sent uncompressed both ways; ``by_link``: each boundary has as
-    many bits as its link carries without costing time. ``gradients``: the compressor of QuantizedAdam's momenta
-    between replicas; empty for DDP under AdamW, plain or with the ``hook`` of PyTorch's."""
+    ``warmup_epochs``: visits of each sample that are sent uncompressed both ways. ``gradients``: the compressor of
+    QuantizedAdam's momenta between replicas; empty for DDP under AdamW, plain or with the ``hook`` of PyTorch's."""
 
     name: str
     title: str
@@ -29,7 +28,6 @@ class Method:
     precision: int = 32
     warmup_epochs: int = 0
     schedule: ScheduleName = "gpipe"
-    by_link: bool = False
     gradients: str = ""
     hook: Literal["", "bf16", "powersgd"] = ""
 
@@ -97,17 +95,6 @@ def by_recipe(method: Method) -> Method:
     )
 
 
-def by_link() -> Method:
-    """AQ-SGD of 2 to 4 bits forward and 4 to 8 backward, by the rate of each link."""
-    return replace(aqsgd(2, 4), name="aq-sgd by link", title="AQ-SGD by link", color="#8250c4", by_link=True)
-
-
-def choices() -> thinwire.policies.ByLink:
-    """What `by_link` chooses from."""
-    forward = [f"delta({_forward(bits)})" for bits in (2, 3, 4)]
-    return thinwire.policies.ByLink(forward=forward, backward=[f"maxabs(bits={bits})" for bits in (4, 6, 8)], after=2)
-
-
 def _bits(forward: int, backward: int) -> str:
     """As the paper writes it."""
     return f"fw{forward} bw{backward}"
@@ -154,21 +141,4 @@ SPLIT = {
 """Of split learning (figure 10)."""
 
 CENTER_BITS, SUM_BITS = (2, 3), (3, 4)
-
-
-def _compared(name: str, title: str, forward: str) -> Method:
-    return Method(name, title, "", forward=forward, backward="maxabs(bits=6)")
-
-
-CENTERS = {"fp32": FP32}
-"""Of appendix G: changes from cluster centers, or from nothing, in so many bits."""
-SUMS = {"fp32": replace(FP32, forward="")}
-"""Of appendix F: sums as they are, quantized, or what changed of them."""
-for _each in CENTER_BITS:
-    _coder = direct(_each, 6).forward
-    CENTERS[f"direct{_each}"] = _compared(f"direct{_each}", f"DirectQ fw{_each} bw6", _coder)
-    CENTERS[f"centers{_each}"] = _compared(f"centers{_each}", f"256 centers fw{_each} bw6", _coder)
-for _each in SUM_BITS:
-    _direct, _delta = direct(_each, 6).forward, aqsgd(_each, 6).forward
-    SUMS[f"direct{_each}"] = _compared(f"direct{_each}", f"Q of sums, {_each} bits", _direct)
-    SUMS[f"delta{_each}"] = _compared(f"delta{_each}", f"delta compensation, {_each} bits", _delta)
+"""Of appendices G and F."""

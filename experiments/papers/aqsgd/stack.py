@@ -1,14 +1,14 @@
-"""What is measured and drawn of the full stack: gradients compressed as well, split learning, appendices F and G."""
+"""What is measured and drawn of the full stack: gradients compressed as well, split learning."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 from experiments.framework.claims import Row
 from experiments.framework.rank import Rank
@@ -22,7 +22,6 @@ from experiments.papers.aqsgd.methods import (
     ADAM,
     AQSGD,
     BF16,
-    CENTERS,
     CONTROL,
     DIRECT,
     FP32,
@@ -30,25 +29,22 @@ from experiments.papers.aqsgd.methods import (
     POWERSGD,
     QUANTIZED,
     SPLIT,
-    SUMS,
     WARMING,
     Method,
 )
-from experiments.papers.aqsgd.simulated import run_online, run_tensor_parallel
 from experiments.papers.aqsgd.split import Splitting, run_split
 from experiments.papers.aqsgd.stages import Grid, Pipe
 from experiments.papers.aqsgd.study import course, draw_runs, facts, held_out
-from experiments.papers.aqsgd.tasks import FineTuning, Stacked
+from experiments.papers.aqsgd.tasks import Stacked
 from experiments.papers.aqsgd.timing import LinkedScale, OverLinks, PipelineTiming, draw_rates, where
 from experiments.papers.aqsgd.trainings import Trained, Trainings, train
-from experiments.tasks.images import Model, load
+from experiments.tasks.images import Model, digits
 from thinwire_tools import plots
 from thinwire_tools.compare.data import standard_library
 from thinwire_tools.compare.statistics import reached, relative_differences
 
 NUM_STAGES = 2
 NUM_RANKS = NUM_STAGES * Stacked.replicas
-TENSOR_RANKS = 2
 CURVES = (FP32, AQSGD, DIRECT, CONTROL)
 TIMED = (FP32, ACTIVATIONS, ONLY_GRADIENTS, AQSGD)
 OPTIMIZERS = (ADAM, BF16, POWERSGD, QUANTIZED)
@@ -58,29 +54,17 @@ _ADAM_STEPS = 3
 _LAST_ROUNDS = 3
 """Of split learning, whose losses are noisy: the mean of these is the training loss."""
 
-Kind = Literal["split", "clusters", "tensors"]
-_RUN = {"split": run_split, "clusters": run_online, "tensors": run_tensor_parallel}
-
 
 @dataclass(frozen=True, kw_only=True)
 class StackScale(LinkedScale):
-    """``data``: CIFAR-10 for split learning instead of the digits."""
-
     small: Stacked = tasks.STACKED_SMALL
     timed: Stacked = tasks.STACKED_TIMED
     to_loss: Stacked = tasks.STACKED_TO_LOSS
     replicated: Stacked = tasks.REPLICATED
     split: Splitting = field(default_factory=Splitting)
-    online: FineTuning = tasks.ONLINE
-    sums: FineTuning = tasks.SUMS
-    data: str | None = None
-
-    def adapted(self, **options: Any) -> Self:
-        made = super().adapted(**options)
-        return replace(made, split=replace(made.split, cifar=made.data))
 
     def about(self) -> dict[str, Any]:
-        load(self.data)
+        digits()
         standard_library()
         return {"num_stages": NUM_STAGES, "control": CONTROL.title}
 
@@ -127,21 +111,22 @@ class StackStudy(OverLinks[StackScale]):
         made = self.trainings()
         return [made.train(task, method, seed, self.reporter(method.title)) for seed in self.seeds]
 
-    def jobs(
-        self, kind: Kind, methods: Mapping[str, Method], job: Callable[[Method], dict[str, Any]]
-    ) -> dict[str, list[dict[str, Any]]]:
-        """What trainings of one process each found, by method and seed: every rank takes its share of them.
+    def split(self, methods: Mapping[str, Method]) -> dict[str, list[dict[str, Any]]]:
+        """What split learning by each method found, by seed: every rank takes its share of these trainings.
 
         Raises:
             RankFailedError: a rank did not make it.
         """
-        pairs = [(name, seed) for seed in self.seeds for name in methods]
-        jobs = [{"seed": seed, **job(methods[name])} for name, seed in pairs]
+        pairs, task = [(name, seed) for seed in self.seeds for name in methods], dataclasses.asdict(self.scale.split)
+        jobs = [
+            {"seed": seed, "task": task, "forward": methods[name].forward, "backward": methods[name].backward}
+            for name, seed in pairs
+        ]
 
         def show(event: dict[str, Any]) -> None:
             self.advance(1, f"{methods[pairs[event['job']][0]].title}: loss {event['loss']:.2f}")
 
-        answers = self.timing().call(Rank.share, run=_RUN[kind], jobs=jobs, hear=show, teller=None)
+        answers = self.timing().call(Rank.share, run=run_split, jobs=jobs, hear=show, teller=None)
         results = {int(at): result for answer in answers for at, result in answer["results"].items()}
         by_method: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
         for at, (name, _) in enumerate(pairs):
@@ -150,13 +135,6 @@ class StackStudy(OverLinks[StackScale]):
 
 
 # --- figure 5: loss by step, throughput with either part switched off, time to the same loss
-
-
-def figure_5_steps(scale: StackScale) -> int:
-    """Of all trainings, and of all turns."""
-    trained = scale.seeds * (len(CURVES) * scale.small.steps + 2 * scale.to_loss.steps)
-    turns = len(TIMED) * len(scale.rates) * (1 + scale.rounds)
-    return trained + turns + sum(task.first_steps for task in (scale.small, scale.to_loss))
 
 
 def figure_5(study: StackStudy) -> list[Row]:
@@ -233,12 +211,6 @@ def _time(study: StackStudy, throughput: Row) -> Row:
 
 
 # --- QuantizedAdam against Adam, bf16 gradients and PowerSGD, in plain data parallelism over 100 Mbit/s
-
-
-def adam_steps(scale: StackScale) -> int:
-    """Of all trainings, and of all turns."""
-    trained = len(OPTIMIZERS) * scale.seeds * scale.replicated.steps
-    return trained + (len(OPTIMIZERS) + 1) * (1 + scale.rounds) * _ADAM_STEPS + scale.replicated.first_steps
 
 
 def adam(study: StackStudy) -> list[Row]:
@@ -325,21 +297,13 @@ def _draw_adam(study: StackStudy, runs: Mapping[str, Sequence[Trained]]) -> None
     plots.save(figure, study.picture("adam"))
 
 
-# --- trainings in one process: figure 10 and appendices F and G
-
-
-def split_steps(scale: StackScale) -> int:
-    """Rounds of all trainings."""
-    return len(SPLIT) * scale.seeds * scale.split.rounds
+# --- figure 10: trainings in one process
 
 
 def figure_10(study: StackStudy) -> list[Row]:
     """Split learning: a seed is that of the weights, of who has which images, and of how they are seen."""
     task = study.scale.split
-    described = dataclasses.asdict(task)
-    runs_by_method = study.jobs(
-        "split", SPLIT, lambda method: {"task": described, "forward": method.forward, "backward": method.backward}
-    )
+    runs_by_method = study.split(SPLIT)
     _draw_split(study, runs_by_method)
     images, rows = task.images.name, []
     losses = {name: [fmean(run["losses"][-_LAST_ROUNDS:]) for run in runs] for name, runs in runs_by_method.items()}
@@ -378,68 +342,3 @@ def _draw_split(study: StackStudy, runs_by_method: Mapping[str, Sequence[Mapping
 def _fewer(runs: Sequence[Mapping[str, Any]]) -> str:
     sent = fmean(run["sent_bytes"] for run in runs)
     return f"{fmean(run['dense_bytes'] for run in runs) / sent:.1f}x" if sent else "1.0x"
-
-
-def clusters_steps(scale: StackScale) -> int:
-    return len(CENTERS) * scale.seeds * scale.online.steps + scale.online.first_steps
-
-
-def appendix_g(study: StackStudy) -> list[Row]:
-    """Every method from each seed, for one epoch: all samples are new."""
-    started = _started(study, study.scale.online)
-    runs_by_method = study.jobs(
-        "clusters",
-        CENTERS,
-        lambda method: {
-            **started,
-            "forward": method.forward,
-            "backward": method.backward,
-            "centers": method.name.startswith("centers"),
-        },
-    )
-    kept = {name: runs for name, runs in runs_by_method.items() if name.startswith("centers")}
-    data = {
-        "moved_share": {name: fmean(float(run["moved_share"]) for run in runs) for name, runs in kept.items()},
-        "alike": [run["alike"] for runs in kept.values() for run in runs],
-    }
-    head = ["one epoch", "loss of its last quarter", "held out", "fewer bytes forward"]
-    return [_epochs_row("appendix G", "Appendix G, online learning", head, CENTERS, runs_by_method, "centers2", data)]
-
-
-def tensors_steps(scale: StackScale) -> int:
-    return len(SUMS) * scale.seeds * scale.sums.steps + scale.sums.first_steps
-
-
-def appendix_f(study: StackStudy) -> list[Row]:
-    """Every method from each seed: sums over ranks, with delta compensation and without."""
-    started = _started(study, study.scale.sums)
-    runs_by_method = study.jobs(
-        "tensors", SUMS, lambda method: {**started, "spec": method.forward, "num_ranks": TENSOR_RANKS}
-    )
-    head = [f"{TENSOR_RANKS} ranks", "loss of the last epoch", "held out", "fewer bytes, first visits included"]
-    return [_epochs_row("appendix F", "Appendix F, tensor parallelism", head, SUMS, runs_by_method, "delta3", {})]
-
-
-def _started(study: StackStudy, task: FineTuning) -> dict[str, Any]:
-    weights = study.first().weights(task, study.reporter("first training"))
-    return {"task": dataclasses.asdict(task), "weights": None if weights is None else str(weights)}
-
-
-def _epochs_row(
-    figure: str,
-    title: str,
-    head: Sequence[str],
-    methods: Mapping[str, Method],
-    runs_by_method: Mapping[str, Sequence[Mapping[str, Any]]],
-    shown: str,
-    data: Mapping[str, Any],
-) -> Row:
-    """Loss of each method by seed, with a table for the page; its value is the loss of ``shown``."""
-    losses = {name: [float(run["loss"]) for run in runs] for name, runs in runs_by_method.items()}
-    rows = []
-    for name, runs in runs_by_method.items():
-        out = fmean(run["held_out"] for run in runs)
-        rows.append([methods[name].title, f"{fmean(losses[name]):.3f}", f"{out:.3f}", _fewer(runs)])
-    table = {"title": title, "head": head, "rows": rows}
-    every = {name: [run["losses"] for run in runs] for name, runs in runs_by_method.items()}
-    return Row(figure, "table", fmean(losses[shown]), "", {"table": table, "loss": losses, **data, "losses": every})

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from experiments.papers.aqsgd.methods import Method, choices
+from experiments.papers.aqsgd.methods import Method
 from experiments.papers.aqsgd.tasks import FineTuning, Stacked
 from thinwire_tools.compare.gpt import GPT, Block, rotary_angles
 from thinwire_tools.compare.train import gradient_bytes, ring_factor
@@ -96,7 +96,6 @@ class Pipe:
             precision=method.precision,
             seed=seed,
             warmup_epochs=method.warmup_epochs,
-            adapt=choices() if method.by_link else None,
         )
         self._scale = _FP16_SCALE if task.half == "fp16" else 1.0
         # A step's gradient is whole before it leaves for other replicas, not only when the schedule scales it.

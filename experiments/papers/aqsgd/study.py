@@ -125,11 +125,6 @@ class AQSGDScale(LinkedScale):
         task: FineTuning = getattr(self, name)
         return task
 
-    def steps(self, name: TaskName, methods: Sequence[Method]) -> int:
-        """Of a training by each method from every seed, and of the one that they start from."""
-        task = self.task(name)
-        return task.steps * len(methods) * self.seeds + task.first_steps
-
     def about(self) -> dict[str, Any]:
         standard_library()
         return {"num_stages": [NUM_STAGES, MORE_STAGES, MOST_STAGES]}

@@ -279,14 +279,6 @@ REPLICATED = replace(
     exact_steps=38,
 )
 """Of half a million parameters, without a pipeline: four replicas. A fifth of the steps is the warm-up."""
-ONLINE = tuning(
-    1, model=_SMALL, samples=1920, batch=16, num_micro=1, learning_rate=2e-3, held_out_windows=256, first_steps=150
-)
-"""One epoch."""
-SUMS = tuning(
-    5, model=_SMALL, samples=192, batch=16, num_micro=1, learning_rate=2e-3, held_out_windows=256, first_steps=150
-)
-"""Of the network whose layers are cut among ranks."""
 
 _STACKED_SMOKE = GPTConfig(context=16, width=32, layers=2, heads=2)
 STACKED_SMALL_SMOKE = Stacked(
@@ -304,10 +296,4 @@ STACKED_TIMED_SMOKE = replace(STACKED_SMALL_SMOKE, steps=1, samples=4, first_ste
 STACKED_TO_LOSS_SMOKE = replace(STACKED_SMALL_SMOKE, steps=4, samples=8, first_steps=2)
 REPLICATED_SMOKE = replace(
     STACKED_SMALL_SMOKE, samples=16, batch=2, num_micro=1, replicas=4, steps=4, held_out_windows=8
-)
-ONLINE_SMOKE = tuning(
-    1, model=_STACKED_SMOKE, samples=16, batch=8, num_micro=1, learning_rate=2e-3, held_out_windows=8, first_steps=4
-)
-SUMS_SMOKE = tuning(
-    2, model=_STACKED_SMOKE, samples=8, batch=4, num_micro=1, learning_rate=2e-3, held_out_windows=4, first_steps=4
 )

@@ -1,19 +1,18 @@
-"""Tables 2 and 3, figure 4 and bits by link: times over links that stand for the paper's."""
+"""Tables 2 and 3 and figure 4: times over links that stand for the paper's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean, median
+from statistics import median
 
 from experiments.framework.claims import Row
-from experiments.framework.timing import Times, shown_rate
+from experiments.framework.timing import Times
 from experiments.framework.verdicts import Course, courses, sooner
-from experiments.papers.aqsgd.methods import FP32, Method, aqsgd, by_link, direct
-from experiments.papers.aqsgd.study import MORE_STAGES, AQSGDScale, AQSGDStudy, course, differences
+from experiments.papers.aqsgd.methods import FP32, Method, aqsgd, direct
+from experiments.papers.aqsgd.study import AQSGDStudy, course
 from experiments.papers.aqsgd.tasks import FineTuning
 from experiments.papers.aqsgd.timing import draw_rates, where
-from experiments.papers.aqsgd.trainings import Asked, Trained, Trainings
 from thinwire import parse
 from thinwire_tools import plots
 
@@ -23,11 +22,6 @@ _FORWARD, _BACKWARD = "maxabs(bits=4)", "maxabs(bits=8)"
 _HEADER_BYTES = 64
 PAPER_S = {"500mbit": (0.013, 0.025), "300mbit": (0.021, 0.042), "200mbit": (0.031, 0.063), "100mbit": (0.063, 0.125)}
 """Table 3: communication of a micro-batch, forward and backward, of AQ-SGD fw4 bw8."""
-
-
-def breakdown_steps(scale: AQSGDScale) -> int:
-    """One for each time that is taken."""
-    return 1 + 2 * len(scale.breakdown_rates)
 
 
 def message_bytes(task: FineTuning, spec: str) -> int:
@@ -79,11 +73,6 @@ PAPER = {
 _PAPER_RATES = ("100mbit", "300mbit", "500mbit", "1gbit", "10gbit")
 
 AllTimes = Mapping[str, Times]
-
-
-def throughput_steps(scale: AQSGDScale) -> int:
-    """Of all turns."""
-    return (len(METHODS) * len(scale.rates) + len(_OTHER) * 2) * (1 + scale.rounds)
 
 
 def table_2(study: AQSGDStudy) -> list[Row]:
@@ -139,11 +128,6 @@ WARM = aqsgd(4, 8, warmup_epochs=1)
 IN_TIME = {"fp32": FP32, "direct": DIRECT[4, 8], "aqsgd": WARM}
 
 
-def time_steps(scale: AQSGDScale) -> int:
-    """Of all trainings; table 2 has the times."""
-    return scale.steps("to_loss", list(IN_TIME.values()))
-
-
 def figure_4(study: AQSGDStudy) -> list[Row]:
     """Steps to a loss are those of trainings over loopback, the times of steps those of table 2."""
     task = study.scale.to_loss
@@ -162,59 +146,6 @@ def figure_4(study: AQSGDStudy) -> list[Row]:
     return rows
 
 
-# --- bits by boundary from each link's measured rate: four stages, of which the last one's link is slow
-
-_FAST, _SLOW = "200mbit", "3mbit"
-MANY, FEW = aqsgd(4, 8), aqsgd(2, 4)
-LINKED = by_link()
-UNEVEN = (MANY, FEW, LINKED)
-_IN_WORDS = {
-    MANY.name: "4 bits forward, 8 backward",
-    FEW.name: "2 bits forward, 4 backward",
-    LINKED.name: "bits by each link's rate",
-}
-_SKIP = 10
-"""Steps that are not timed: links are measured in them, and the first visits of samples are whole."""
-
-
-def links_steps(scale: AQSGDScale) -> int:
-    """Of a training by FP32 over loopback, and of the others over uneven links."""
-    return (1 + len(UNEVEN)) * scale.seeds * scale.large.steps + scale.large.first_steps
-
-
-def links(study: AQSGDStudy) -> list[Row]:
-    """Loss and seconds of a step, by uniform bits and by bits that follow the links."""
-    task = study.scale.large
-    rates = ",".join([_FAST] * (MORE_STAGES - 1) + [_SLOW]) if study.emulated else None
-    over_loopback = study.trainings(MORE_STAGES)
-    base = [over_loopback.train(task, FP32, seed, study.reporter(FP32.title)).loss for seed in study.seeds]
-    trained: dict[str, list[Trained]] = {method.name: [] for method in UNEVEN}
-    with Trainings(MORE_STAGES, study.first(), rates) as uneven:
-        # Seed by seed, so that what else the machine does is shared by all methods.
-        for seed in study.seeds:
-            for method in UNEVEN:
-                run = uneven.train(task, method, seed, study.reporter(method.title), Asked(held_out=False))
-                trained[method.name].append(run)
-    _draw_links(study, trained)
-    rows = []
-    for name, runs in trained.items():
-        losses = [run.loss for run in runs]
-        data = {"losses": losses, "baseline": base}
-        rows.append(Row("links", f"loss/{name}", fmean(differences(losses, base)), "", data))
-    seconds = {name: [step_s(run) for run in runs] for name, runs in trained.items()}
-    over = median(a / b for a, b in zip(seconds[MANY.name], seconds[LINKED.name], strict=True))
-    chosen = trained[LINKED.name][0].links
-    rows.append(Row("links", "faster", over, "x", {"step_s": seconds}))
-    rows.append(Row("links", "chosen", float(len(chosen)), "boundaries", {"links": chosen}))
-    return rows
-
-
-def step_s(run: Trained) -> float:
-    """Median seconds of a step past the first epoch."""
-    timed = run.step_s[max(_SKIP, run.steps_per_epoch) :] or run.step_s
-    return median(timed)
-
-
 # --- pictures
 
 
@@ -226,12 +157,3 @@ def _draw_4(study: AQSGDStudy, found: Mapping[str, Course], rows: Sequence[Row])
         for key, method in IN_TIME.items():
             found[key].draw(axes, row.data["rounds"], color=method.color, label=method.title)
     plots.save(figure, study.picture("4-time"))
-
-
-def _draw_links(study: AQSGDStudy, trained: Mapping[str, Sequence[Trained]]) -> None:
-    titles = [f"AQ-SGD, {MORE_STAGES} stages: a link of {shown_rate(_SLOW)}, others of {shown_rate(_FAST)}"]
-    figure, (axes,) = plots.canvas(1, titles=titles, x="seconds of training", y="training loss (nats)")
-    for method in UNEVEN:
-        run = trained[method.name][0]
-        axes.plot(run.seconds, run.epoch_losses, color=method.color, marker=".", label=_IN_WORDS[method.name])
-    plots.save(figure, study.picture("links"))

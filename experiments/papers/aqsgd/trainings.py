@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from experiments.framework.rank import Rank
-from experiments.framework.ranks import AnyNetwork, OnStep, Ranks, RunCache, described, telling
+from experiments.framework.ranks import OnStep, Ranks, RunCache, described, telling
 from experiments.papers.aqsgd.methods import Method
 from experiments.papers.aqsgd.stages import Pipe
 from experiments.papers.aqsgd.tasks import FineTuning
@@ -67,7 +67,6 @@ def train(
         _look(pipe, record)
     record["stats"] = pipe.stats()
     record["kept"] = pipe.kept()
-    record["links"] = [{name: link._asdict() for name, link in row.items()} for row in pipe.stage.links]
     if asked.completions:
         tokens, at = _prompts(task)
         record["completions"] = pipe.complete(tokens, at)[:_PROMPTS].tolist()
@@ -111,8 +110,6 @@ class Trained:
     """By all stages."""
     dense_bytes: float
     epochs: tuple[dict[str, float], ...]
-    links: tuple[dict[str, dict[str, Any]], ...] = ()
-    """By boundary and direction, what was chosen for its link, and why."""
     completions: tuple[bytes, ...] = ()
     text: tuple[bytes, ...] = ()
     prompted: int = 0
@@ -158,24 +155,17 @@ class FirstTraining:
 
 
 class Trainings(Ranks):
-    """``num_ranks`` processes on a link of ``rate`` (None: loopback), and what they have trained; a context manager."""
+    """``num_ranks`` processes on a network (None: loopback), and what they have trained; a context manager.
+
+    ``cache``: where finished trainings are kept, in memory by default.
+    """
 
     _pipe: ClassVar[type[Pipe]] = Pipe
 
     def __init__(
-        self,
-        num_ranks: int,
-        first: FirstTraining,
-        rate: str | None = None,
-        network: lab.Network | None = None,
-        cache: RunCache | None = None,
+        self, num_ranks: int, first: FirstTraining, network: lab.Network | None = None, cache: RunCache | None = None
     ) -> None:
-        """``network``: one that is there already, whatever its rate, instead of one of ``rate``; ``cache``: where
-        finished trainings are kept, in memory by default, for their times are those of this machine now."""
-        made: AnyNetwork | None = None if network is None else nullcontext(network)
-        if made is None and rate is not None:
-            made = lab.Network(num_ranks, rate=rate, burst_bytes=BURST_BYTES)
-        super().__init__(num_ranks, made, cache)
+        super().__init__(num_ranks, nullcontext(network), cache)
         self._first = first
 
     def train(self, task: FineTuning, method: Method, seed: int, on_step: OnStep, asked: Asked = Asked()) -> Trained:
@@ -218,7 +208,6 @@ def _trained(task: FineTuning, method: Method, answers: Sequence[dict[str, Any]]
         sent_bytes=sum(answer["stats"]["sent_bytes"] for answer in answers),
         dense_bytes=sum(answer["stats"]["dense_bytes"] for answer in answers),
         epochs=tuple(answers[0]["stats"]["epochs"]),
-        links=tuple(last["links"]),
         completions=tuple(bytes(row) for row in last.get("completions", ())),
         text=tuple(bytes(row) for row in last.get("text", ())),
         prompted=last.get("prompted", 0),

@@ -25,7 +25,7 @@ from experiments.framework.replay import Compute
 from experiments.framework.study import PartWatcher, Scale, Study, draw_bars
 from experiments.framework.timing import NUM_RANKS, RANKS_PER_NODE, Place, SeparateRuns, Times, Timing, shown_rate
 from experiments.framework.verdicts import matches
-from experiments.tasks.images import TIMED, TRAINED, ImageTask, Model, load
+from experiments.tasks.images import TIMED, TRAINED, ImageTask, Model, digits
 from thinwire_tools import plots
 from thinwire_tools.compare.data import standard_library
 from thinwire_tools.compare.paired import CONTROL, compare_training
@@ -168,7 +168,7 @@ class CGXScale(Scale):
     error_steps: int = 8
 
     def about(self) -> dict[str, Any]:
-        load(None)
+        digits()
         standard_library()
         return {"num_ranks": NUM_RANKS, "margin": MARGIN, "fp32_share_of_the_thesis": FP32_SHARE}
 
@@ -241,13 +241,6 @@ def proportion(name: str, rate: str, shares: Sequence[float]) -> str:
 
 
 # --- speed and error
-
-
-def num_steps(timed: Timed, scale: CGXScale) -> int:
-    """Steps of all methods and models."""
-    num_methods = sum(len(timed.methods(model, scale.gammas)) for model in scale.models)
-    errors = len(timed.errors) * len(timed.errors_of) * scale.error_steps
-    return num_methods * scale.turn(timed.place) * (1 + scale.rounds) * scale.runs + errors
 
 
 def measure(timed: Timed, study: CGXStudy) -> list[Row]:
@@ -333,13 +326,6 @@ def _draw_gammas(axes: Any, gammas: Sequence[float], seconds: Mapping[Method, fl
 
 
 # --- table 3.5: quality
-
-
-def quality_steps(scale: CGXScale) -> int:
-    """Training steps of all runs."""
-    return scale.seeds * sum(
-        task.steps * (2 + len(specs)) for task, specs in zip(scale.trained, SPECS.values(), strict=True)
-    )
 
 
 def table_3_5(study: CGXStudy) -> list[Row]:

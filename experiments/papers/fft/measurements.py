@@ -427,11 +427,6 @@ def _draw_14(study: FFTStudy, trained: Mapping[str, Sequence[Trained]]) -> None:
     plots.save(figure, study.picture("14"))
 
 
-def scaling_turns(world_sizes: Sequence[int]) -> int:
-    """Methods of figure 16 that are timed: fp32 alone, and every method and the ceiling among several ranks."""
-    return sum(1 if size == 1 else 1 + len(_SCALED) for size in world_sizes)
-
-
 def figure_16(study: FFTStudy) -> list[Row]:
     """Images a second by world size, as multiples of one rank's: of replayed steps, in several separate runs."""
     scale, computes = study.scale, {}

@@ -56,7 +56,7 @@ def sensitive(beta: float, eps: float) -> Method:
 
 
 if TYPE_CHECKING:
-    from experiments.papers.intsgd.paper import IntSGDScale, IntSGDStudy
+    from experiments.papers.intsgd.paper import IntSGDStudy
 
 TABLES: dict[Network, str] = {"pictures": "2", "words": "3"}
 UNITS: dict[Network, str] = {"pictures": "", "words": "nats"}
@@ -83,11 +83,6 @@ def part_b(study: IntSGDStudy) -> list[Row]:
     for network in NETWORKS:
         _draw_training(study, network, trained[network])
     return [row for network in NETWORKS for row in quality(network, trained[network])]
-
-
-def steps_of_b(scale: IntSGDScale) -> int:
-    """Of all trainings."""
-    return (scale.pictures.steps + scale.words.steps) * scale.seeds * len(TRAINED)
 
 
 def measure(network: Network, run: Trained) -> float:
@@ -132,11 +127,6 @@ def times(study: IntSGDStudy) -> list[Row]:
         (by_network[network],) = runs.times(model, methods, on_turn=study.advance, **turns)
     _draw_times(study, by_network)
     return [row for network in NETWORKS for row in speed(network, by_network[network])]
-
-
-def steps_of_times(scale: IntSGDScale) -> int:
-    """Of all turns."""
-    return len(NETWORKS) * len(METHODS) * scale.runs * (1 + scale.rounds) * scale.turn_steps
 
 
 def parts_of_step(times: Times, name: str) -> dict[str, tuple[float, ...]]:
@@ -184,10 +174,6 @@ def part_c(study: IntSGDStudy) -> list[Row]:
             panel.plot(run.probe_steps, values[1:], label=name)
     plots.save(figure, study.picture("5"))
     return [stability(network, runs) for network, runs in trained.items()]
-
-
-def steps_of_c(scale: IntSGDScale) -> int:
-    return (scale.pictures.steps + scale.words.steps) * (1 + len(scale.betas) + len(scale.epss)) * scale.seeds
 
 
 def title(beta: float, eps: float) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -26,6 +25,47 @@ class Snapshot:
     step: int
     gradients: Mapping[str, Tensor]
     learning_rate: float
+
+
+@dataclass(frozen=True)
+class Training:
+    """An uncompressed training and its snapshots, in the order of their steps."""
+
+    title: str
+    bucket_cap_mb: float
+    """The size up to which DDP fills a bucket."""
+    snapshots: tuple[Snapshot, ...]
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        return tuple(snapshot.step for snapshot in self.snapshots)
+
+    @property
+    def bucket_of(self) -> dict[str, int]:
+        """By layer, the index of its DDP bucket in the order in which buckets are sent: the last layers fill the first
+        one."""
+        buckets, bucket, filled = {}, 0, 0
+        for name, gradient in reversed(self.snapshots[0].gradients.items()):
+            buckets[name] = bucket
+            filled += 4 * gradient.numel()
+            if filled >= self.bucket_cap_mb * 2**20:
+                bucket, filled = bucket + 1, 0
+        return buckets
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is recorded: trainings a task, snapshots of each, and the steps whose gradients a snapshot sums."""
+
+    seeds: int = 5
+    snapshots: int = 7
+    window: int = 20
+
+    def record(self, task: Any, title: str, on_step: Callable[[], None]) -> list[Training]:
+        """Return a training from each seed."""
+        options: dict[str, Any] = {"count": self.snapshots, "window": self.window, "on_step": on_step}
+        taken = [along(task, seed=seed, **options) for seed in range(self.seeds)]
+        return [Training(title, task.bucket_cap_mb, tuple(snapshots)) for snapshots in taken]
 
 
 def along(task: Any, *, count: int, window: int, on_step: Callable[[], None], seed: int = 0) -> list[Snapshot]:
@@ -51,29 +91,15 @@ def along(task: Any, *, count: int, window: int, on_step: Callable[[], None], se
     return snapshots
 
 
-def take_step(
-    task: Any,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Any,
-    rate: float,
-    change: Callable[[nn.Module], None] | None = None,
-) -> float:
-    """One step of training; ``change`` may change the gradients before they are used. The loss before it."""
+def take_step(task: Any, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, rate: float) -> float:
+    """One step of training; the loss before it."""
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.zero_grad(set_to_none=True)
     loss = task.loss(model, batch)
     loss.backward()
-    if change is not None:
-        change(model)
     optimizer.step()
     return float(loss.detach())
-
-
-def first_batches(task: Any, count: int, *, after: int = 0, seed: int = 0) -> list[Any]:
-    """Batches ``after`` to ``after + count`` of a training's rank 0."""
-    return list(islice(task.batches(seed, 0, NUM_RANKS), after, after + count))
 
 
 def reference_of(spec: str, snapshot: Snapshot) -> Mapping[str, Compressor]:

@@ -11,11 +11,10 @@ from typing import Any
 from experiments.framework.claims import Claim, Row, Rows, Rule
 from experiments.framework.verdicts import Judgment, larger_by, unsound
 from experiments.papers.lgreco.methods import RANK, Name
-from experiments.papers.lgreco.study import NAMES, TITLES, LGrecoScale, LGrecoStudy
+from experiments.papers.lgreco.study import NAMES, TITLES, LGrecoStudy
 from experiments.policies.candidates import FAMILIES, Point
 from experiments.policies.methods import METHODS
-from experiments.policies.recording import Recording
-from experiments.policies.replay import Bench, Line, Ratio, against, fewer_bytes, less_error, places, replay
+from experiments.policies.replay import Bench, Line, Ratios, against, fewer_bytes, less_error, places, replay
 from thinwire.compressors import PowerSGD
 
 _CHAPTER_3 = ("kmeans", "bayes", "linear", "accordion")
@@ -28,15 +27,9 @@ _REPLAYED: dict[tuple[Name, str], tuple[str, ...]] = {
 """The policies that claims are about, by network and family."""
 
 
-def steps(scale: LGrecoScale) -> int:
-    """Of the trainings that are recorded, and one for each training and family that is replayed."""
-    return scale.recorded_steps + len(_REPLAYED) * scale.recorded.seeds
-
-
 def laboratory(study: LGrecoStudy) -> list[Row]:
     """What policies save on the recorded gradients, training by training."""
-    recording = study.recording()
-    benches = {at: _replay(study, recording, *at) for at in _REPLAYED}
+    benches = {at: _replay(study, *at) for at in _REPLAYED}
     bits, ranks, densities = benches["gpt", "bits"], benches["gpt", "powersgd"], benches["cnn", "topk"]
     # Bayes decides on one snapshot of a training: the others are compared with it there.
     alike = places(bits, "bayes")
@@ -72,20 +65,18 @@ def laboratory(study: LGrecoStudy) -> list[Row]:
     ]
 
 
-def _replay(study: LGrecoStudy, recording: Recording, name: Name, family: str) -> Bench:
-    (bench,) = replay(
-        recording,
-        tasks=(name,),
-        methods=[method for method in METHODS if method.name in _REPLAYED[name, family]],
-        families=[one for one in FAMILIES if one.name == family],
+def _replay(study: LGrecoStudy, name: Name, family: str) -> Bench:
+    return replay(
+        study.recorded(name),
+        [method for method in METHODS if method.name in _REPLAYED[name, family]],
+        next(one for one in FAMILIES if one.name == family),
         on_step=lambda now: study.advance(1, now),
     )
-    return bench
 
 
-def _row(figure: str, name: str, ratios: Mapping[str, Ratio | None]) -> Row:
+def _row(figure: str, name: str, ratios: Mapping[str, Ratios | None]) -> Row:
     """One ratio a training, by policy, and the first policy's mean; nothing of a policy that has none."""
-    found = {method: () if ratio is None else ratio.by_training for method, ratio in ratios.items()}
+    found = {method: by_training or () for method, by_training in ratios.items()}
     first = next(iter(found.values()))
     return Row(figure, name, fmean(first) if first else math.nan, "x", {"ratios": found})
 
@@ -114,14 +105,14 @@ def growth(bench: Bench, name: Name) -> Row:
 def _decided(bench: Bench, training: int, snapshots: range) -> list[tuple[Line, Point]]:
     """L-GreCo's points on some snapshots of a training, each with the line of uniform compression there."""
     at = {step: snapshot for snapshot, step in enumerate(bench.steps[training])}
-    mine = [one for one in bench.replayed["lgreco"].decisions if one.training == training]
+    mine = [one for one in bench.decisions["lgreco"] if one.training == training]
     return [(Line(bench.uniform[training][at[one.step]]), one.point) for one in mine if at[one.step] in snapshots]
 
 
 def _saving(pairs: Sequence[tuple[Line, Point]]) -> float:
     """The geometric mean of how many times fewer bytes than the line's at the same error the points send, of those
     that lie within it."""
-    ratios = [line.bytes_at(point, "error") / point.sent_bytes for line, point in pairs]
+    ratios = [line.bytes_at(point) / point.sent_bytes for line, point in pairs]
     known = [math.log(ratio) for ratio in ratios if math.isfinite(ratio)]
     return math.exp(fmean(known)) if known else math.nan
 
@@ -153,7 +144,7 @@ def of_buckets(bench: Bench) -> list[Row]:
 
 
 def _mean_buckets(bench: Bench, method: str, training: int, level: int) -> list[float]:
-    decisions = bench.replayed[method].decisions
+    decisions = bench.decisions[method]
     mine = [one.by_bucket for one in decisions if (one.training, one.level) == (training, level)]
     return [fmean(column) for column in zip(*mine, strict=True)]
 

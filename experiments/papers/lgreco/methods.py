@@ -107,9 +107,9 @@ POWERSGD = Family(
 FAMILIES = (BITS, TOPK, POWERSGD)
 
 
-def lgreco(every: int, more: str = "") -> str:
-    """L-GreCo as the trainings have it; ``more``: further parameters."""
-    return _policy("lgreco", every, more)
+def lgreco(every: int) -> str:
+    """L-GreCo as the trainings have it."""
+    return _policy("lgreco", every)
 
 
 def accordion(every: int, weak: str, strong: str) -> str:
@@ -121,7 +121,7 @@ def with_policy(spec: str, policy: str) -> str:
     return str(Variant.parse(f"{spec} with {policy}"))
 
 
-def _policy(name: str, every: int, more: str) -> str:
+def _policy(name: str, every: int, more: str = "") -> str:
     # Half of the steps are looked at: the thesis sums gradients over all steps between two decisions.
     return f"{name}(every={every}, window={every // 2}, lag={min(LAG, every // 2)}{', ' + more if more else ''})"
 

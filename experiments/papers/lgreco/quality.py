@@ -91,11 +91,6 @@ def variants(scale: LGrecoScale, name: Name) -> list[str]:
     return [spec for f in FAMILIES for spec in (f.spec(name), f.adapted(name, scale.every(name)))]
 
 
-def steps(scale: LGrecoScale) -> int:
-    """Of trainings of all variants, of fp32 and of the control."""
-    return sum(scale.task(name).steps * scale.seeds * (2 + len(variants(scale, name))) for name in NAMES)
-
-
 def quality(study: LGrecoStudy) -> list[Row]:
     """Paired trainings of both networks."""
     comparisons = {name: study.compare(name, variants(study.scale, name)) for name in NAMES}
@@ -226,11 +221,6 @@ def variants_of_policies(scale: LGrecoScale) -> list[Policy]:
         Policy("global", "global top-k", f"globaltopk(density={GLOBAL_DENSITY})"),
         Policy("lgreco", "L-GreCo", TOPK.adapted("cnn", every), 6.7),
     ]
-
-
-def policy_steps(scale: LGrecoScale) -> int:
-    """Of all trainings."""
-    return scale.cnn.steps * scale.seeds * (1 + len(variants_of_policies(scale)))
 
 
 def policies(study: LGrecoStudy) -> list[Row]:

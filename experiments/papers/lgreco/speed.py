@@ -46,12 +46,6 @@ def methods(scale: LGrecoScale) -> list[Method]:
     return [FP32, *pairs, *others, NOTHING]
 
 
-def steps(scale: LGrecoScale) -> int:
-    """Of all turns, of one rank by itself too."""
-    turns = len(methods(scale)) * len(scale.worlds) * len(RATES) + 1
-    return turns * (1 + scale.rounds) * scale.turn_steps * scale.runs
-
-
 def speed(study: LGrecoStudy) -> list[Row]:
     """All methods in turns, over links of each rate, by worlds of several sizes."""
     scale, model, all_times = study.scale, study.model, {}
@@ -131,12 +125,6 @@ def rank_methods(scale: LGrecoScale) -> list[Method]:
             Method(f"rank {rank} lgreco", f"L-GreCo from {rank}", POWERSGD.color, spec=_spec(rank), adapt=adapt)
         )
     return methods
-
-
-def rank_steps(scale: LGrecoScale) -> int:
-    """Of trainings from one seed, and of all turns."""
-    turns = (1 + scale.rounds) * scale.turn_steps
-    return 2 * len(scale.ranks) * (scale.gpt.steps + scale.runs * turns)
 
 
 def figure_4_2(study: LGrecoStudy) -> list[Row]:
@@ -236,19 +224,12 @@ def time_aware(scale: LGrecoScale) -> Method:
     return Method("time", "PowerSGD, time-aware L-GreCo", "#0a7d4f", spec=POWERSGD.spec("gpt"), adapt=adapt)
 
 
-def bucket_steps(scale: LGrecoScale) -> int:
-    """Of all turns, of the trials, and of the trainings whose gradients are recorded."""
-    turns = len(bucket_methods(scale)) * (1 + scale.rounds) * scale.turn_steps
-    return scale.runs * (turns + scale.trials * scale.trial_steps) + scale.recorded_steps
-
-
 def buckets(study: LGrecoStudy) -> list[Row]:
     """What policies put into each bucket, and how long it takes."""
     scale, (name, rate) = study.scale, next(iter(study.rates.items()))
     (times,) = study.times(bucket_methods(scale), rates=(rate,))
     bucket_of = {row["name"]: row["bucket"] for row in times.layers[POWERSGD.name]}
-    recording = study.recording()
-    snapshots = list(recording.snapshots(recording.of("gpt")[0]))
+    snapshots = study.recorded("gpt")[0].snapshots
     by_method = per_bucket(snapshots, bucket_of)
     runs = study.timing(NUM_RANKS).each(
         lambda timing: timing.syncs(

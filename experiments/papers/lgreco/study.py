@@ -10,8 +10,8 @@ from experiments.framework.methods import Method
 from experiments.framework.replay import Compute
 from experiments.framework.study import PartWatcher, Scale, Study
 from experiments.framework.timing import SeparateRuns, Times, shown_rate
+from experiments.papers.lgreco.gradients import Extent, Training
 from experiments.papers.lgreco.methods import PICTURES, PICTURES_SMOKE, Name, timed
-from experiments.policies.recording import SMOKE as RECORDED_SMOKE, Extent, Recording, num_steps, recorded_once
 from experiments.tasks.images import ImageTask, Model
 from experiments.tasks.words import WORDS, WORDS_SMOKE, WordsTask
 from thinwire_tools.compare.comparison import Comparison, Run
@@ -51,9 +51,6 @@ class LGrecoScale(Scale):
     trials: int = 16
     """Plans that the time-aware policy tries before it knows what each bucket costs; at least twice the buckets."""
     trial_steps: int = 12
-    metric_steps: int = 40
-    metric_start: int = 40
-    metric_layers: int = 8
 
     def adapted(self, **options: Any) -> Self:
         if options.get("rate") is not None:
@@ -62,11 +59,6 @@ class LGrecoScale(Scale):
 
     def task(self, name: Name) -> WordsTask | ImageTask:
         return self.gpt if name == "gpt" else self.cnn
-
-    @property
-    def recorded_steps(self) -> int:
-        """Of the trainings whose gradients are recorded."""
-        return num_steps({name: self.task(name) for name in NAMES}, self.recorded)
 
     def every(self, name: Name) -> int:
         """Steps between two decisions."""
@@ -88,12 +80,9 @@ SMOKE = LGrecoScale(
     worlds=(2,),
     ranks=(4, 16),
     warm_up=4,
-    recorded=RECORDED_SMOKE,
+    recorded=Extent(seeds=1, snapshots=2, window=2),
     trials=6,
     trial_steps=5,
-    metric_steps=2,
-    metric_start=2,
-    metric_layers=3,
 )
 
 
@@ -102,6 +91,7 @@ class LGrecoStudy(Study[LGrecoScale]):
     """Trainings, timings and gradients, which parts share."""
 
     computes: dict[Model, Compute] = field(default_factory=dict)
+    _recorded: dict[Name, list[Training]] = field(default_factory=dict)
 
     @property
     def rates(self) -> dict[str, str | None]:
@@ -142,16 +132,13 @@ class LGrecoStudy(Study[LGrecoScale]):
         emulated = self.emulated and num_ranks > 1
         return SeparateRuns("links", emulated, num_ranks, self.scale.runs, self.computes)
 
-    def recording(self) -> Recording:
-        """The gradients of uncompressed trainings of both networks, in the folder of the pictures; recorded there
-        unless they are."""
-        if "recording" not in self._resources:
-            scale, folder = self.scale, self.out / "gradients"
-            tasks = {name: scale.task(name) for name in NAMES}
-            self._resources["recording"] = recorded_once(
-                tasks, scale.recorded, folder, on_step=lambda: self.advance(1, "gradients along trainings")
+    def recorded(self, name: Name) -> list[Training]:
+        """Return the gradients of uncompressed trainings of a network, recorded once."""
+        if name not in self._recorded:
+            self._recorded[name] = self.scale.recorded.record(
+                self.scale.task(name), TITLES[name], lambda: self.advance(1, "gradients along trainings")
             )
-        return self._resources["recording"]
+        return self._recorded[name]
 
     def _trainings(self, name: Name) -> Runs:
         return self.kept(name, lambda: Runs(self.scale.task(name), NUM_RANKS, None, PartWatcher(self)))

@@ -100,19 +100,12 @@ class QSDPScale(Scale):
     """Of figure C.1 and table C.2."""
     errors_every: int = 8
     """Steps between two looks at the compression error (figures C.2 and C.3)."""
-    regression_seeds: int = 10
-    regression_steps: int = 400
-    regression_rows: int = 4000
 
     def adapted(self, **options: Any) -> QSDPScale:
         made = super().adapted(**options)
         return made if options.get("rounds") is None else replace(made, ratio_rounds=made.rounds)
 
     def about(self) -> dict[str, Any]:
-        try:
-            import sklearn.datasets  # noqa: F401
-        except ImportError as error:
-            raise ImportError("the regression's data take scikit-learn: pip install '.[repro]'") from error
         standard_library()
         sizes = {
             size.name: {"parameters": size.num_parameters, "learn_at": size.learn_at}
@@ -122,10 +115,6 @@ class QSDPScale(Scale):
 
     def size(self, name: SizeName) -> Size:
         return next(size for size in (*self.sizes, self.words) if size.name == name)
-
-    def steps(self, name: SizeName, num_methods: int) -> int:
-        """Of so many methods' trainings."""
-        return self.seeds * num_methods * self.size(name).task.steps
 
 
 @dataclass
@@ -228,10 +217,6 @@ def _line(axes: Any, runs: Sequence[Trained], color: str, title: str, style: str
     _log_scale(axes)
 
 
-def recovery_steps(scale: QSDPScale) -> int:
-    return sum(scale.steps(size.name, 3) for size in scale.sizes) + scale.steps("small", 2) + scale.steps(BUCKETS_OF, 3)
-
-
 def table_5_1(study: QSDPStudy) -> list[Row]:
     """Baseline against W8G8 at three sizes, beside quantization without buckets."""
     sizes, rows = study.scale.sizes, []
@@ -257,10 +242,6 @@ def table_5_1(study: QSDPStudy) -> list[Row]:
         lost_row("section 5.7.1", "unbucketed/4", naive[4], bucketed[4], spec=specs[4], beside=mean_perplexity(base)),
         lost_row("table 5.1", "control", naive[4], base, spec=specs[4]),
     ]
-
-
-def words_steps(scale: QSDPScale) -> int:
-    return scale.steps("words", 4)
 
 
 def of_words(study: QSDPStudy) -> list[Row]:
@@ -293,10 +274,6 @@ def recovered_row(size: Size, num_ranks: int, runs: Sequence[Trained], base: Seq
         title=size.title,
         thesis={"model": size.thesis, "baseline": size.baseline, "qsdp": size.qsdp},
     )
-
-
-def grid_steps(scale: QSDPScale) -> int:
-    return scale.steps("small", 1 + len(THESIS_GRID))
 
 
 def table_5_2(study: QSDPStudy) -> list[Row]:
@@ -333,10 +310,6 @@ def _draw_5_2(study: QSDPStudy, base: Sequence[Trained], trained: Mapping[tuple[
     plots.save(figure, study.picture("5.2"))
 
 
-def rounding_steps(scale: QSDPScale) -> int:
-    return scale.steps("small", 2 * len(ROUNDED_WEIGHTS))
-
-
 def rounding_of_weights(study: QSDPStudy) -> list[Row]:
     """Weights rounded to the nearest beside weights rounded stochastically, on the smallest network."""
     rows = []
@@ -345,10 +318,6 @@ def rounding_of_weights(study: QSDPStudy) -> list[Row]:
         others = _perplexities(stochastic)
         rows.append(lost_row("rounding", f"{bits} bits", nearest, stochastic, stochastic_perplexities=others))
     return rows
-
-
-def lgreco_steps(scale: QSDPScale) -> int:
-    return scale.steps("small", 4)
 
 
 def lgreco_over_qsdp(study: QSDPStudy) -> list[Row]:
@@ -380,10 +349,6 @@ def _sent(runs: Sequence[Trained]) -> dict[str, list[float]]:
     }
 
 
-def bucket_steps(scale: QSDPScale) -> int:
-    return scale.steps(BUCKETS_OF, 1 + len(BUCKETED) + len(LARGE))
-
-
 def figure_c_4(study: QSDPStudy) -> list[Row]:
     """Buckets of the default size against larger ones."""
     base = study.train(BUCKETS_OF, FP16)
@@ -404,10 +369,6 @@ def figure_c_4(study: QSDPStudy) -> list[Row]:
 
 
 # --- learned levels
-
-
-def levels_steps(scale: QSDPScale) -> int:
-    return scale.steps("small", 1 + 2 * len(PAIRS) + len(ROUNDED))
 
 
 def table_5_3(study: QSDPStudy) -> list[Row]:
@@ -483,12 +444,6 @@ def _draw_5_3(
 # --- figure 5.3: steps over links, and between nodes
 
 
-def bandwidth_steps(scale: QSDPScale) -> int:
-    """Of all turns, over links and between nodes."""
-    turns = sum(_turn(scale, rate) for rate in scale.rates) * len(METHODS) + len(NODE_METHODS)
-    return turns * (1 + scale.rounds)
-
-
 def _turn(scale: QSDPScale, rate: str | None) -> int:
     """Steps of a turn: over fast links single ones are too short to tell apart."""
     return scale.fast_steps if rate is None or parse_rate(rate) >= _FAST_BPS else 1
@@ -557,10 +512,6 @@ def _draw_5_3_bandwidth(study: QSDPStudy, times_by_rate: Mapping[str | None, Tim
 # --- figure C.1 and table C.2: only the first of so many weights and gradients are sent
 
 
-def ratio_steps(scale: QSDPScale) -> int:
-    return (len(THESIS_RATIOS) + 1) * (1 + scale.ratio_rounds)
-
-
 def table_c_2(study: QSDPStudy) -> list[Row]:
     """All pairs of ratios in turns."""
     methods, rate = {key: shortened(*key) for key in THESIS_RATIOS}, study.rate_or(study.scale.ratio_rate)
@@ -615,11 +566,6 @@ def _draw_c_1(study: QSDPStudy, times: Times, methods: Mapping[tuple[int, int], 
 _TIME_STEPS = 10
 """Of a turn."""
 IN_TIME = {"baseline": FP16, "qsdp": W8G8}
-
-
-def time_steps(scale: QSDPScale) -> int:
-    """Of all trainings, and of all turns."""
-    return scale.steps("small", len(IN_TIME)) + len(IN_TIME) * (1 + scale.rounds) * _TIME_STEPS
 
 
 def figure_5_2(study: QSDPStudy) -> list[Row]:

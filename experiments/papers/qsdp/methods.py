@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch.distributed as dist
 from torch import nn
 
 import thinwire
@@ -55,10 +53,6 @@ class Method:
     transport: Literal["auto", "group", "shared"] = "group"
     adapt: str | None = None
     """The policy that gives layers compressors of their own while training."""
-    keeps: bool = False
-    """Whether weights stay from forward to backward."""
-    ranks_per_node: int = 0
-    """As ranks are to take it; 0: they find out."""
 
     @property
     def exact(self) -> bool:
@@ -74,8 +68,6 @@ class Method:
         if self.kind == "flat":
             quantize_flat(model, parse(self.weights), seed)
             return None
-        if self.ranks_per_node:
-            os.environ["THINWIRE_NODE"] = str(dist.get_rank() // self.ranks_per_node)
         return thinwire.compress(
             model,
             weights=self.weights,

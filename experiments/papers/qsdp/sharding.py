@@ -22,16 +22,16 @@ from thinwire_tools.compare.tasks import GPTTask
 Batch = tuple[Tensor, Tensor]
 
 
-def shard(task: GPTTask, mesh: DeviceMesh, seed: int, *, half: bool = False, keeps: bool = False) -> GPT:
+def shard(task: GPTTask, mesh: DeviceMesh, seed: int, *, half: bool = False) -> GPT:
     """The task's model, block by block under FSDP2, each gathered while the one before it computes.
 
-    ``half``: gradients are reduced in fp16; ``keeps``: weights stay from forward to backward.
+    ``half``: gradients are reduced in fp16.
     """
     model = task.build(seed)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float16 if half else None)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keeps)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False if keeps else None)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     thinwire.prefetch(model)
     return model
 

@@ -36,7 +36,7 @@ class Shards(Timed):
 
     def __init__(self, task: GPTTask, method: Method, mesh: Any, batches: Iterator[Batch], num_micro: int) -> None:
         self._task, self._num_micro, self._batches = task, num_micro, batches
-        self._model = shard(task, mesh, 0, half=method.half, keeps=method.keeps)
+        self._model = shard(task, mesh, 0, half=method.half)
         self.wire = method.attach(self._model)
         self._optimizer = task.optimizer(self._model)
         self.train(_WARM_UP_STEPS)
@@ -66,7 +66,7 @@ def train(rank: Rank, task: GPTTask, method: Method, seed: int, num_micro: int) 
     held-out loss with their numbers of tokens (of the probe along the method; of all at the end, through weights as
     they are gathered, and as the optimizer keeps them), seconds of learning levels, bytes that this rank sent in
     every step, and what each layer is sent by in the end."""
-    model = shard(task, _mesh(rank), seed, half=method.half, keeps=method.keeps)
+    model = shard(task, _mesh(rank), seed, half=method.half)
     wire = method.attach(model, seed)
     optimizer = task.optimizer(model)
     torch.manual_seed(seed * rank.num_ranks + rank.rank)
