@@ -157,6 +157,7 @@ def command(paper: Paper[Any], summary: str) -> Callable[..., int]:
         seeds: int | None = None,
         rounds: int | None = None,
         rate: str | None = None,
+        data: Path | None = None,
         steps: int | None = None,
         smoke: bool = False,
         times: Path | None = None,
@@ -170,7 +171,8 @@ def command(paper: Paper[Any], summary: str) -> Callable[..., int]:
             need_scipy()
             plots.need_matplotlib()
             base = paper.smoke if smoke else paper.scale
-            scale = base.adapted(seeds=seeds, rounds=rounds, rate=rate, steps=steps)
+            folder = None if data is None else str(data.resolve())
+            scale = base.adapted(seeds=seeds, rounds=rounds, rate=rate, data=folder, steps=steps)
             about = dataclasses.asdict(scale) | scale.about()
             record, timed = (None if file is None else json_module.loads(file.read_text()) for file in (from_, times))
         out.mkdir(parents=True, exist_ok=True)
@@ -214,6 +216,7 @@ def command(paper: Paper[Any], summary: str) -> Callable[..., int]:
         seeds: paired runs of every method whose quality is compared; a verdict takes at least 2.
         rounds: turns of every method that is timed in turns; a verdict takes at least 5.
         rate: of each rank's link (100mbit, 1gbit ...), emulated, instead of the paper's own choice.
+        data: folder of CIFAR-10's binary version, for papers that train on images; without it scikit-learn's digits.
         steps: training steps of each run, for papers that train one network.
         smoke: a tiny network and few steps, about a minute: the same path, no figures worth keeping.
         times: JSON file of an earlier run, whose step times are taken where times to a loss need some.

@@ -112,7 +112,7 @@ LEFT_OUT = (
     ),
     (
         "Data sets and models of the papers",
-        "pictures are scikit-learn's digits, text is the source of Python's "
+        "pictures are scikit-learn's digits (CIFAR-10 where a folder of it is given), text is the source of Python's "
         "standard library, models have up to a few million parameters: what two CPU cores train in minutes. Each page "
         "says in what its experiments differ",
     ),

@@ -51,7 +51,7 @@ class Scale:
     """The scale at which a paper is measured: number of seeds, and rate of links (None: the paper's own choice).
 
     Further fields are what else a paper's command can change: ``rounds`` (turns of each method that is timed),
-    ``steps``.
+    ``steps``, ``data``.
     """
 
     seeds: int = 3
@@ -189,18 +189,20 @@ class PartWatcher(Watcher):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageScale(Scale):
-    """Scale of a paper that trains one network on images."""
+    """Scale of a paper that trains one network on images, of the folder ``data`` (None: scikit-learn's digits)."""
 
     task: ImageTask
     num_ranks: int = 2
+    data: str | None = None
     steps: int | None = None
     rate: str | None = "200mbit"
 
     def adapted(self, **options: Any) -> Self:
         made = super().adapted(**options)
-        if made.steps is None:
-            return made
-        return replace(made, task=replace(made.task, steps=made.steps, probe_every=max(1, made.steps // 16)))
+        task = replace(made.task, data=made.data)
+        if made.steps is not None:
+            task = replace(task, steps=made.steps, probe_every=max(1, made.steps // 16))
+        return replace(made, task=task)
 
     def about(self) -> dict[str, Any]:
         images = self.task.images

@@ -101,6 +101,7 @@ WRONG = [
     ("fft", ["--parts", "5", "7"], "choose among 5 6 10"),
     ("fft", ["--seeds", "0"], "at least 1"),
     ("fft", ["--rate", "fast"], "not a rate"),
+    ("fft", ["--data", "/nowhere"], "unpack the binary version"),
     ("lgreco", ["--rate", "50mbit"], "the links of this chapter are 100mbit and 1gbit"),
     ("fullstack", ["--rate", "1gbit"], "--rate: links have the paper's rates"),
 ]

@@ -92,7 +92,7 @@ VERSIONS = {
     "cgx": Version(CGX, r"(?!3\.4/)", cgx),
     "fft": Version(FFT, r"table 2/accuracy/fft$|14/speedup/fft$", fft),
     "fullstack": Version(FULLSTACK, "figure 5/(loss|faster)|adam/|figure 10/loss", fullstack, missing="appendix"),
-    "intsgd": Version(INTSGD, "[23]/(quality/intsgd|communication/intsgd over sgd)$", missing="6/"),
+    "intsgd": Version(INTSGD, "[23]/(quality/intsgd|communication/intsgd over sgd)$"),
     # Too few plans predict no times.
     "lgreco": Version(LGRECO, ".*(/lost/|_over_uniform/|/speed_)", missing="figure B.6|section 4.6.5|equal bytes"),
     "qsdp": Version(QSDP, r"table 5\.|figure C\.[14]/|figure 5\.3/|table C\.2/|L-GreCo/", qsdp, missing="figure C.5"),

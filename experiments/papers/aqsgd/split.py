@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from experiments.papers.aqsgd.simulated import Boundary, Window, cross
-from experiments.tasks.images import NUM_CLASSES, Images, Residual, digits
+from experiments.tasks.images import NUM_CLASSES, Images, Residual, load
 
 _BLOCKS = (3, 4, 6, 3)
 """Of two convolutions each, by width: 32 of them with the first one's and the classifier's make 34 layers."""
 _NORM_CHANNELS = 16
+_LEAST_PIXELS = 16
 
 
 class Block(Residual):
@@ -62,14 +63,15 @@ class Back(nn.Module):
 class SplitResNet(nn.Module):
     """Images ``[batch, channels, size, size]`` to logits ``[batch, 10]``, in three parts.
 
-    ``widths`` and ``strides`` are channels and pixels to a position at the first cut and at the second.
+    ``widths`` and ``strides`` are channels and pixels to a position at the first cut and at the second. Images of fewer
+    than 16 pixels a side are halved in size twice, others three times.
     """
 
-    def __init__(self, channels: int, width: int) -> None:
+    def __init__(self, channels: int, size: int, width: int) -> None:
         super().__init__()
         blocks, narrow, scale = [], width, 1
         for stage, count in enumerate(_BLOCKS):
-            stride = 2 if 0 < stage < len(_BLOCKS) - 1 else 1
+            stride = 2 if stage and (stage < len(_BLOCKS) - 1 or size >= _LEAST_PIXELS) else 1
             scale *= stride
             for at in range(count):
                 wide = width * 2**stage
@@ -94,8 +96,10 @@ _DECAY, _DECAY_ROUNDS = 0.1, 20
 
 @dataclass(frozen=True)
 class Splitting:
-    """One training, on the first ``most_images`` digits."""
+    """One training. ``cifar``: a folder with CIFAR-10, of whose images the first ``most_images`` are taken; the digits
+    if None. ``padding``: pixels by which a random crop moves at most, either method."""
 
+    cifar: str | None = None
     most_images: int = 4096
     width: int = 8
     clients: int = 16
@@ -108,11 +112,11 @@ class Splitting:
 
     @property
     def images(self) -> Images:
-        return digits()
+        return load(self.cifar)
 
     @property
     def padding(self) -> int:
-        """An eighth of an image: pixels by which a random crop moves at most, either way."""
+        """An eighth of an image: 4 pixels of CIFAR's 32."""
         return self.images.train.shape[-1] // 8
 
     def rate(self, round: int) -> float:
@@ -180,7 +184,7 @@ class Training:
         self.task, self._seed = task, seed
         torch.manual_seed(seed)
         images = task.images
-        self.model = SplitResNet(images.channels, task.width)
+        self.model = SplitResNet(images.channels, images.train.shape[-1], task.width)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=task.learning_rate, momentum=task.momentum)
         self.shares = task.shares(seed)
         self.generator = torch.Generator().manual_seed(seed)

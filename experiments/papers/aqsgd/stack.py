@@ -38,7 +38,7 @@ from experiments.papers.aqsgd.study import course, draw_runs, facts, held_out
 from experiments.papers.aqsgd.tasks import Stacked
 from experiments.papers.aqsgd.timing import LinkedScale, OverLinks, PipelineTiming, draw_rates, where
 from experiments.papers.aqsgd.trainings import Trained, Trainings, train
-from experiments.tasks.images import Model, digits
+from experiments.tasks.images import Model, load
 from thinwire_tools import plots
 from thinwire_tools.compare.data import standard_library
 from thinwire_tools.compare.statistics import reached, relative_differences
@@ -57,14 +57,21 @@ _LAST_ROUNDS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class StackScale(LinkedScale):
+    """``data``: CIFAR-10 for split learning instead of the digits."""
+
     small: Stacked = tasks.STACKED_SMALL
     timed: Stacked = tasks.STACKED_TIMED
     to_loss: Stacked = tasks.STACKED_TO_LOSS
     replicated: Stacked = tasks.REPLICATED
     split: Splitting = field(default_factory=Splitting)
+    data: str | None = None
+
+    def adapted(self, **options: Any) -> Self:
+        made = super().adapted(**options)
+        return replace(made, split=replace(made.split, cifar=made.data))
 
     def about(self) -> dict[str, Any]:
-        digits()
+        load(self.data)
         standard_library()
         return {"num_stages": NUM_STAGES, "control": CONTROL.title}
 

@@ -295,7 +295,7 @@ _DIFFERS = (
     "rounded at random to max-abs levels; 5 epochs, from the same first training for all seeds",
     "times to a loss are steps of trainings by seconds of a step; the first epoch takes as long as FP32's, and the "
     "rest of QuantizedAdam's warm-up as long as with compressed activations only",
-    "split learning: scikit-learn's digits, 8 x 8 pixels; ResNet34's blocks with 8 to 64 "
+    "split learning: scikit-learn's digits, 8 x 8 pixels, unless CIFAR-10 is given; ResNet34's blocks with 8 to 64 "
     "channels and group normalization, since a client has few classes; crops move an image by an eighth of its "
     "size, and its message at the second cut by the nearest number of positions; clients hand on momenta with the "
     "weights; 32 rounds",

@@ -25,7 +25,7 @@ from experiments.framework.replay import Compute
 from experiments.framework.study import PartWatcher, Scale, Study, draw_bars
 from experiments.framework.timing import NUM_RANKS, RANKS_PER_NODE, Place, SeparateRuns, Times, Timing, shown_rate
 from experiments.framework.verdicts import matches
-from experiments.tasks.images import TIMED, TRAINED, ImageTask, Model, digits
+from experiments.tasks.images import TIMED, TRAINED, ImageTask, Model, load
 from thinwire_tools import plots
 from thinwire_tools.compare.data import standard_library
 from thinwire_tools.compare.paired import CONTROL, compare_training
@@ -168,7 +168,7 @@ class CGXScale(Scale):
     error_steps: int = 8
 
     def about(self) -> dict[str, Any]:
-        digits()
+        load(None)
         standard_library()
         return {"num_ranks": NUM_RANKS, "margin": MARGIN, "fp32_share_of_the_thesis": FP32_SHARE}
 

@@ -233,7 +233,7 @@ fft = command(
     PAPER,
     """Repeat section 4 of "FFT-based Gradient Sparsification" (HPDC 2020) on this machine, claim by claim.
 
-    A small residual network learns handwritten digits on ranks that a slow link joins. Each figure
+    A small residual network learns handwritten digits (or CIFAR-10) on ranks that a slow link joins. Each figure
     becomes an SVG, and each of the paper's claims a row: what it says, what was found here, and whether it holds, also
     where it does not. Takes about fifteen minutes on two cores with the digits.""",
 )

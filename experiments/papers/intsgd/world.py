@@ -1,0 +1,199 @@
+"""Twelve workers in one process: GD, L-SVRG, IntSGD and IntDIANA exactly as the algorithms say, in fp64 numpy.
+
+Workers are an axis of the arrays, seeds another: what each worker computes and sends is what it would compute and send
+alone. Integers are kept as fp64, exact to 2^53, and never clipped, so that one sees how large they want to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Draw = Callable[[int, tuple[int, ...]], Array]
+"""Uniform numbers in [0, 1) of a shape, for a step."""
+
+FLOAT_BITS = 32
+_EPS = 1e-8
+"""It keeps scales finite where nothing moves."""
+
+
+class Problem(Protocol):
+    """``f(x) = (1/n) Σ f_i(x)``. Points are ``[d, seeds]``, local gradients ``[workers, d, seeds]``."""
+
+    @property
+    def num_workers(self) -> int: ...
+
+    @property
+    def num_coordinates(self) -> int: ...
+
+    @property
+    def batch_share(self) -> float:
+        """Share of its data that a worker's mini-batch has."""
+        ...
+
+    def gradients(self, x: Array) -> tuple[Array, Array]:
+        """``∇f_i(x)`` of all workers, and ``f(x)`` ``[seeds]``."""
+        ...
+
+    def differences(self, x: Array, w: Array, uniform: Draw, step: int) -> Array:
+        """``∇f_{i,B}(x) − ∇f_{i,B}(w)`` on a mini-batch B that each worker draws."""
+        ...
+
+
+@dataclass(frozen=True)
+class Method:
+    """An algorithm. ``shifts``: gradient differences are sent, as DIANA does; ``integers``: rounded at random;
+    ``reference``: the L-SVRG estimator instead of the full gradient. ``blocks`` share a scale: "global", a number of
+    equal parts, or "coordinate".
+    """
+
+    name: str
+    title: str
+    shifts: bool = False
+    integers: bool = False
+    reference: bool = False
+    blocks: str | int = "global"
+
+    @property
+    def random(self) -> bool:
+        """Whether seeds make a difference."""
+        return self.integers or self.reference
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One method's runs from all seeds: ``[records, seeds]`` after ``steps [records]``; the first record is the start.
+
+    ``gradients`` counts evaluations over all of a worker's data (a sample's is ``1 / m``). ``largest_sent`` and
+    ``largest_sum`` are the largest magnitudes since the record before, of one worker's integers and of their sum; 0
+    where no integers were sent.
+    """
+
+    steps: Array
+    values: Array
+    gradients: Array
+    bits: Array
+    largest_sent: Array
+    largest_sum: Array
+
+
+def bits_of(largest: Array) -> Array:
+    """Bits of a signed integer of at most this magnitude: ``1 + log2`` of it, section 4.2."""
+    return 1.0 + np.log2(np.maximum(1.0, largest))
+
+
+def run(problem: Problem, method: Method, seeds: Sequence[int], steps: int, rate: float, *, every: int = 1) -> Trace:
+    """Run ``method`` from 0 with learning rate ``rate``; a record every ``every`` steps. The coin's probability is the
+    mini-batch's share."""
+    n, d, num_seeds = problem.num_workers, problem.num_coordinates, len(seeds)
+    rounding, batches, coins = _stacked([counter_draws(seed) for seed in seeds])
+    x, shifts, shift = np.zeros((d, num_seeds)), np.zeros((n, d, num_seeds)), np.zeros((d, num_seeds))
+    w, at_w = x.copy(), np.zeros_like(shifts)
+    edges = _edges(method.blocks, d)
+    squares = np.zeros((len(edges) - 1, num_seeds))
+    records = _Records(num_seeds)
+    for step in range(steps):
+        if method.reference:
+            value = problem.gradients(x)[1] if step % every == 0 and step else None
+            if step == 0:
+                at_w, value = problem.gradients(w)
+            gradients = at_w + (problem.differences(x, w, batches, step) if step else 0.0)
+        else:
+            gradients, value = problem.gradients(x)
+        if step % every == 0 and value is not None:
+            records.add(step, value)
+        records.evaluated(1.0 if not method.reference or step == 0 else 2 * problem.batch_share)
+        sent = gradients - shifts if method.shifts else gradients
+        if method.integers and step:
+            alpha = _scales(2 * n * squares, edges, d)
+            # ⌊t⌋ and, with the probability of the rest, one more.
+            integers = np.floor(alpha * sent + rounding(step, (n, d)))
+            total = integers.sum(0)
+            records.sent(np.abs(integers).max((0, 1)), np.abs(total).max(0))
+            arrived, mean = integers / alpha, total / alpha / n
+        else:
+            records.floats()
+            arrived, mean = sent, sent.mean(0)
+        estimate = mean
+        if method.shifts:
+            shifts, estimate = shifts + arrived, shift + mean
+            shift = estimate
+        if method.reference and step:
+            for seed in np.nonzero(coins(step, (1,))[0] < problem.batch_share)[0].tolist():
+                w[:, seed] = x[:, seed]
+                at_w[:, :, seed] = problem.gradients(x[:, [seed]])[0][:, :, 0]
+                records.evaluated(1.0, seed)
+        squares = np.add.reduceat(estimate**2, edges[:-1], axis=0)
+        x = x - rate * estimate
+    records.add(steps, problem.gradients(x)[1])
+    return records.trace()
+
+
+def _edges(blocks: str | int, d: int) -> NDArray[np.int64]:
+    """Where blocks begin, and the end."""
+    if blocks == "coordinate":
+        return np.arange(d + 1)
+    return np.linspace(0, d, (1 if blocks == "global" else int(blocks)) + 1).astype(np.int64)
+
+
+def _scales(squares: Array, edges: NDArray[np.int64], d: int) -> Array:
+    """``α = √d_l / √(squares_l + (d_l/d)·eps²)``, ``[d, seeds]``; with ``squares`` of 2n·r, propositions 2 and 4."""
+    sizes = np.diff(edges)[:, None]
+    alpha = np.sqrt(sizes) / np.sqrt(squares + sizes / d * _EPS**2)
+    return np.repeat(alpha, sizes[:, 0], axis=0)
+
+
+def counter_draws(seed: int) -> tuple[Draw, Draw, Draw]:
+    """Uniform numbers that are a function of seed, purpose and step."""
+
+    def stream(purpose: int) -> Draw:
+        def draw(step: int, shape: tuple[int, ...]) -> Array:
+            return np.random.Generator(np.random.Philox(key=seed * 4 + purpose, counter=step << 64)).random(shape)
+
+        return draw
+
+    return stream(0), stream(1), stream(2)
+
+
+def _stacked(draws: Sequence[tuple[Draw, Draw, Draw]]) -> tuple[Draw, Draw, Draw]:
+    """The draws of several seeds, as a last axis."""
+
+    def stack(purpose: int) -> Draw:
+        def draw(step: int, shape: tuple[int, ...]) -> Array:
+            return np.stack([streams[purpose](step, shape) for streams in draws], axis=-1)
+
+        return draw
+
+    return stack(0), stack(1), stack(2)
+
+
+class _Records:
+    def __init__(self, num_seeds: int) -> None:
+        self._rows: list[tuple[int, Array, Array, Array, Array, Array]] = []
+        self._gradients, self._bits = np.zeros(num_seeds), np.zeros(num_seeds)
+        self._sent, self._sum = np.zeros(num_seeds), np.zeros(num_seeds)
+
+    def evaluated(self, share: float, seed: int | None = None) -> None:
+        if seed is None:
+            self._gradients += share
+        else:
+            self._gradients[seed] += share
+
+    def sent(self, largest: Array, largest_sum: Array) -> None:
+        self._sent, self._sum = np.maximum(self._sent, largest), np.maximum(self._sum, largest_sum)
+        self._bits += bits_of(largest)
+
+    def floats(self) -> None:
+        self._bits += FLOAT_BITS
+
+    def add(self, step: int, value: Array) -> None:
+        self._rows.append((step, value, self._gradients.copy(), self._bits.copy(), self._sent, self._sum))
+        self._sent, self._sum = np.zeros_like(self._sent), np.zeros_like(self._sum)
+
+    def trace(self) -> Trace:
+        return Trace(*(np.array(column) for column in zip(*self._rows, strict=True)))
