@@ -9,13 +9,21 @@ import threading
 import pytest
 import torch
 
+from device_cases import PART_NUMEL, sharded_case
 from harness import run_threads
 from pretend import DEVICE, Pretend, Pretended, Waits
 from thinwire import kernels
-from thinwire.collectives import DeviceLoopbackTransport, LoopbackTransport
+from thinwire.collectives import (
+    CollectiveCall,
+    DeviceBuffers,
+    DeviceLoopbackTransport,
+    LoopbackTransport,
+    device_all_gather,
+    parse_algorithm,
+)
 from thinwire.kernels import native
 from thinwire.plan import Plan
-from thinwire.runtime import BucketEngine, Wire
+from thinwire.runtime import BucketEngine, Wire, WireSettings
 
 pytest.importorskip("triton", reason="triton is not installed: pip install --no-deps triton")
 
@@ -62,14 +70,16 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 _thread = threading.local()
 
 
-def steps(spec: str, transport, num_steps: int, poison: int = -1) -> tuple[int, list[torch.Tensor]]:
+def steps(
+    spec: str, transport, num_steps: int, poison: int = -1, algorithm: str = "sra"
+) -> tuple[int, list[torch.Tensor]]:
     """Backward passes of a Wire on one rank, of which the third and later ones may not wait.
 
     How many steps were not finite, and what came out.
     """
     with Pretend() as mode:
         plan = Plan.build(SHAPES, spec)
-        wire = Wire(BucketEngine(plan, SHAPES, transport))
+        wire = Wire(BucketEngine(plan, SHAPES, transport, WireSettings(algorithm=parse_algorithm(algorithm))))
         found = []
         for step in range(num_steps):
             mode.strict = _thread.strict = step >= 2
@@ -89,9 +99,9 @@ def steps(spec: str, transport, num_steps: int, poison: int = -1) -> tuple[int, 
         return wire.stats.nonfinite_steps, found
 
 
-def run(spec: str, num_steps: int = 3, **options) -> list[tuple[int, list[torch.Tensor]]]:
-    devices = DeviceLoopbackTransport.world(LoopbackTransport.world(2), DEVICE)
-    return run_threads(lambda t: steps(spec, devices[t.rank], num_steps, **options), 2, timeout_s=100.0)
+def run(spec: str, num_steps: int = 3, *, ranks: int = 2, **options) -> list[tuple[int, list[torch.Tensor]]]:
+    devices = DeviceLoopbackTransport.world(LoopbackTransport.world(ranks), DEVICE)
+    return run_threads(lambda t: steps(spec, devices[t.rank], num_steps, **options), ranks, timeout_s=100.0)
 
 
 @interpreted
@@ -101,6 +111,39 @@ def run(spec: str, num_steps: int = 3, **options) -> list[tuple[int, list[torch.
 def test_a_steady_step_waits_for_nothing(spec: str) -> None:
     one, other = run(spec)
     assert all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+
+
+@interpreted
+@quiet
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "hierarchical(inside=minmax(bits=8))"])
+def test_rounds_wait_for_nothing(algorithm: str) -> None:
+    one, _, other = run("ef(minmax(bits=4))", ranks=3, algorithm=algorithm)
+    assert all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+
+
+@interpreted
+@quiet
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("algorithm", ["sra", "ring"])
+def test_what_was_sent_is_kept_without_a_wait(algorithm: str) -> None:
+    devices = DeviceLoopbackTransport.world(LoopbackTransport.world(2), DEVICE)
+
+    def gathers(host) -> list[torch.Tensor]:
+        layout, transport, kept = sharded_case("minmax(bits=4)", 2, algorithm), devices[host.rank], {}
+        with Pretend() as mode:
+            buffers = DeviceBuffers.allocate(layout, host.rank, DEVICE, up=False)
+            x, found = torch.randn(2 * PART_NUMEL, generator=torch.Generator().manual_seed(host.rank)), []
+            for step in range(3):
+                mode.strict = _thread.strict = step > 0
+                call = CollectiveCall(seed=1, step=step, scale=1.0)
+                device_all_gather(Pretended(x), layout, transport, buffers, call, kept=kept)
+                found.append(x.clone())
+            mode.strict = _thread.strict = False
+        return found
+
+    for first, *later in run_threads(gathers, 2, timeout_s=100.0):
+        assert all(torch.equal(first, again) for again in later)
 
 
 @interpreted

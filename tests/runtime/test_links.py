@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from link_probe import probe
 from thinwire.runtime.adapt import StepClock
 from thinwire.runtime.probe import measure_cores, measure_links, measure_pairs, shared_part
 from thinwire_tools import lab
+from thinwire_tools.doctor.watched import Step
 from thinwire_tools.ranks import run_ranks
 
 UNAVAILABLE = lab.unavailable()
@@ -57,27 +58,51 @@ def test_what_backward_loses_of_its_cores(cores: float, threads: int, part: floa
     assert shared_part(cores, threads) == part
 
 
+class Device:
+    """A fake clock: a mark's time is known only once ``done`` has come to it."""
+
+    def __init__(self) -> None:
+        self.now = self.done = 0
+
+    def mark(self, at: int = -1):
+        mark = SimpleNamespace(at=self.now if at < 0 else at)
+
+        def since(earlier) -> float:
+            assert self.done >= max(mark.at, earlier.at), "the host would wait"
+            return mark.at - earlier.at
+
+        mark.since = since
+        return mark
+
+
 def test_a_clock_of_steps() -> None:
-    clock, flat = StepClock(1.0), torch.zeros(64)
-    for _ in range(3):
+    device, flat = Device(), torch.zeros(64)
+    clock = StepClock(1.0, device.mark)
+    for first in (0, 100, 200):
+        device.now = first
         clock.end()
         clock.begin(compressed=False)
         clock.ready(flat, LAYERS)
-        time.sleep(0.01)
+        device.now += 10
         clock.ready(flat, (("late", (64,)),))
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         clock.arriving(future)
-        time.sleep(0.02)
+        device.now += 20
         future.set_result(flat)
-        time.sleep(0.005)
+    device.now = device.done = 300
     clock.end()
     assert len(clock.steps) == 3
     step = clock.steps[0]
-    assert [bucket.layers for bucket in step.pace.buckets] == [LAYERS, (("late", (64,)),)]
-    # Of 35 ms, 20 were waited for the last bucket.
-    assert step.seconds >= 0.035
-    assert step.seconds - step.pace.compute_s >= 0.02
-    assert step.pace.compute_s >= 0.015
+    assert [(bucket.ready_s, bucket.layers) for bucket in step.pace.buckets] == [(0, LAYERS), (10, (("late", (64,)),))]
+    assert (step.seconds, step.pace.compute_s) == (100, 80)
     # Steps of another kind begin anew.
     clock.begin(compressed=True)
     assert not clock.steps
+
+
+def test_a_watched_step_computes_where_it_does_not_wait() -> None:
+    device = Device()
+    moves = [(device.mark(a), device.mark(b)) for a, b in ((10, 15), (20, 50))]
+    step = Step(device.mark(0), serial=True, moves=moves, ended=device.mark(60))
+    device.done = 60
+    assert (step.ready, step.took, step.seconds, step.compute_s) == ([10, 15], [5, 30], 60, 25)

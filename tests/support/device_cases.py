@@ -32,6 +32,7 @@ from thinwire.collectives import (
     device_reduce_scatter,
     gather_buffers,
     gather_mean,
+    parse_algorithm,
     reduce_scatter,
     sharded_layout,
     sum_buffers,
@@ -125,37 +126,61 @@ def check_the_default_group(device: torch.device = CPU) -> DeviceGroupTransport:
 PART_NUMEL = 3000
 
 
-def sharded_case(spec: str, num_ranks: int) -> Layout:
+def sharded_case(spec: str, num_ranks: int, algorithm: str = "sra") -> Layout:
     """A buffer with a part for each rank, whose shards of a layer differ in size, with gaps between them."""
     compressor, parts = parse(spec), []
     assert isinstance(compressor, Coded)
     for rank in range(num_ranks):
-        first = Shard("w", 0, 2000 - 500 * rank, 2048 * rank, compressor)
+        first = Shard("w", 0, 2000 - 400 * rank, 2048 * rank, compressor)
         parts.append([first, Shard("v", 2048, 700, 768 * rank, Raw())])
-    return sharded_layout(parts, PART_NUMEL, torch.float32, World(num_ranks))
+    world = World(num_ranks, tuple(rank // 2 for rank in range(num_ranks)))
+    return sharded_layout(parts, PART_NUMEL, torch.float32, world, parse_algorithm(algorithm))
 
 
-def shards_through_the_host(transport: Transport, layout: Layout, x: Tensor) -> tuple[Tensor, Tensor]:
+def shards_through_the_host(transport: Transport, layout: Layout, x: Tensor) -> tuple[Tensor, ...]:
     """This rank's part of the sum of all ranks' ``x``, and all parts of theirs, by way of messages on the CPU."""
     reduced, gathered, state = _of_shards(transport, layout, x, torch.device("cpu"))
     up, down = (transport.open(layout.reduction_traffic(up=is_up, down=not is_up)) for is_up in (True, False))
-    call = CollectiveCall(seed=1, step=9, scale=0.5, state=state, draw=2)
-    complete(reduce_scatter(x.clone(), layout, transport, up, call, out=reduced))
-    complete(all_gather(gathered, layout, transport, down, call))
-    return reduced, gathered
+    calls = [CollectiveCall(seed=1, step=9 + draw, scale=0.5, state=state, draw=draw) for draw in range(3)]
+    complete(reduce_scatter(x.clone(), layout, transport, up, calls[0], out=reduced))
+
+    def gather(call: CollectiveCall, kept: dict[int, Tensor]) -> None:
+        complete(all_gather(gathered, layout, transport, down, call, kept=kept))
+
+    return reduced, *_gather_again(gather, gathered, transport.rank, calls)
 
 
-def shards_through_the_device(transport: DeviceTransport, layout: Layout, x: Tensor) -> tuple[Tensor, Tensor]:
+def shards_through_the_device(transport: DeviceTransport, layout: Layout, x: Tensor) -> tuple[Tensor, ...]:
     """The same by way of the device."""
     device = transport.device
     reduced, gathered, state = _of_shards(transport, layout, x, device)
     up, down = (
         DeviceBuffers.allocate(layout, transport.rank, device, up=is_up, down=not is_up) for is_up in (True, False)
     )
-    call = CollectiveCall(seed=1, step=9, scale=0.5, state=state, draw=2)
-    device_reduce_scatter(x.clone().to(device), reduced, transport, up, call)
-    device_all_gather(gathered, transport, down, call)
-    return reduced, gathered
+    calls = [CollectiveCall(seed=1, step=9 + draw, scale=0.5, state=state, draw=draw) for draw in range(3)]
+    device_reduce_scatter(x.clone().to(device), reduced, layout, transport, up, calls[0])
+
+    def gather(call: CollectiveCall, kept: dict[int, Tensor]) -> None:
+        device_all_gather(gathered, layout, transport, down, call, kept=kept)
+
+    return reduced, *_gather_again(gather, gathered, transport.rank, calls)
+
+
+def _gather_again(
+    gather: Callable[[CollectiveCall, dict[int, Tensor]], None],
+    gathered: Tensor,
+    rank: int,
+    calls: Sequence[CollectiveCall],
+) -> list[Tensor]:
+    """What comes of gathers with other draws: of new values, of the same that were sent, and of one that changed."""
+    kept, found = dict[int, Tensor](), []
+    for number, call in enumerate(calls):
+        gathered[rank * PART_NUMEL] += 4.0 * (number == 2)
+        gather(call, kept)
+        found.append(gathered.clone())
+    assert torch.equal(*found[:2])
+    assert not torch.equal(*found[1:])
+    return found
 
 
 def _of_shards(
@@ -164,7 +189,7 @@ def _of_shards(
     rank, size = transport.rank, transport.world_size
     state = State.fresh(layout.slots, x.numel(), device=device) if layout.slots else None
     gathered = torch.zeros(size * PART_NUMEL)
-    for start, numel in ((0, 2000 - 500 * rank), (2048, 700)):
+    for start, numel in ((0, 2000 - 400 * rank), (2048, 700)):
         gathered.view(size, -1)[rank, start : start + numel] = x.view(size, -1)[rank, start : start + numel]
     return torch.zeros(PART_NUMEL, device=device), gathered.to(device), state
 
@@ -215,10 +240,14 @@ def check_ways_alike(
 
 
 def check_shards_alike(
-    spec: str, num_ranks: int, device: torch.device = CPU, begin: Callable[[], None] = lambda: None
+    spec: str,
+    num_ranks: int,
+    device: torch.device = CPU,
+    begin: Callable[[], None] = lambda: None,
+    algorithm: str = "sra",
 ) -> None:
     """The same of both halves."""
-    layout = sharded_case(spec, num_ranks)
+    layout = sharded_case(spec, num_ranks, algorithm)
     x = [torch.randn(num_ranks * PART_NUMEL, generator=torch.Generator().manual_seed(r)) for r in range(num_ranks)]
     there = over_devices(lambda t: [*shards_through_the_device(t, layout, x[t.rank])], num_ranks, device, begin)
     here = run_threads(lambda t: shards_through_the_host(t, layout, x[t.rank]), num_ranks)
