@@ -38,6 +38,8 @@ STEADY = [
 ]
 """What runs without a wait from step to step. What learns (levels, range floats) waits where it does."""
 
+IN_ROUNDS = ("ring", "tree", "hierarchical(inside=minmax(bits=8))")
+
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,18 +109,12 @@ def run(spec: str, num_steps: int = 3, *, ranks: int = 2, **options) -> list[tup
 @interpreted
 @quiet
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("spec", STEADY)
-def test_a_steady_step_waits_for_nothing(spec: str) -> None:
-    one, other = run(spec)
-    assert all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
-
-
-@interpreted
-@quiet
-@pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("algorithm", ["ring", "tree", "hierarchical(inside=minmax(bits=8))"])
-def test_rounds_wait_for_nothing(algorithm: str) -> None:
-    one, _, other = run("ef(minmax(bits=4))", ranks=3, algorithm=algorithm)
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [(spec, {}) for spec in STEADY] + [("ef(minmax(bits=4))", {"ranks": 3, "algorithm": name}) for name in IN_ROUNDS],
+)
+def test_a_steady_step_waits_for_nothing(spec: str, options: dict) -> None:
+    one, *_, other = run(spec, **options)
     assert all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
 
 
@@ -130,14 +126,13 @@ def test_what_was_sent_is_kept_without_a_wait(algorithm: str) -> None:
     devices = DeviceLoopbackTransport.world(LoopbackTransport.world(2), DEVICE)
 
     def gathers(host) -> list[torch.Tensor]:
-        layout, transport, kept = sharded_case("minmax(bits=4)", 2, algorithm), devices[host.rank], {}
+        layout, kept, found = sharded_case("minmax(bits=4)", 2, algorithm), {}, []
+        x = torch.randn(2 * PART_NUMEL, generator=torch.Generator().manual_seed(host.rank))
         with Pretend() as mode:
-            buffers = DeviceBuffers.allocate(layout, host.rank, DEVICE, up=False)
-            x, found = torch.randn(2 * PART_NUMEL, generator=torch.Generator().manual_seed(host.rank)), []
+            way = layout, devices[host.rank], DeviceBuffers.allocate(layout, host.rank, DEVICE, up=False)
             for step in range(3):
-                mode.strict = _thread.strict = step > 0
-                call = CollectiveCall(seed=1, step=step, scale=1.0)
-                device_all_gather(Pretended(x), layout, transport, buffers, call, kept=kept)
+                mode.strict = _thread.strict = step > 1
+                device_all_gather(Pretended(x), *way, CollectiveCall(seed=1, step=step, scale=1.0), kept=kept)
                 found.append(x.clone())
             mode.strict = _thread.strict = False
         return found

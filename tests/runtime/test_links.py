@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from statistics import median
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -58,39 +58,33 @@ def test_what_backward_loses_of_its_cores(cores: float, threads: int, part: floa
     assert shared_part(cores, threads) == part
 
 
-class Device:
-    """A fake clock: a mark's time is known only once ``done`` has come to it."""
+class Mark(NamedTuple):
+    """A mark of a fake device, whose seconds are not known before it has come there."""
 
-    def __init__(self) -> None:
-        self.now = self.done = 0
+    at: int
+    done: list[int]
 
-    def mark(self, at: int = -1):
-        mark = SimpleNamespace(at=self.now if at < 0 else at)
-
-        def since(earlier) -> float:
-            assert self.done >= max(mark.at, earlier.at), "the host would wait"
-            return mark.at - earlier.at
-
-        mark.since = since
-        return mark
+    def since(self, earlier: Mark) -> int:
+        assert self.done, "the host would wait"
+        return self.at - earlier.at
 
 
 def test_a_clock_of_steps() -> None:
-    device, flat = Device(), torch.zeros(64)
-    clock = StepClock(1.0, device.mark)
-    for first in (0, 100, 200):
-        device.now = first
+    now, done, flat = 0, list[int](), torch.zeros(64)
+    clock = StepClock(1.0, lambda: Mark(now, done))
+    for now in (0, 100, 200):
         clock.end()
         clock.begin(compressed=False)
         clock.ready(flat, LAYERS)
-        device.now += 10
+        now += 10
         clock.ready(flat, (("late", (64,)),))
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         clock.arriving(future)
-        device.now += 20
+        now += 20
         future.set_result(flat)
-    device.now = device.done = 300
+    now = 300
     clock.end()
+    done.append(now)
     assert len(clock.steps) == 3
     step = clock.steps[0]
     assert [(bucket.ready_s, bucket.layers) for bucket in step.pace.buckets] == [(0, LAYERS), (10, (("late", (64,)),))]
@@ -98,11 +92,6 @@ def test_a_clock_of_steps() -> None:
     # Steps of another kind begin anew.
     clock.begin(compressed=True)
     assert not clock.steps
-
-
-def test_a_watched_step_computes_where_it_does_not_wait() -> None:
-    device = Device()
-    moves = [(device.mark(a), device.mark(b)) for a, b in ((10, 15), (20, 50))]
-    step = Step(device.mark(0), serial=True, moves=moves, ended=device.mark(60))
-    device.done = 60
-    assert (step.ready, step.took, step.seconds, step.compute_s) == ([10, 15], [5, 30], 60, 25)
+    ends = [Mark(at, done) for at in (0, 10, 15, 20, 50, 60)]
+    watched = Step(ends[0], serial=True, moves=[(ends[1], ends[2]), (ends[3], ends[4])], ended=ends[5])
+    assert (watched.ready, watched.took, watched.seconds, watched.compute_s) == ([10, 15], [5, 30], 60, 25)

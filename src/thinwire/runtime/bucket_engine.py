@@ -149,7 +149,9 @@ class BucketEngine(Engine):
             raise ValueError(
                 f"{adapt} goes by how long communication takes, and simulate=True has none: leave out objective=time"
             )
-        nodes_too = adapt is not None and bool(adapt.considers)
+        # Between devices no hierarchy takes float16: without nodes none is considered.
+        halves = self.device is not None and torch.float16 in self._dtypes.values()
+        nodes_too = adapt is not None and bool(adapt.considers) and not halves
         algorithm, world = settle(settings.algorithm, transport, nodes_too=nodes_too)
         self.executor = ThreadExecutor("thinwire") if self.device is None else StreamExecutor(self.device)
         self.channel = Channel(transport, self.executor, Stats(), algorithm=algorithm, world=world, seed=settings.seed)

@@ -370,13 +370,13 @@ class Mark:
 
     def since(self, earlier: Mark) -> float:
         """Return the seconds from ``earlier`` to this mark of the same clock. Waits until a device has come to both."""
-        if isinstance(self.at, float):
-            assert isinstance(earlier.at, float)
-            return self.at - earlier.at
-        assert not isinstance(earlier.at, float)
-        for event in (earlier.at, self.at):
-            event.synchronize()
-        return earlier.at.elapsed_time(self.at) / 1e3
+        if isinstance(self.at, torch.cuda.Event):
+            assert isinstance(earlier.at, torch.cuda.Event)
+            for event in (earlier.at, self.at):
+                event.synchronize()
+            return earlier.at.elapsed_time(self.at) / 1e3
+        assert not isinstance(earlier.at, torch.cuda.Event)
+        return self.at - earlier.at
 
 
 def mark(device: torch.device) -> Mark:
