@@ -110,8 +110,14 @@ def check_the_default_group(device: torch.device = CPU) -> DeviceGroupTransport:
     assert isinstance(gloo, dist.ProcessGroup)
     host = ProcessGroupTransport(gloo, timedelta(seconds=120))
     transport = DeviceGroupTransport(host, device, group, timedelta(seconds=120))
-    for dtype in (torch.float32, torch.float16):
-        layout = Layout.build(layers_of(MIXED, (*SHAPES, *SHAPES, (3000, 10))), dist.get_world_size(), dtype)
+    layers = layers_of(MIXED, (*SHAPES, *SHAPES, (3000, 10)))
+    for dtype, name in (
+        (torch.float32, "sra"),
+        (torch.float16, "sra"),
+        (torch.float32, "tree"),
+        (torch.bfloat16, "ring"),
+    ):
+        layout = Layout.build(layers, dist.get_world_size(), dtype, parse_algorithm(name))
         there, here = through_the_device(transport, layout, 3), through_the_host(host, layout, 3)
         assert all(same(a, b) for a, b in zip(there, here, strict=True))
     return transport
