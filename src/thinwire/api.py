@@ -132,8 +132,7 @@ def compress_ddp(
             such compressors.
         RuntimeError: the model is compressed already or has another communication hook, or it is on a GPU, and NCCL or
             Triton is missing.
-        NotImplementedError: the parameters are on several devices, or on an accelerator other than CUDA; or they are on
-            a GPU, and ``auto`` was given.
+        NotImplementedError: the parameters are on several devices, or on an accelerator other than CUDA.
         DisagreementError: the ranks gave different arguments; the message names the first that differs.
         SharedMemoryError: ``Network(transport="shared")`` was given, and ranks cannot share memory.
     """

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_algorithms import SPECS, laid_out
 from test_laws import FAMILIES
 
 from device_cases import CPU, MIXED, SHAPES, check_the_default_group, check_ways_alike, layers_of, through_the_device
 from harness import on_ranks, run_threads
 from thinwire import TransportError, parse
 from thinwire.collectives import DeviceBuffers, DeviceLoopbackTransport, Layout, LoopbackTransport, parse_algorithm
+from thinwire.collectives.rounds import Rounds
 from thinwire.compressors import Coded, Summed
 
 FIXED = [spec for spec in FAMILIES if isinstance(parse(spec), Coded | Summed) and not parse(spec).traits.bounded]
@@ -26,20 +28,22 @@ def test_all_kinds_in_one_bucket(num_ranks: int, dtype: torch.dtype) -> None:
     check_ways_alike(Layout.build(layers, num_ranks, dtype), 3)
 
 
-@pytest.mark.parametrize("algorithm", ["sra(rates=(1, 3, 2))", "parameter_server(server=1)", "allgather"])
-def test_every_star_and_slices(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_ranks", [3, 7])
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_algorithm_and_slices(spec: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("thinwire.collectives.layout.SLICE", 8192)
-    layers = layers_of(MIXED, ((3000, 10), (70, 50), (5000,), (7,)))
-    layout = Layout.build(layers, 3, torch.float32, parse_algorithm(algorithm))
+    layers = layers_of([*MIXED, "intsgd(bits=8)"], (*((3000, 10), (70, 50), (5000,), (7,)), *SHAPES[-4:] * 2))
+    layout = laid_out(spec, num_ranks, layers, torch.bfloat16 if num_ranks == 7 else torch.float32)
     assert len(layout.chunks) + len(layout.gathered) > 4
     check_ways_alike(layout, 2)
 
 
-def test_other_algorithms_are_refused() -> None:
+def test_partial_sums_that_may_overflow_unseen_are_refused() -> None:
     for algorithm in ("ring", "tree"):
-        layout = Layout.build(layers_of(["minmax"]), 2, torch.float32, parse_algorithm(algorithm))
-        with pytest.raises(ValueError, match="between devices there are sra"):
+        layout = Layout.build(layers_of(["minmax"]), 4, torch.float16, parse_algorithm(algorithm))
+        with pytest.raises(ValueError, match="between devices no rank can tell"):
             DeviceBuffers.allocate(layout, 0, CPU)
+        Rounds(layout, 0, CPU, up=False)
 
 
 def test_means_of_very_different_sizes_are_not_padded() -> None:

@@ -51,12 +51,13 @@ def assert_same(rank: int, rules, options: dict, **more) -> thinwire.Wire:
 
 def _trains(rank: int, names: list[str]) -> None:
     for name in names:
-        rules, options = RULES[name]
-        stats = assert_same(rank, rules, options, start=1).stats
+        rules, options, *more = RULES[name]
+        stats = assert_same(rank, rules, options, start=1, **dict(*more)).stats
         # What saturates or finds no room is counted.
         assert min(stats.saturated, stats.overflowed) > 0 or name != "saturated"
 
 
+TIMED = "lgreco(objective=time, every=6, window=3, lag=2)"
 LIMITED = {"layers.0*": "rangefloat(bits=8, range=0.0001)", "*": "threshold(lam=1e-4, capacity=0.01)"}
 RULES = {
     "minmax": ("minmax(bits=4)", {}),
@@ -69,6 +70,8 @@ RULES = {
     "static graph": ("ef(minmax(bits=3))", {"static_graph": True}),
     "unused": ("ef(minmax(bits=3))", {"unused": True}),
     "bf16": ("ef(minmax(bits=3))", {"dtype": torch.bfloat16}),
+    "ring": (MIXED, {"dtype": torch.bfloat16}, {"network": thinwire.Network(algorithm="ring")}),
+    "tree": ("intsgd(bits=8)", {}, {"network": thinwire.Network(algorithm="tree(root=1)")}),
 }
 
 
@@ -120,15 +123,21 @@ def test_links_and_codecs_are_measured(rank: int) -> None:
     assert wire.engine.speeds.bandwidth > 0
     assert "rates=(" in str(wire.algorithm)
     assert_alike(wire.declined, wire.engine.speeds.bandwidth, str(wire.algorithm))
+    for compressor, adapt in (("auto(every=12, warmup=6, window=3, lag=2)", None), ("minmax(bits=4)", TIMED)):
+        model = make(rank)
+        wire = attach(model, compressor, adapt=adapt)
+        train(model, rank, 8)
+        assert wire.decisions
+        assert "no step was timed" not in wire.decisions[0].note
+        assert wire.engine.syncs or adapt is None
+        assert_alike([d.plan for d in wire.decisions])
 
 
 @on_ranks(2)
 def test_ways_of_the_host_are_refused(rank: int) -> None:
     for says, options in (
-        ("between devices there are sra", {"network": thinwire.Network(algorithm="ring")}),
         ("memory of the host", {"network": thinwire.Network(transport="shared")}),
         ("between devices NCCL adds them", {"network": thinwire.Network(aggregator="localhost:1")}),
-        ("on the host's clock, which a GPU's does not show", {"adapt": "lgreco(objective=time)"}),
     ):
         with pytest.raises(ValueError, match=says):
             attach(make(rank), "intsgd" if "network" in options else "minmax", **options)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-import thinwire
 from device_cases import check_shards_alike
 from harness import on_ranks
 from ranks import alike, assert_alike
 from sharded import Net, batch, build, train, whole
+from thinwire import Network
 from thinwire.integrations.fsdp import ShardedOptions, attach_fsdp
 from thinwire.runtime import Wire
 
@@ -36,6 +36,9 @@ PAIRS = {
         ("lattice(bits=6, bucket=128)", "ef(minmax(bits=3, bucket=64))"),
         ("levels(bits=4, bucket=64, learn_at=(0, 2), min_numel=100)", "ef(topk(density=0.2))"),
         ("delta(minmax(bits=4, bucket=64))", "raw"),
+        ("minmax(bits=3, bucket=64)", "raw", {"master": False}),
+        ("qsgd(bits=4, bucket=64)", "ef(minmax(bits=3))", {"master": False, "network": Network(algorithm="ring")}),
+        ("raw", "ef(maxabs(bits=4))", {"network": Network(algorithm="hierarchical(inside=minmax(bits=8))")}),
     ],
 }
 
@@ -44,11 +47,11 @@ PAIRS = {
 @on_ranks()
 def test_training_is_the_same_bit_for_bit(rank: int, size: int) -> None:
     x, y = batch(6, rank)
-    for weights, gradients in PAIRS[size]:
+    for weights, gradients, *more in PAIRS[size]:
         found, sent = [], []
         for as_device in (False, True):
             model = build(net=lambda: Net(spare=True), reshard_after_forward=not weights.startswith("delta"))
-            wire = _compress(model, weights, gradients, as_device)
+            wire = _compress(model, weights, gradients, as_device, **dict(*more))
             losses = train(model, 4, optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
             ((model(x) - y).square().mean() * (float("inf") if rank == 1 else 1.0)).backward()
             state, stats = wire.state_dict(), wire.stats
@@ -77,11 +80,6 @@ def test_replicas_are_the_same_bit_for_bit(rank: int, size: int) -> None:
 def test_both_halves_end_as_over_the_host() -> None:
     for num_ranks, spec in ((1, SPECS[0]), (2, "raw"), *((3, spec) for spec in SPECS)):
         check_shards_alike(spec, num_ranks)
-
-
-@on_ranks(2)
-def test_what_a_device_cannot_do_is_refused(rank: int, size: int) -> None:
-    with pytest.raises(NotImplementedError, match="for which a GPU would stop"):
-        _compress(build(), "raw", "raw", True, master=False)
-    with pytest.raises(ValueError, match="is for messages over the host"):
-        _compress(build(), "raw", "raw", True, network=thinwire.Network(algorithm="ring"))
+    for algorithm in ("ring", "tree", "hierarchical", "hierarchical(inside=same, across=leaders)"):
+        for spec in SPECS[:4]:
+            check_shards_alike(spec, 5, algorithm=algorithm)

@@ -9,13 +9,21 @@ import threading
 import pytest
 import torch
 
+from device_cases import PART_NUMEL, sharded_case
 from harness import run_threads
 from pretend import DEVICE, Pretend, Pretended, Waits
 from thinwire import kernels
-from thinwire.collectives import DeviceLoopbackTransport, LoopbackTransport
+from thinwire.collectives import (
+    CollectiveCall,
+    DeviceBuffers,
+    DeviceLoopbackTransport,
+    LoopbackTransport,
+    device_all_gather,
+    parse_algorithm,
+)
 from thinwire.kernels import native
 from thinwire.plan import Plan
-from thinwire.runtime import BucketEngine, Wire
+from thinwire.runtime import BucketEngine, Wire, WireSettings
 
 pytest.importorskip("triton", reason="triton is not installed: pip install --no-deps triton")
 
@@ -29,6 +37,8 @@ STEADY = [
     *("ef(powersgd(rank=2))", "truncate(gamma=4)", "ef(intsgd(bits=32, block=global))", "heuristic_intsgd"),
 ]
 """What runs without a wait from step to step. What learns (levels, range floats) waits where it does."""
+
+IN_ROUNDS = ("ring", "tree", "hierarchical(inside=minmax(bits=8))")
 
 
 @pytest.fixture
@@ -62,14 +72,16 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
 _thread = threading.local()
 
 
-def steps(spec: str, transport, num_steps: int, poison: int = -1) -> tuple[int, list[torch.Tensor]]:
+def steps(
+    spec: str, transport, num_steps: int, poison: int = -1, algorithm: str = "sra"
+) -> tuple[int, list[torch.Tensor]]:
     """Backward passes of a Wire on one rank, of which the third and later ones may not wait.
 
     How many steps were not finite, and what came out.
     """
     with Pretend() as mode:
         plan = Plan.build(SHAPES, spec)
-        wire = Wire(BucketEngine(plan, SHAPES, transport))
+        wire = Wire(BucketEngine(plan, SHAPES, transport, WireSettings(algorithm=parse_algorithm(algorithm))))
         found = []
         for step in range(num_steps):
             mode.strict = _thread.strict = step >= 2
@@ -89,18 +101,44 @@ def steps(spec: str, transport, num_steps: int, poison: int = -1) -> tuple[int, 
         return wire.stats.nonfinite_steps, found
 
 
-def run(spec: str, num_steps: int = 3, **options) -> list[tuple[int, list[torch.Tensor]]]:
-    devices = DeviceLoopbackTransport.world(LoopbackTransport.world(2), DEVICE)
-    return run_threads(lambda t: steps(spec, devices[t.rank], num_steps, **options), 2, timeout_s=100.0)
+def run(spec: str, num_steps: int = 3, *, ranks: int = 2, **options) -> list[tuple[int, list[torch.Tensor]]]:
+    devices = DeviceLoopbackTransport.world(LoopbackTransport.world(ranks), DEVICE)
+    return run_threads(lambda t: steps(spec, devices[t.rank], num_steps, **options), ranks, timeout_s=100.0)
 
 
 @interpreted
 @quiet
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize("spec", STEADY)
-def test_a_steady_step_waits_for_nothing(spec: str) -> None:
-    one, other = run(spec)
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [(spec, {}) for spec in STEADY] + [("ef(minmax(bits=4))", {"ranks": 3, "algorithm": name}) for name in IN_ROUNDS],
+)
+def test_a_steady_step_waits_for_nothing(spec: str, options: dict) -> None:
+    one, *_, other = run(spec, **options)
     assert all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+
+
+@interpreted
+@quiet
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("algorithm", ["sra", "ring"])
+def test_what_was_sent_is_kept_without_a_wait(algorithm: str) -> None:
+    devices = DeviceLoopbackTransport.world(LoopbackTransport.world(2), DEVICE)
+
+    def gathers(host) -> list[torch.Tensor]:
+        layout, kept, found = sharded_case("minmax(bits=4)", 2, algorithm), {}, []
+        x = torch.randn(2 * PART_NUMEL, generator=torch.Generator().manual_seed(host.rank))
+        with Pretend() as mode:
+            way = layout, devices[host.rank], DeviceBuffers.allocate(layout, host.rank, DEVICE, up=False)
+            for step in range(3):
+                mode.strict = _thread.strict = step > 1
+                device_all_gather(Pretended(x), *way, CollectiveCall(seed=1, step=step, scale=1.0), kept=kept)
+                found.append(x.clone())
+            mode.strict = _thread.strict = False
+        return found
+
+    for first, *later in run_threads(gathers, 2, timeout_s=100.0):
+        assert all(torch.equal(first, again) for again in later)
 
 
 @interpreted

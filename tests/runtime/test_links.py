@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from statistics import median
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from link_probe import probe
 from thinwire.runtime.adapt import StepClock
 from thinwire.runtime.probe import measure_cores, measure_links, measure_pairs, shared_part
 from thinwire_tools import lab
+from thinwire_tools.doctor.watched import Step
 from thinwire_tools.ranks import run_ranks
 
 UNAVAILABLE = lab.unavailable()
@@ -57,27 +58,40 @@ def test_what_backward_loses_of_its_cores(cores: float, threads: int, part: floa
     assert shared_part(cores, threads) == part
 
 
+class Mark(NamedTuple):
+    """A mark of a fake device, whose seconds are not known before it has come there."""
+
+    at: int
+    done: list[int]
+
+    def since(self, earlier: Mark) -> int:
+        assert self.done, "the host would wait"
+        return self.at - earlier.at
+
+
 def test_a_clock_of_steps() -> None:
-    clock, flat = StepClock(1.0), torch.zeros(64)
-    for _ in range(3):
+    now, done, flat = 0, list[int](), torch.zeros(64)
+    clock = StepClock(1.0, lambda: Mark(now, done))
+    for now in (0, 100, 200):
         clock.end()
         clock.begin(compressed=False)
         clock.ready(flat, LAYERS)
-        time.sleep(0.01)
+        now += 10
         clock.ready(flat, (("late", (64,)),))
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         clock.arriving(future)
-        time.sleep(0.02)
+        now += 20
         future.set_result(flat)
-        time.sleep(0.005)
+    now = 300
     clock.end()
+    done.append(now)
     assert len(clock.steps) == 3
     step = clock.steps[0]
-    assert [bucket.layers for bucket in step.pace.buckets] == [LAYERS, (("late", (64,)),)]
-    # Of 35 ms, 20 were waited for the last bucket.
-    assert step.seconds >= 0.035
-    assert step.seconds - step.pace.compute_s >= 0.02
-    assert step.pace.compute_s >= 0.015
+    assert [(bucket.ready_s, bucket.layers) for bucket in step.pace.buckets] == [(0, LAYERS), (10, (("late", (64,)),))]
+    assert (step.seconds, step.pace.compute_s) == (100, 80)
     # Steps of another kind begin anew.
     clock.begin(compressed=True)
     assert not clock.steps
+    ends = [Mark(at, done) for at in (0, 10, 15, 20, 50, 60)]
+    watched = Step(ends[0], serial=True, moves=[(ends[1], ends[2]), (ends[3], ends[4])], ended=ends[5])
+    assert (watched.ready, watched.took, watched.seconds, watched.compute_s) == ([10, 15], [5, 30], 60, 25)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,19 +27,16 @@ from thinwire.collectives import (
     Transport,
     World,
     all_gather,
-    all_reduce,
     complete,
     device_all_gather,
     device_all_reduce,
     device_reduce_scatter,
-    gather_buffers,
-    gather_mean,
+    parse_algorithm,
     reduce_scatter,
     sharded_layout,
-    sum_buffers,
-    summed_all_reduce,
 )
 from thinwire.compressors import Coded, Raw, State, Summed
+from thinwire.runtime.exchange import HostRoute
 
 CPU = torch.device("cpu")
 SHAPES = ((70, 50), (3,), (40, 100), (0,), (9, 11), (1300,), (64,))
@@ -76,35 +75,31 @@ def first_state(layout: Layout, device: torch.device) -> State | None:
 
 def through_the_host(transport: Transport, layout: Layout, steps: int, poison: int = -1) -> list[Tensor]:
     """What a rank has after each of some steps, by way of messages on the CPU."""
-    state, outputs = first_state(layout, torch.device("cpu")), []
-    owned = transport.open(layout.reduction_traffic())
-    gathered = gather_buffers(layout, transport) if layout.gathered else None
-    sums = sum_buffers(layout)
-    for step in range(steps):
-        x = _input(layout, transport.rank, step, poison)
-        call = CollectiveCall(seed=5, step=step, state=state)
-        complete(summed_all_reduce(x, layout, transport, sums, call))
-        if layout.chunks:
-            complete(all_reduce(x, layout, transport, owned, call))
-        if gathered is not None:
-            complete(gather_mean(x, layout, transport, gathered, call))
-        outputs.append(x)
-        state = state.swapped() if state else None
-    return outputs
+    route = HostRoute("all_reduce", layout, transport)
+
+    def reduce(x: Tensor, call: CollectiveCall) -> None:
+        for collective in route.collectives(x, transport, call, None):
+            complete(collective)
+
+    return _of_steps(transport, layout, steps, poison, reduce)
 
 
 def through_the_device(transport: DeviceTransport, layout: Layout, steps: int, poison: int = -1) -> list[Tensor]:
     """The same by way of the device."""
-    device = transport.device
-    state, outputs = first_state(layout, device), []
-    buffers = DeviceBuffers.allocate(layout, transport.rank, device)
-    before = transport.sent_bytes
-    for step in range(steps):
-        x = _input(layout, transport.rank, step, poison).to(device)
-        device_all_reduce(x, layout, transport, buffers, CollectiveCall(seed=5, step=step, state=state))
-        outputs.append(x)
-        state = state.swapped() if state else None
+    buffers, before = DeviceBuffers.allocate(layout, transport.rank, transport.device), transport.sent_bytes
+    found = _of_steps(
+        transport, layout, steps, poison, lambda x, call: device_all_reduce(x, layout, transport, buffers, call)
+    )
     assert transport.sent_bytes - before == steps * buffers.sent_bytes
+    return found
+
+
+def _of_steps(transport: Transport, layout: Layout, steps: int, poison: int, reduce: Any) -> list[Tensor]:
+    state, outputs = first_state(layout, transport.device), []
+    for step in range(steps):
+        outputs.append(_input(layout, transport.rank, step, poison).to(transport.device))
+        reduce(outputs[-1], CollectiveCall(seed=5, step=step, state=state))
+        state = state.swapped() if state else None
     return outputs
 
 
@@ -115,8 +110,14 @@ def check_the_default_group(device: torch.device = CPU) -> DeviceGroupTransport:
     assert isinstance(gloo, dist.ProcessGroup)
     host = ProcessGroupTransport(gloo, timedelta(seconds=120))
     transport = DeviceGroupTransport(host, device, group, timedelta(seconds=120))
-    for dtype in (torch.float32, torch.float16):
-        layout = Layout.build(layers_of(MIXED, (*SHAPES, *SHAPES, (3000, 10))), dist.get_world_size(), dtype)
+    layers = layers_of(MIXED, (*SHAPES, *SHAPES, (3000, 10)))
+    for dtype, name in (
+        (torch.float32, "sra"),
+        (torch.float16, "sra"),
+        (torch.float32, "tree"),
+        (torch.bfloat16, "ring"),
+    ):
+        layout = Layout.build(layers, dist.get_world_size(), dtype, parse_algorithm(name))
         there, here = through_the_device(transport, layout, 3), through_the_host(host, layout, 3)
         assert all(same(a, b) for a, b in zip(there, here, strict=True))
     return transport
@@ -125,48 +126,58 @@ def check_the_default_group(device: torch.device = CPU) -> DeviceGroupTransport:
 PART_NUMEL = 3000
 
 
-def sharded_case(spec: str, num_ranks: int) -> Layout:
+def sharded_case(spec: str, num_ranks: int, algorithm: str = "sra") -> Layout:
     """A buffer with a part for each rank, whose shards of a layer differ in size, with gaps between them."""
     compressor, parts = parse(spec), []
     assert isinstance(compressor, Coded)
     for rank in range(num_ranks):
-        first = Shard("w", 0, 2000 - 500 * rank, 2048 * rank, compressor)
+        first = Shard("w", 0, 2000 - 400 * rank, 2048 * rank, compressor)
         parts.append([first, Shard("v", 2048, 700, 768 * rank, Raw())])
-    return sharded_layout(parts, PART_NUMEL, torch.float32, World(num_ranks))
+    world = World(num_ranks, tuple(rank // 2 for rank in range(num_ranks)))
+    return sharded_layout(parts, PART_NUMEL, torch.float32, world, parse_algorithm(algorithm))
 
 
-def shards_through_the_host(transport: Transport, layout: Layout, x: Tensor) -> tuple[Tensor, Tensor]:
+def shards_through_the_host(transport: Transport, layout: Layout, x: Tensor) -> list[Tensor]:
     """This rank's part of the sum of all ranks' ``x``, and all parts of theirs, by way of messages on the CPU."""
-    reduced, gathered, state = _of_shards(transport, layout, x, torch.device("cpu"))
     up, down = (transport.open(layout.reduction_traffic(up=is_up, down=not is_up)) for is_up in (True, False))
-    call = CollectiveCall(seed=1, step=9, scale=0.5, state=state, draw=2)
-    complete(reduce_scatter(x.clone(), layout, transport, up, call, out=reduced))
-    complete(all_gather(gathered, layout, transport, down, call))
-    return reduced, gathered
-
-
-def shards_through_the_device(transport: DeviceTransport, layout: Layout, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The same by way of the device."""
-    device = transport.device
-    reduced, gathered, state = _of_shards(transport, layout, x, device)
-    up, down = (
-        DeviceBuffers.allocate(layout, transport.rank, device, up=is_up, down=not is_up) for is_up in (True, False)
+    return _of_shards(
+        transport,
+        layout,
+        x,
+        lambda x, out, call: complete(reduce_scatter(x, layout, transport, up, call, out=out)),
+        lambda x, call, kept: complete(all_gather(x, layout, transport, down, call, kept=kept)),
     )
-    call = CollectiveCall(seed=1, step=9, scale=0.5, state=state, draw=2)
-    device_reduce_scatter(x.clone().to(device), reduced, transport, up, call)
-    device_all_gather(gathered, transport, down, call)
-    return reduced, gathered
 
 
-def _of_shards(
-    transport: Transport, layout: Layout, x: Tensor, device: torch.device
-) -> tuple[Tensor, Tensor, State | None]:
-    rank, size = transport.rank, transport.world_size
+def shards_through_the_device(transport: DeviceTransport, layout: Layout, x: Tensor) -> list[Tensor]:
+    """The same by way of the device."""
+    rank, device = transport.rank, transport.device
+    up, down = (DeviceBuffers.allocate(layout, rank, device, up=is_up, down=not is_up) for is_up in (True, False))
+    return _of_shards(
+        transport,
+        layout,
+        x,
+        lambda x, out, call: device_reduce_scatter(x, out, layout, transport, up, call),
+        lambda x, call, kept: device_all_gather(x, layout, transport, down, call, kept=kept),
+    )
+
+
+def _of_shards(transport: Transport, layout: Layout, x: Tensor, reduce: Any, gather: Any) -> list[Tensor]:
+    """A rank's part, and what it gathers of new values, of the same as they were sent, and of one that changed."""
+    rank, size, device = transport.rank, transport.world_size, transport.device
     state = State.fresh(layout.slots, x.numel(), device=device) if layout.slots else None
-    gathered = torch.zeros(size * PART_NUMEL)
-    for start, numel in ((0, 2000 - 500 * rank), (2048, 700)):
+    calls = [CollectiveCall(seed=1, step=9 + draw, scale=0.5, state=state, draw=draw) for draw in range(3)]
+    gathered, kept, found = torch.zeros(size * PART_NUMEL), {}, [torch.zeros(PART_NUMEL, device=device)]
+    for start, numel in ((0, 2000 - 400 * rank), (2048, 700)):
         gathered.view(size, -1)[rank, start : start + numel] = x.view(size, -1)[rank, start : start + numel]
-    return torch.zeros(PART_NUMEL, device=device), gathered.to(device), state
+    gathered = gathered.to(device)
+    reduce(x.clone().to(device), found[0], calls[0])
+    for number, call in enumerate(calls):
+        gathered[rank * PART_NUMEL] += 4.0 * (number == 2)
+        gather(gathered, call, kept)
+        found.append(gathered.clone())
+    assert [same(a, b) for a, b in pairwise(found[1:])] == [True, False]
+    return found
 
 
 def _input(layout: Layout, rank: int, step: int, poison: int) -> Tensor:
@@ -215,12 +226,16 @@ def check_ways_alike(
 
 
 def check_shards_alike(
-    spec: str, num_ranks: int, device: torch.device = CPU, begin: Callable[[], None] = lambda: None
+    spec: str,
+    num_ranks: int,
+    device: torch.device = CPU,
+    begin: Callable[[], None] = lambda: None,
+    algorithm: str = "sra",
 ) -> None:
     """The same of both halves."""
-    layout = sharded_case(spec, num_ranks)
+    layout = sharded_case(spec, num_ranks, algorithm)
     x = [torch.randn(num_ranks * PART_NUMEL, generator=torch.Generator().manual_seed(r)) for r in range(num_ranks)]
-    there = over_devices(lambda t: [*shards_through_the_device(t, layout, x[t.rank])], num_ranks, device, begin)
+    there = over_devices(lambda t: shards_through_the_device(t, layout, x[t.rank]), num_ranks, device, begin)
     here = run_threads(lambda t: shards_through_the_host(t, layout, x[t.rank]), num_ranks)
     for mine, theirs in zip(there, here, strict=True):
         assert all(same(*pair) for pair in zip(mine, theirs, strict=True))

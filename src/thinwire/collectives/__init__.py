@@ -10,7 +10,6 @@ from thinwire.collectives.algorithms import (
 from thinwire.collectives.allgather import gather_buffers as gather_buffers, gather_mean as gather_mean
 from thinwire.collectives.device import (
     DeviceBuffers as DeviceBuffers,
-    check_star as check_star,
     device_all_gather as device_all_gather,
     device_all_reduce as device_all_reduce,
     device_reduce_scatter as device_reduce_scatter,

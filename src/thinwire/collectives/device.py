@@ -3,7 +3,7 @@
 They send the payloads of `all_reduce`, `gather_mean`, `summed_all_reduce`, `reduce_scatter` and `all_gather`, and end
 with the same bytes. All messages of one kind share a tensor: one kernel launch encodes for all owners, one collective
 sends, and one launch decodes the means of all owners. There is room for headers, but none are written, because the host
-would have to wait to read them.
+would have to wait to read them. Where ranks do not send to owners directly, messages travel in `Rounds` instead.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from thinwire.collectives.algorithms import Algorithm
 from thinwire.collectives.device_transport import DeviceTransport
 from thinwire.collectives.layout import Chunk, Group, Layout
 from thinwire.collectives.message import OWNER, WORKER, CollectiveCall, complete
+from thinwire.collectives.reduction import all_gather, all_reduce, encoded, is_unchanged, reduce_scatter
+from thinwire.collectives.rounds import Rounds
 from thinwire.collectives.summed import PackedSum, sum_buffers, summed_all_reduce
 from thinwire.collectives.transport import Transport, ring_bytes
 from thinwire.compressors import CodecCall, Coded, Piece, Segments
@@ -67,6 +68,8 @@ class DeviceBuffers:
     """Pieces that this rank owns in a `sharded_layout`, with offsets from the start of its part, and their places in
     each of ``parts``."""
     part_numel: int
+    rounds: Rounds | None
+    """Messages of an algorithm whose ranks do not send to owners directly; the other messages are of no size then."""
 
     @staticmethod
     def allocate(
@@ -82,11 +85,13 @@ class DeviceBuffers:
             down: whether means are sent from owners.
 
         Raises:
-            ValueError: the collective algorithm does not send directly to owners.
+            ValueError: partial sums might overflow.
         """
-        check_star(layout.algorithm)
         num_ranks = layout.world_size
-        numbers = [[k for k, chunk in enumerate(layout.chunks) if chunk.owner == peer] for peer in range(num_ranks)]
+        rounds, direct = None, layout.chunks
+        if not layout.algorithm.is_star and direct and num_ranks > 1:
+            rounds, direct = Rounds(layout, rank, device, up=up, down=down), ()
+        numbers = [[k for k, chunk in enumerate(direct) if chunk.owner == peer] for peer in range(num_ranks)]
         owned = [[layout.chunks[k] for k in of] for of in numbers]
         # Contributions are those of other ranks, which are all alike.
         given = owned
@@ -102,6 +107,7 @@ class DeviceBuffers:
         theirs = [(owned[peer], at) for peer, at in enumerate(_starts(rooms)) if peer != rank]
         width = sum(chunk.message_bytes for chunk in layout.gathered)
         packed, sent_bytes = dict[int, PackedSum](), up * sum(without_mine) + (num_ranks - 1) * width
+        sent_bytes += 0 if rounds is None else rounds.sent_bytes
         for number, s in enumerate(layout.sums):
             if s.packed is None:
                 sent_bytes += ring_bytes(s.numel * s.dtype.itemsize, num_ranks)
@@ -134,13 +140,15 @@ class DeviceBuffers:
             packed=packed,
             local=_merged([([chunk for chunk in layout.local if chunk.owner == rank], 0)]),
             part_numel=layout.part_numel,
+            rounds=rounds,
         )
 
     @property
     def num_bytes(self) -> int:
         """Memory in use, in bytes."""
         tensors = (self.sent, self.received, self.means, self.spread, self.work, *self.sums)
-        return sum(tensor.nbytes for tensor in tensors) + sum(s.num_bytes for s in self.packed.values())
+        others = (*self.packed.values(), *([self.rounds] if self.rounds is not None else []))
+        return sum(tensor.nbytes for tensor in tensors) + sum(other.num_bytes for other in others)
 
     @property
     def parts(self) -> list[Tensor]:
@@ -154,20 +162,14 @@ class DeviceBuffers:
         at = self.rank * max(self.sizes) if self.padded else sum(self.sizes[: self.rank])
         return self.means[at : at + self.sizes[self.rank]]
 
-    def encoded(self) -> Iterator[tuple[Group, Tensor]]:
-        """Yield the groups that this rank has encoded, each with its message."""
+    def encoded(self, layout: Layout) -> Iterator[tuple[Group, Tensor]]:
+        """Yield the groups of ``layout`` that this rank has encoded, each with its message."""
+        if self.rounds is not None:
+            for chunk, phase in encoded(layout, self.rank):
+                yield from ((group, self.rounds.outbox[phase]) for group in chunk.groups)
         for groups, message in ((self.others, self.sent), (self.mine, self.mean)):
             yield from ((group, message) for group in groups)
         yield from ((group, self.work[self.rank]) for group in self.gathered)
-
-
-def check_star(algorithm: Algorithm) -> None:
-    """Raise ``ValueError`` unless all ranks send to owners directly, or chunks have no owners."""
-    if not algorithm.is_star and not algorithm.gathers:
-        raise ValueError(
-            f"the collective algorithm {algorithm} is for messages over the host: between devices there are sra, "
-            "parameter_server or allgather"
-        )
 
 
 def device_all_reduce(
@@ -181,7 +183,9 @@ def device_all_reduce(
     """
     summed = summed_all_reduce(x, layout, transport, buffers.sums, call, buffers.packed)
     next(summed)  # their first round runs while the other layers are encoded
-    if layout.chunks:
+    if buffers.rounds is not None:
+        complete(all_reduce(x, layout, transport, buffers.rounds, call))
+    elif layout.chunks:
         _reduce_owned(x, transport, buffers, call)
     if layout.gathered:
         _gather_rest(x, transport, buffers, call)
@@ -189,9 +193,12 @@ def device_all_reduce(
 
 
 def device_reduce_scatter(
-    x: Tensor, out: Tensor, transport: DeviceTransport, buffers: DeviceBuffers, call: CollectiveCall
+    x: Tensor, out: Tensor, layout: Layout, transport: DeviceTransport, buffers: DeviceBuffers, call: CollectiveCall
 ) -> None:
     """Set ``out`` to this rank's part of the sum of all ranks' ``x`` times ``call.scale``, as `reduce_scatter` does."""
+    if buffers.rounds is not None:
+        complete(reduce_scatter(x, layout, transport, buffers.rounds, call, out=out))
+        return
     _send_to_owners(x, transport, buffers, call)
     with call.clock.stage("reduce"):
         mine = x[transport.rank * buffers.part_numel :]
@@ -200,13 +207,31 @@ def device_reduce_scatter(
             compressor.add_up(buffers.parts, mine, out, CodecCall(segments, scale=scale))
 
 
-def device_all_gather(x: Tensor, transport: DeviceTransport, buffers: DeviceBuffers, call: CollectiveCall) -> None:
+def device_all_gather(
+    x: Tensor,
+    layout: Layout,
+    transport: DeviceTransport,
+    buffers: DeviceBuffers,
+    call: CollectiveCall,
+    *,
+    kept: dict[int, Tensor] | None = None,
+) -> None:
     """Fill ``x``, in which this rank's part is set, with all ranks' parts decoded, as `all_gather` does."""
-    mean = buffers.mean
+    if buffers.rounds is not None:
+        complete(all_gather(x, layout, transport, buffers.rounds, call, kept=kept))
+        return
+    rank, mean = transport.rank, buffers.mean
     with call.clock.stage("encode"):
-        key = call.key(OWNER, transport.rank)
         for compressor, segments in buffers.mine:
-            compressor.encode(x, mean, CodecCall(segments, key, state=call.state))
+            compressor.encode(x, mean, CodecCall(segments, call.key(OWNER, rank), state=call.state))
+        if kept is not None:
+            owned = [(k, chunk) for k, chunk in enumerate(layout.chunks) if chunk.owner == rank]
+            messages = mean.split([chunk.message_bytes for _, chunk in owned])
+            for (k, chunk), message in zip(owned, messages, strict=True):
+                if k in kept:
+                    message.copy_(torch.where(is_unchanged(x, chunk, kept[k]), kept[k], message))
+                kept[k] = message.clone()
+        for compressor, segments in buffers.mine:
             compressor.decode(mean, x, CodecCall(segments))
     _send_means(x, transport, buffers, call)
 

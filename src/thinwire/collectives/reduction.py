@@ -16,6 +16,7 @@ the number of ranks (thesis, section 3.5.1).
 from __future__ import annotations
 
 from collections.abc import Generator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -23,14 +24,15 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives.layout import Chunk, Layout
-from thinwire.collectives.message import HEADER_BYTES, OWNER, WORKER, CollectiveCall, Messages
+from thinwire.collectives.message import OWNER, WORKER, CollectiveCall, Messages
+from thinwire.collectives.rounds import Rounds
 from thinwire.collectives.transport import Buffers, Transport
 from thinwire.compressors import CodecCall, Segments
 from thinwire.kernels import before_sum, rows_add
 
 
 def all_reduce(
-    x: Tensor, layout: Layout, transport: Transport, buffers: Buffers, call: CollectiveCall
+    x: Tensor, layout: Layout, transport: Transport, buffers: Buffers | Rounds, call: CollectiveCall
 ) -> Generator[None]:
     """Replace the chunks of the flat tensor ``x`` by their sum over all ranks times ``call.scale``, by default by
     their mean.
@@ -43,7 +45,7 @@ def all_reduce(
         x: values of ``layout.dtype``, at least ``layout.numel`` of them.
         layout: owners and messages, the same on every rank.
         transport: sends the messages.
-        buffers: opened with `Layout.reduction_traffic`.
+        buffers: opened with `Layout.reduction_traffic`; on a device, its `Rounds`.
         call: its number and seed, the factor of the sum, and this rank's slots.
 
     Raises:
@@ -51,7 +53,7 @@ def all_reduce(
         PeerFailedError: another rank failed.
         MessageError: a message is damaged or of another step.
     """
-    with Messages(transport, buffers, step=call.step, digest=layout.digest) as messages:
+    with _messages(layout, transport, buffers, call) as messages:
         run = _Run(x, layout, transport.rank, messages, call)
         run.send_contributions()
         yield
@@ -67,7 +69,7 @@ def reduce_scatter(
     x: Tensor,
     layout: Layout,
     transport: Transport,
-    buffers: Buffers,
+    buffers: Buffers | Rounds,
     call: CollectiveCall,
     *,
     out: Tensor | None = None,
@@ -82,7 +84,7 @@ def reduce_scatter(
         out: with a `part_layout` or `sharded_layout`: a flat tensor of this rank's part that receives the sum. All of
             ``x`` is undefined then.
     """
-    with Messages(transport, buffers, step=call.step, digest=layout.digest) as messages:
+    with _messages(layout, transport, buffers, call) as messages:
         run = _Run(x, layout, transport.rank, messages, call)
         run.send_contributions()
         yield
@@ -97,7 +99,7 @@ def all_gather(
     x: Tensor,
     layout: Layout,
     transport: Transport,
-    buffers: Buffers,
+    buffers: Buffers | Rounds,
     call: CollectiveCall,
     *,
     kept: dict[int, Tensor] | None = None,
@@ -111,11 +113,28 @@ def all_gather(
         kept: this rank's previous messages, by chunk. If a chunk's values are what its previous message decodes to,
             that message is sent again, bit for bit; otherwise the new message replaces it.
     """
-    with Messages(transport, buffers, step=call.step, digest=layout.digest) as messages:
+    with _messages(layout, transport, buffers, call) as messages:
         run = _Run(x, layout, transport.rank, messages, call)
         run.send_own(kept)
         yield
         run.receive_means()
+
+
+def _messages(
+    layout: Layout, transport: Transport, buffers: Buffers | Rounds, call: CollectiveCall
+) -> AbstractContextManager[Messages | Rounds]:
+    if isinstance(buffers, Rounds):
+        return buffers.over(transport)
+    return Messages(transport, buffers, step=call.step, digest=layout.digest)
+
+
+def is_unchanged(x: Tensor, chunk: Chunk, message: Tensor) -> Tensor:
+    """Return whether the values of ``chunk`` in ``x`` are what ``message`` decodes to, as a tensor on their device."""
+    decoded = torch.empty_like(x)
+    for compressor, segments in chunk.groups:
+        compressor.decode(message, decoded, CodecCall(segments))
+    pieces = [piece for _, segments in chunk.groups for piece in segments.pieces]
+    return torch.stack([(decoded[piece.elements] == x[piece.elements]).all() for piece in pieces]).all()
 
 
 @dataclass
@@ -125,7 +144,7 @@ class _Run:
     x: Tensor
     layout: Layout
     rank: int
-    messages: Messages
+    messages: Messages | Rounds
     call: CollectiveCall
 
     def __post_init__(self) -> None:
@@ -150,8 +169,9 @@ class _Run:
         """Whether partial sums of values like this rank's might overflow although their mean does not.
 
         Ranks that send their values to each owner directly need not look: `Coded.add_up` divides before it adds.
+        Between devices none looks, because the host would wait: a sum that overflows makes the step not finite.
         """
-        if not self.layout.has_partial_sums or before_sum(self.scale) == 1.0:
+        if isinstance(self.messages, Rounds) or not self.layout.has_partial_sums or before_sum(self.scale) == 1.0:
             return False
         low, high = torch.aminmax(self.x[: self.layout.numel])
         # A quarter of what is left: a residual is added to the values, and some formats need their range.
@@ -224,12 +244,16 @@ class _Run:
             if not self.owns(k):
                 continue
             with self.call.clock.stage("encode"):
-                message = self._mean_message(k)
-                if kept is not None and k in kept and self._equals(chunk, kept[k]):
-                    message[HEADER_BYTES:] = kept[k][HEADER_BYTES:]
+                message, last = self._mean_message(k), None if kept is None else kept.get(k)
+                same = None if last is None else is_unchanged(self.x, chunk, last)
+                if last is not None and isinstance(self.messages, Messages) and same:
+                    message.copy_(last)
                 else:
                     for compressor, segments in chunk.groups:
                         compressor.encode(self.x, message, self._codec_call(segments, OWNER))
+                    if last is not None and same is not None:
+                        message.copy_(torch.where(same, last, message))
+                    for compressor, segments in chunk.groups:
                         compressor.decode(message, self.x, CodecCall(segments))
                     if kept is not None:
                         kept[k] = message.clone()
@@ -289,18 +313,10 @@ class _Run:
             state = replace(state, loss_scale=state.loss_scale * before_sum(self.scale))
         return CodecCall(segments, self.call.key(stage, self.rank), state, scale)
 
-    def _equals(self, chunk: Chunk, message: Tensor) -> bool:
-        """Whether this rank's values of a chunk are bit for bit what ``message`` decodes to."""
-        decoded = torch.empty_like(self.x)
-        for compressor, segments in chunk.groups:
-            compressor.decode(message, decoded, CodecCall(segments))
-        pieces = [piece for _, segments in chunk.groups for piece in segments.pieces]
-        return all(torch.equal(decoded[piece.elements], self.x[piece.elements]) for piece in pieces)
-
     def _mean_message(self, k: int) -> Tensor:
         if self.layout.world_size > 1:
             return self.messages.outgoing(len(self.layout.chunks) + k)
-        return torch.empty(self.layout.chunks[k].message_bytes, dtype=torch.uint8, device="cpu")
+        return torch.empty(self.layout.chunks[k].message_bytes, dtype=torch.uint8, device=self.x.device)
 
     def _send_mean_message(self, k: int) -> None:
         if self.layout.world_size > 1:

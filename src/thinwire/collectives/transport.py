@@ -153,6 +153,8 @@ class Transport:
 
     rank: int
     world_size: int
+    device = torch.device("cpu")
+    """Device of the tensors in messages, and of those that are reduced."""
 
     def __init__(self, inner: Transport | None = None) -> None:
         self._inner = inner

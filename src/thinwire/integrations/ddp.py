@@ -486,8 +486,6 @@ def _prepare(
     """Check the arguments for ``module``. Returns the plan, its policy, and what is sent in place of gradients."""
     rules, policy = resolve_rules(options)
     check_optimizer(options.optimizer, module)
-    if isinstance(policy, Auto) and any(p.device.type != "cpu" for p in module.parameters()):
-        raise NotImplementedError("auto times steps on the host, which knows no times of a GPU: give a compressor")
     exchanged = {name: p for name, p in parameters.items() if p.requires_grad}
     shapes = {name: p.shape for name, p in exchanged.items()}
     plan = Plan.build(shapes, rules, options.filter(module))

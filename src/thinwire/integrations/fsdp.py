@@ -308,10 +308,6 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> Wire:
         with fail_together(hosts, "thinwire.compress()"):
             policy = _policy(options)
             device = exchange_device(named_parameters(model), everyone[0], options.as_device, instead="")
-            if device is not None and not options.master:
-                raise NotImplementedError(
-                    "master=False compares what was sent with what is kept, for which a GPU would stop"
-                )
         carriers = [carried(host, group, network, device) for host, group in zip(hosts, everyone, strict=True)]
         replicas = carriers.pop() if replicate_group is not None else None
         transports = dict(zip(groups, carriers, strict=True))

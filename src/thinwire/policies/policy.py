@@ -159,7 +159,7 @@ class Policy(ABC):
 
     @property
     def needs_syncs(self) -> bool:
-        """Whether the policy needs `Evidence.syncs`, which the host's clock measures."""
+        """Whether the policy needs `Evidence.syncs`, which a simulation lacks."""
         return False
 
     def to_time(self, reference: Mapping[str, Compressor]) -> frozenset[Compressor]:

@@ -14,7 +14,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ from thinwire.policies.families import members_that_fit
 from thinwire.runtime.bucket import BucketLayers, bucket_parts
 from thinwire.runtime.checkpoint import check_sealed, integers, sealed
 from thinwire.runtime.consistency import DisagreementError, exchange_texts
+from thinwire.runtime.executor import Mark, mark
 from thinwire.runtime.probe import measure_codecs, measure_cores, measure_links, shared_part
 
 _DROP = 0.5
@@ -79,37 +82,55 @@ class LearningRates:
 _KEPT = 32
 
 
+class _MarkedStep(NamedTuple):
+    began: Mark
+    ready: list[tuple[Mark, BucketLayers, int]]
+    """Mark of each bucket when it is complete, with its layers and the bytes of an element."""
+    arrived: Mark | None
+    """Mark of the last bucket when it arrives; None if none has yet."""
+    ended: Mark
+    compressed: bool
+
+    def time(self, shared: float) -> StepTime:
+        buckets = tuple(Bucket(at.since(self.began), layers, itemsize) for at, layers, itemsize in self.ready)
+        last, seconds = buckets[-1].ready_s, self.ended.since(self.began)
+        exposed = 0.0 if self.arrived is None else max(0.0, self.arrived.since(self.began) - last)
+        return StepTime(Pace(buckets, max(seconds - exposed, last), shared), seconds, self.compressed)
+
+
 class StepClock:
     """Times the steps of one rank, from first bucket to first bucket."""
 
-    def __init__(self, shared: float) -> None:
-        """``shared`` is the fraction (0 to 1) of communication's processor time that slows backward, as in `Pace`."""
-        self.steps: deque[StepTime] = deque(maxlen=_KEPT)
-        self._shared = shared
-        self._began = self._arrived = 0.0
+    def __init__(self, shared: float, mark: Callable[[], Mark]) -> None:
+        """``shared`` is the fraction (0 to 1) of communication's processor time that slows backward, as in `Pace`;
+        ``mark`` returns a mark of now on the clock that computing and communication go by."""
+        self._steps: deque[_MarkedStep] = deque(maxlen=_KEPT)
+        self._shared, self._mark = shared, mark
+        self._began, self._arrived = mark(), None
         self._compressed = False
-        self._buckets: list[Bucket] = []
+        self._ready: list[tuple[Mark, BucketLayers, int]] = []
+
+    @property
+    def steps(self) -> tuple[StepTime, ...]:
+        """The last steps. Waits until a device has ended them."""
+        return tuple(step.time(self._shared) for step in self._steps)
 
     def end(self) -> None:
         """End the step before the backward pass that has begun."""
-        if self._buckets:
-            seconds = time.perf_counter() - self._began
-            last = self._buckets[-1].ready_s
-            exposed = max(0.0, self._arrived - self._began - last)
-            pace = Pace(tuple(self._buckets), max(seconds - exposed, last), self._shared)
-            self.steps.append(StepTime(pace, seconds, self._compressed))
-        self._buckets = []
+        if self._ready:
+            self._steps.append(_MarkedStep(self._began, self._ready, self._arrived, self._mark(), self._compressed))
+        self._ready = []
 
     def begin(self, *, compressed: bool) -> None:
         """Start the clock. Time since `end` does not count."""
-        if self.steps and self.steps[-1].compressed != compressed:
+        if self._steps and self._steps[-1].compressed != compressed:
             # Dense steps do not predict compressed ones, or the reverse.
-            self.steps.clear()
-        self._began, self._arrived, self._compressed = time.perf_counter(), 0.0, compressed
+            self._steps.clear()
+        self._began, self._arrived, self._compressed = self._mark(), None, compressed
 
     def ready(self, flat: Tensor, layers: BucketLayers) -> None:
         """Note that the gradients of a bucket are complete."""
-        self._buckets.append(Bucket(time.perf_counter() - self._began, layers, flat.element_size()))
+        self._ready.append((self._mark(), layers, flat.element_size()))
 
     def arriving(self, future: torch.futures.Future[Tensor]) -> torch.futures.Future[Tensor]:
         """Note when this future's bucket arrives, and return the future."""
@@ -117,7 +138,7 @@ class StepClock:
         return future
 
     def _note(self, _future: object) -> None:
-        self._arrived = time.perf_counter()
+        self._arrived = self._mark()
 
 
 # One thread for all Wires, and one core at most: the others belong to training. A thread for each decision would leave
@@ -207,7 +228,9 @@ class Adapter:
         """Clock of steps, for policies that want one."""
         if self._measured:
             cores = measure_cores(transport)
-            self.clock = StepClock(shared_part(cores, torch.get_num_threads()))
+            # Kernels on a device take no core from backward.
+            shared = shared_part(cores, torch.get_num_threads()) if transport.device.type == "cpu" else 0.0
+            self.clock = StepClock(shared, partial(mark, transport.device))
         self._asked: Future[Proposal] | None = None
         self._asked_for = -1
 
@@ -335,7 +358,7 @@ class Adapter:
             codec_s=self._codec_s,
             asked=self._asked_algorithm,
             algorithm=self.algorithm,
-            steps=tuple(self.clock.steps) if self.clock else (),
+            steps=self.clock.steps if self.clock else (),
         )
         self._asked, self._asked_for = _beside_training.submit(self._propose, evidence), step
         self._rates.dropped = False

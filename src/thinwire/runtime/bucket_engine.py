@@ -32,7 +32,7 @@ from thinwire.kernels import derive_key
 from thinwire.plan import Plan, Site, Speeds, declined, sent_bytes
 from thinwire.policies import Policy, Sync
 from thinwire.runtime import checkpoint
-from thinwire.runtime.adapt import Adapter, StepClock
+from thinwire.runtime.adapt import Adapter
 from thinwire.runtime.bucket import BucketLayers, Substitute, UnsentResiduals, simulate
 from thinwire.runtime.channel import Channel, Contents, Exchange, Route
 from thinwire.runtime.consistency import agree, check_parity, fail_together, resync
@@ -84,7 +84,8 @@ class Bucket(Exchange):
     def begin(self) -> None:
         engine = self.engine
         engine.begin()
-        engine.recorder.bucket_begins()
+        if engine.times_syncs:
+            engine.recorder.bucket_begins(self.flat.device)
         self.contents = engine.place(self.flat, self.layers)
         # Ranks share what is learned by native collectives.
         self.alone = bool(engine.learning(self.layers))
@@ -108,7 +109,8 @@ class Bucket(Exchange):
         engine.note_limits(route, self._state)
         engine.stats.encoded += route.layout.num_coded
         engine.stats.buckets += 1
-        engine.recorder.bucket_ends()
+        if engine.times_syncs:
+            engine.recorder.bucket_ends(x.device)
         engine.raise_parity_error()
         if self.failed is None:
             engine.undo(x, self.layers, self.loss_scale, self.made)
@@ -141,12 +143,15 @@ class BucketEngine(Engine):
         # Between devices communication has a stream of its own, and no threads.
         self.device = transport.device if isinstance(transport, DeviceTransport) else None
         adapt = settings.adapt
-        if adapt is not None and adapt.needs_syncs and (simulated or self.device is not None):
+        self.times_syncs = self.device is None or (adapt is not None and adapt.needs_syncs)
+        """Whether the communication of a step is timed, for which the host waits for that of the step before."""
+        if adapt is not None and adapt.needs_syncs and simulated:
             raise ValueError(
-                f"{adapt} goes by how long communication takes on the host's clock, which a GPU's does not show, and "
-                "simulate=True has none: leave out objective=time"
+                f"{adapt} goes by how long communication takes, and simulate=True has none: leave out objective=time"
             )
-        nodes_too = adapt is not None and bool(adapt.considers)
+        # Between devices no hierarchy takes float16: without nodes none is considered.
+        halves = self.device is not None and torch.float16 in self._dtypes.values()
+        nodes_too = adapt is not None and bool(adapt.considers) and not halves
         algorithm, world = settle(settings.algorithm, transport, nodes_too=nodes_too)
         self.executor = ThreadExecutor("thinwire") if self.device is None else StreamExecutor(self.device)
         self.channel = Channel(transport, self.executor, Stats(), algorithm=algorithm, world=world, seed=settings.seed)
@@ -264,8 +269,9 @@ class BucketEngine(Engine):
         """
         # After an error, buckets of that pass may still be under way: they must not write over this one's gradients.
         self.executor.wait_idle()
-        if self._clock is not None:
-            self._clock.end()
+        clock = self.adapter.clock if self.adapter is not None else None
+        if clock is not None:
+            clock.end()
         self.recorder.clipping.warn()
         self.learning_rate = self._present_rate()
         self.learning_rates = learning_rates or {}
@@ -273,13 +279,8 @@ class BucketEngine(Engine):
         sync = self._end_sync()
         if self.adapter is not None:
             self._adapt(self.adapter, sync)
-        if self._clock is not None:
-            self._clock.begin(compressed=not self.dense)
-
-    @property
-    def _clock(self) -> StepClock | None:
-        # On a device the host does not learn when anything is done.
-        return self.adapter.clock if self.adapter is not None and self.device is None else None
+        if clock is not None:
+            clock.begin(compressed=not self.dense)
 
     def _adapt(self, adapter: Adapter, sync: Sync | None) -> None:
         if sync is not None and adapter.policy.needs_syncs:
@@ -348,7 +349,7 @@ class BucketEngine(Engine):
                 made=made,
             )
             future = self.channel.submit(bucket)
-        return self._clock.arriving(future) if self._clock is not None else future
+        return self.adapter.clock.arriving(future) if self.adapter and self.adapter.clock else future
 
     @property
     def _waits(self) -> bool:
@@ -362,8 +363,8 @@ class BucketEngine(Engine):
             made = None
         if made is not None:
             made.make(flat, layers, loss_scale)
-        if self._clock is not None:
-            self._clock.ready(flat, layers)
+        if self.adapter and self.adapter.clock:
+            self.adapter.clock.ready(flat, layers)
         if self.adapter is not None and self.attached:
             self.adapter.observe(flat, layers, self.step, loss_scale)
         if self.unsent:

@@ -263,21 +263,22 @@ class DeviceRoute(Route):
     def collectives(
         self, x: Tensor, transport: Transport, call: CollectiveCall, exchange: Exchange
     ) -> list[Generator[None]]:
-        return [self._enqueue(x, transport, call, exchange.out)]
+        return [self._enqueue(x, transport, call, exchange)]
 
-    def _enqueue(self, x: Tensor, transport: Transport, call: CollectiveCall, out: Tensor | None) -> Generator[None]:
+    def _enqueue(self, x: Tensor, transport: Transport, call: CollectiveCall, exchange: Exchange) -> Generator[None]:
         assert isinstance(transport, DeviceTransport)
+        way = self.layout, transport, self._buffers, call
         if self._kind == "all_reduce":
-            device_all_reduce(x, self.layout, transport, self._buffers, call)
-        elif out is not None:
-            device_reduce_scatter(x, out, transport, self._buffers, call)
+            device_all_reduce(x, *way)
+        elif exchange.out is not None:
+            device_reduce_scatter(x, exchange.out, *way)
         else:
-            device_all_gather(x, transport, self._buffers, call)
+            device_all_gather(x, *way, kept=exchange.kept)
         yield
 
     def encoded(self, rank: int) -> Iterator[tuple[Coded, Segments, Tensor]]:
         if self._kind == "all_reduce":
-            for (compressor, segments), message in self._buffers.encoded():
+            for (compressor, segments), message in self._buffers.encoded(self.layout):
                 yield compressor, segments, message
 
 

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future as ConcurrentFuture
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -402,16 +403,34 @@ class AsyncReadback:
         return all(bool(torch.isfinite(values)) for values in self.read())
 
 
+@dataclass(frozen=True)
+class Mark:
+    """A moment of the host's clock, or of a device's: that at which a stream there comes to it."""
+
+    at: float | torch.cuda.Event
+
+    def since(self, earlier: Mark) -> float:
+        """Return the seconds from ``earlier`` to this mark of the same clock. Waits until a device has come to both."""
+        if isinstance(self.at, torch.cuda.Event):
+            assert isinstance(earlier.at, torch.cuda.Event)
+            for event in (earlier.at, self.at):
+                event.synchronize()
+            return earlier.at.elapsed_time(self.at) / 1e3
+        assert not isinstance(earlier.at, torch.cuda.Event)
+        return self.at - earlier.at
+
+
+def mark(device: torch.device) -> Mark:
+    """Return a mark of now, or of when the device's current stream has done what it was given so far."""
+    if device.type != "cuda":
+        return Mark(time.perf_counter())
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return Mark(event)
+
+
 def elapsed(run: Callable[[], object], device: torch.device) -> float:
     """Return the seconds that ``run`` takes: on a device, those of its work there, by the device's clock."""
-    if device.type != "cuda":
-        started = time.perf_counter()
-        run()
-        return time.perf_counter() - started
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    stream = torch.cuda.current_stream(device)
-    first.record(stream)
+    first = mark(device)
     run()
-    last.record(stream)
-    last.synchronize()
-    return first.elapsed_time(last) / 1e3
+    return mark(device).since(first)

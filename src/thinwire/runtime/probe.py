@@ -22,7 +22,6 @@ from thinwire.collectives import (
     ScatterReduceAllGather,
     Transport,
     World,
-    check_star,
     node_identity,
     number_nodes,
 )
@@ -65,8 +64,6 @@ def settle(algorithm: Algorithm, transport: Transport, *, nodes_too: bool = Fals
         ValueError: the algorithm does not fit this world.
         TransportError: a rank has failed or does not answer.
     """
-    if isinstance(transport, DeviceTransport):
-        check_star(algorithm)
     nodes: tuple[int, ...] = ()
     if algorithm.needs_nodes or nodes_too:
         nodes = find_nodes(transport)
@@ -97,8 +94,7 @@ def measure_native(transport: Transport) -> float:
 
     Its route may differ from that of messages: it uses the network where messages use shared memory inside a node.
     """
-    device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
-    num_bytes = _FIRST_PROBE_BYTES
+    device, num_bytes = transport.device, _FIRST_PROBE_BYTES
     while True:
         x = torch.zeros(num_bytes // 4, dtype=torch.float32, device=device)
         transport.all_gather(torch.zeros(1, dtype=torch.float32, device="cpu"))
@@ -169,7 +165,7 @@ def measure_links(transport: Transport, long_s: float = _CURVE_LONG_S, world: Wo
     measured as well if its nodes can form one, and so is each rank's link if each of at most 16 ranks has a node of its
     own. The result is the same on every rank.
     """
-    device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
+    device = transport.device
     pairs = _all_pairs(transport)
 
     def all_reduce(num_bytes: int) -> _Took:
@@ -326,7 +322,7 @@ def measure_codecs(compressors: Collection[Compressor], transport: Transport) ->
     if not compressors:
         return {}
     ordered = sorted(compressors, key=str)
-    device = transport.device if isinstance(transport, DeviceTransport) else torch.device("cpu")
+    device = transport.device
     mine = torch.tensor([list(codec_passes(c, device).values()) for c in ordered], dtype=torch.float64, device="cpu")
     slowest = transport.all_gather(mine).amax(0).tolist()
     return {compressor: (encode, decode) for compressor, (encode, decode) in zip(ordered, slowest, strict=True)}

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire.runtime.executor import Mark, mark
+
 _adding = threading.Lock()
 """Lock for the addition of seconds, which several threads do."""
 
@@ -200,7 +202,8 @@ class StatsRecorder:
         self._step = -1
         self._error = self._norm = 0.0
         self._measured_step = -1
-        self._began = self._ended = 0.0
+        self._began: Mark | None = None
+        self._ended: Mark | None = None
 
     def step(self, step: int, *, compressed: bool) -> bool:
         """Count a step when its first bucket comes; return whether this was it."""
@@ -211,16 +214,16 @@ class StatsRecorder:
         self.stats.compressed_steps += compressed
         return True
 
-    def bucket_begins(self) -> None:
-        self._began = self._began or time.perf_counter()
+    def bucket_begins(self, device: torch.device) -> None:
+        self._began = self._began or mark(device)
 
-    def bucket_ends(self) -> None:
-        self._ended = time.perf_counter()
+    def bucket_ends(self, device: torch.device) -> None:
+        self._ended = mark(device)
 
     def sync_seconds(self) -> float:
         """Return the seconds from the start of a step's first bucket to the end of its last, and reset them to 0."""
-        seconds = max(0.0, self._ended - self._began) if self._began else 0.0
-        self._began = self._ended = 0.0
+        seconds = self._ended.since(self._began) if self._began and self._ended else 0.0
+        self._began = self._ended = None
         self.stats.sync_s += seconds
         return seconds
 

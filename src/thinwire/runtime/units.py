@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from thinwire.collectives import DeviceTransport, Layer, Transport
+from thinwire.collectives import Layer, Transport
 from thinwire.compressors import (
     RESIDUAL,
     Coded,
@@ -89,7 +89,7 @@ class LayerGroup:
         # Replicas have the same shard.
         only = self.rank if site == "across" else None
         self.placement = Placement(placed, layers[0].num_ranks if layers else 1, only=only)
-        self._device = unit.transport.device if isinstance(unit.transport, DeviceTransport) else torch.device("cpu")
+        self._device = unit.transport.device
         self.replica: Replica | None = None
         """Replica of the layers whose changes are sent; None if there are none."""
         self.learned_at = -1

@@ -99,9 +99,7 @@ def measure(observer: Observer, compressors: Collection[Compressor], line_rate: 
         cores = measure_cores(transport)
         # Coded messages are sent by the transport that thinwire.compress() would use.
         transport = with_shared_memory(host, host.timeout) if device is None else transport
-        # Hierarchies and unequal shares are for messages over the host.
-        world = World(len(nodes), nodes) if device is None else None
-        links = [measure_links(transport, world=world) for _ in range(_ROUNDS)]
+        links = [measure_links(transport, world=World(len(nodes), nodes)) for _ in range(_ROUNDS)]
         codecs = measure_codecs(compressors, transport)
         rates = torch.tensor([line_rate or interface_rate() or 0.0], dtype=torch.float64, device="cpu")
         slowest = float(transport.all_gather(rates).min())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -12,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.plan import named_parameters
+from thinwire.runtime.executor import mark
 from thinwire.trainers import on_first_forward
 from thinwire_tools.doctor.observer_ddp import DDPObserver
 from thinwire_tools.doctor.observer_fsdp import ShardedObserver
@@ -97,9 +97,9 @@ class Observer:
         if not self._synced:
             return
         self._synced = False
-        now = time.perf_counter()
+        device = next(model.parameters()).device
         if self.present is not None:
-            self.present.seconds = now - self.present.began
+            self.present.ended = mark(device)
             self._steps.append(self.present)
         count = len(self._steps)
         if count == WARM_UP + self._total:
@@ -109,7 +109,7 @@ class Observer:
             return
         self._on_step(count, WARM_UP + self._total)
         self._batches = 1
-        self.present = Step(time.perf_counter(), serial=count % 2 == 1)
+        self.present = Step(mark(device), serial=count % 2 == 1)
 
     def synced(self) -> None:
         """Note that gradients were reduced: the next forward pass begins another step."""

@@ -2,7 +2,6 @@
 
 # No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.plan import named_parameters
 from thinwire.plan.forecast import Bucket, Pace
 from thinwire.runtime import Follower, for_reducer
+from thinwire.runtime.executor import mark
 from thinwire_tools.doctor.watched import DoctorError, Step, check_size
 
 if TYPE_CHECKING:
@@ -46,9 +46,7 @@ class DDPObserver:
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Return the mean of a bucket, as stock DDP takes it."""
         flat, step = bucket.buffer(), self._watcher.present
-        if step is not None and step.serial:
-            _await_device(flat)
-        ready = time.perf_counter()
+        ready = mark(flat.device)
         future = for_reducer(self._follower.mean(flat, self.group))
         if bucket.is_last():
             self._watcher.synced()
@@ -56,13 +54,10 @@ class DDPObserver:
             return future
         layers = tuple((self._names[p], tuple(p.shape)) for p in bucket.parameters())
         step.buckets.append(Bucket(0.0, layers, flat.element_size()))
-        step.ready.append(ready - step.began - step.waited)
         if step.serial:
+            # On a device its stream waits, and so does the rest of the backward pass.
             future.wait()
-            _await_device(flat)
-            took = time.perf_counter() - ready
-            step.took.append(took)
-            step.waited += took
+            step.moves.append((ready, mark(flat.device)))
         return future
 
     def watched(self, steps: Sequence[Step]) -> tuple[tuple[Pace, ...], list[float], list[list[float]]]:
@@ -71,7 +66,7 @@ class DDPObserver:
         plain = [step.seconds for step in steps if not step.serial]
         rows, took, times = (
             torch.tensor(values, dtype=torch.float64, device=self._device)
-            for values in ([[*s.ready, s.seconds - s.waited] for s in serial], [s.took for s in serial], plain)
+            for values in ([[*s.ready, s.compute_s] for s in serial], [s.took for s in serial], plain)
         )
         dist.all_reduce(rows, op=dist.ReduceOp.MAX, group=self.group)
         dist.all_reduce(times, op=dist.ReduceOp.MAX, group=self.group)
@@ -85,11 +80,6 @@ class DDPObserver:
             for row in rows.tolist()
         )
         return paces, times.tolist(), took.tolist()
-
-
-def _await_device(flat: torch.Tensor) -> None:
-    if flat.is_cuda:
-        torch.cuda.synchronize(flat.device)
 
 
 def _hook(state: DDPObserver, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

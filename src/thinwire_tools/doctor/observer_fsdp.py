@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,11 +13,14 @@ from torch import Tensor, nn
 
 from thinwire.compat import FSDPGroup, all_gather_single, fsdp_groups, reduce_scatter_single, unwrapped
 from thinwire.plan import named_parameters
+from thinwire.runtime.executor import mark
 from thinwire_tools.doctor.forecast import Collective, Event, Move, ShardedPace
 from thinwire_tools.doctor.watched import DoctorError, Step, check_size
 
 if TYPE_CHECKING:
     from thinwire_tools.doctor.observer import Observer
+
+_CPU = torch.device("cpu")
 
 
 class ShardedObserver:
@@ -73,14 +75,11 @@ class ShardedObserver:
         if step is None:
             run()
             return -1
-        number = len(step.buckets)
-        step.events.append(Event(step.computed, number, needed=False))
+        number, began = len(step.buckets), mark(_CPU)
+        step.events.append(Event(step.computed(began), number, needed=False))
         step.buckets.append(move)
-        began = time.perf_counter()
         run()
-        took = time.perf_counter() - began
-        step.took.append(took)
-        step.waited += took
+        step.moves.append((began, mark(_CPU)))
         return number
 
     def watched(self, steps: Sequence[Step]) -> tuple[tuple[ShardedPace, ...], list[float], list[list[float]]]:
@@ -91,7 +90,7 @@ class ShardedObserver:
         """
         if any(_order(step) != _order(steps[-1]) for step in steps):
             raise DoctorError("this model uses its modules in another order from step to step: it cannot be predicted")
-        computed = [[*(event.at_s for event in step.events), step.seconds - step.waited] for step in steps]
+        computed = [[*(event.at_s for event in step.events), step.compute_s] for step in steps]
         parts = torch.tensor(computed, dtype=torch.float64, device="cpu").diff(
             dim=1, prepend=torch.zeros(len(steps), 1, dtype=torch.float64, device="cpu")
         )
@@ -171,5 +170,5 @@ class _Needed(dist.Work):
         self._step, self._number = step, number
 
     def wait(self, timeout: object = None) -> bool:
-        self._step.events.append(Event(self._step.computed, self._number, needed=True))
+        self._step.events.append(Event(self._step.computed(mark(_CPU)), self._number, needed=True))
         return True

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from statistics import median
 
 import torch.distributed as dist
 
 from thinwire.plan.forecast import Bucket, Pace
+from thinwire.runtime.executor import Mark
 from thinwire_tools.doctor.forecast import Event, ShardedPace
 from thinwire_tools.exits import CommandError
 
@@ -19,25 +19,42 @@ class DoctorError(CommandError):
 
 @dataclass
 class Step:
-    """One step of this rank, in seconds since it began."""
+    """One step of this rank. What seconds are asked for, a device has passed by then, or is waited for."""
 
-    began: float
+    began: Mark
     serial: bool
     """Whether communication is waited for on the spot."""
-    ready: list[float] = field(default_factory=list)
-    took: list[float] = field(default_factory=list)
-    """Seconds from ready to received, by bucket."""
+    moves: list[tuple[Mark, Mark]] = field(default_factory=list)
+    """Marks of each bucket that was waited for, when it was ready and when it was received."""
     buckets: list[Bucket] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    """Events of a sharded model, in place of ``ready``."""
-    waited: float = 0.0
-    seconds: float = 0.0
+    """Events of a sharded model."""
+    ended: Mark | None = None
     batches: int = 1
 
     @property
-    def computed(self) -> float:
-        """Seconds so far in which nothing was waited for."""
-        return time.perf_counter() - self.began - self.waited
+    def ready(self) -> list[float]:
+        """Seconds of computing until each bucket was ready."""
+        return [self.computed(ready, i) for i, (ready, _) in enumerate(self.moves)]
+
+    @property
+    def took(self) -> list[float]:
+        """Seconds from ready to received, by bucket."""
+        return [received.since(ready) for ready, received in self.moves]
+
+    @property
+    def seconds(self) -> float:
+        assert self.ended is not None, "the step has ended"
+        return self.ended.since(self.began)
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of the step in which nothing was waited for."""
+        return self.seconds - sum(self.took)
+
+    def computed(self, now: Mark, moves: int | None = None) -> float:
+        """Return the seconds until ``now`` in which nothing was waited for, after some moves, by default all so far."""
+        return now.since(self.began) - sum(self.took[:moves])
 
 
 @dataclass(frozen=True)
