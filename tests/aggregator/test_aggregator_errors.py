@@ -44,7 +44,7 @@ def test_a_worker_that_hangs_is_named_after_the_timeout() -> None:
         assert 1.0 <= time.monotonic() - started < 15.0
         # The one that hung learns it, too.
         with pytest.raises(TransportError, match=r"nothing came from rank 2|broke earlier"):
-            three[2].all_reduce(xs[2])
+            three[2].start_all_reduce(xs[2]).wait()
         works(aggregator.address)
 
 

@@ -81,7 +81,7 @@ def clients(address: Any, num_ranks: int, *, session: int = 1, timeout_s: float 
 
 def reduced(ranks: list[Any], xs: list[torch.Tensor], error: str = "") -> None:
     """All-reduce a tensor of each rank; ``error`` is what each rank's error must say, if there is to be one."""
-    answers = together([lambda c=c, x=x: c.all_reduce(x) for c, x in zip(ranks, xs, strict=True)])
+    answers = together([lambda c=c, x=x: c.start_all_reduce(x).wait() for c, x in zip(ranks, xs, strict=True)])
     for answer in answers:
         assert (isinstance(answer, TransportError) and error in str(answer)) if error else answer is None, answer
 

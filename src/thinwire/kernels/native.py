@@ -133,11 +133,8 @@ def core() -> ModuleType:
 def flat(name: str, tensor: Tensor, like: Tensor) -> int:
     """Return the address of a tensor, 0 of one that is not on the CPU.
 
-    Raises ``TypeError`` for anything else, and ``ValueError`` unless it is flat, contiguous, and on the device of
-    ``like``.
+    Raises ``ValueError`` unless it is flat, contiguous, and on the device of ``like``.
     """
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise ValueError(f"{name} must be 1-D and contiguous; its shape is {tuple(tensor.shape)}: flatten it first")
     if tensor is not like and tensor.device != like.device:
@@ -150,9 +147,12 @@ def segments(name: str, tensor: Tensor, table: Table, like: Tensor) -> tuple[int
 
     Raises ``TypeError`` unless they are a tensor of such a dtype, and ``ValueError`` for a size, a device or a layout.
     """
-    address, code = flat(name, tensor, like), CODES.get(tensor.dtype)
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
+    code = CODES.get(tensor.dtype)
     if code is None:
         raise TypeError(f"{name} is {tensor.dtype}; the kernels take float32, bfloat16 and float16: convert it first")
+    address = flat(name, tensor, like)
     if tensor.numel() < table.num_elements:
         raise ValueError(
             f"{name} has {tensor.numel()} elements, but the table's segments reach to element {table.num_elements}"
@@ -162,9 +162,11 @@ def segments(name: str, tensor: Tensor, table: Table, like: Tensor) -> tuple[int
 
 def message(name: str, tensor: Tensor, num_bytes: int, like: Tensor) -> int:
     """Return the address of a message of at least ``num_bytes``. Raises as :func:`segments` does."""
-    address = flat(name, tensor, like)
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
     if tensor.dtype is not torch.uint8:
         raise TypeError(f"{name} must be uint8, not {tensor.dtype}")
+    address = flat(name, tensor, like)
     if tensor.numel() < num_bytes:
         raise ValueError(f"{name} has {tensor.numel()} bytes, but the table's payloads take {num_bytes}")
     return address

@@ -68,10 +68,10 @@ def make_results(answer: Mapping[str, Any], about: Mapping[str, object]) -> Resu
 # --- on a rank
 
 
-def gpt(cap_mb: float, group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
+def gpt(cap_mb: float) -> DistributedDataParallel:
     """Return the demo's GPT, the same each time and on every rank."""
     torch.manual_seed(0)
-    return DistributedDataParallel(GPT(GPTConfig()), bucket_cap_mb=cap_mb, process_group=group)
+    return DistributedDataParallel(GPT(GPTConfig()), bucket_cap_mb=cap_mb)
 
 
 def token_batch(batch: int) -> Tensor:

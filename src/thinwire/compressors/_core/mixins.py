@@ -225,7 +225,7 @@ def stage_at(schedule: tuple[tuple[int, T], ...], step: int) -> T:
 
 
 @dataclass(frozen=True)
-class WithDensity(Scheduled):
+class WithDensity(Compressor, Scheduled):
     """A compressor of a share of each layer's elements, in (0, 1], which may be a schedule."""
 
     density: float | tuple[tuple[int, float], ...] = field(default=0.01, metadata={"shown": True})
