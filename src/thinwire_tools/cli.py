@@ -111,6 +111,12 @@ class Program:
             if os.environ.get("LOCAL_RANK", "0") == "0":
                 sys.stderr.write(f"\n{self.name} {words}: interrupted\n")
             return 130
+        except BrokenPipeError:
+            if not {"-h", "--help"} & set(args):
+                raise
+            # Whoever reads the help, such as `head`, has read enough; Python flushes once more when it ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
         except Exception as error:
             # Code that raises a `CommandError` has imported this module; here that would import PyTorch.
             exits = sys.modules.get("thinwire_tools.exits")

@@ -39,6 +39,13 @@ def test_every_command_has_help_with_examples(capsys) -> None:
         assert all(len(line) <= 80 for line in shown.splitlines() if not line.startswith("usage: ")), command
 
 
+@pytest.mark.parametrize("command", ["", "compare", "doctor"])
+def test_help_that_is_cut_by_head_ends_without_a_traceback(command: str) -> None:
+    line = f"{sys.executable} -u -m thinwire {command} --help | head -c 1"
+    shown = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60)
+    assert len(shown.stdout) == 1 and not shown.stderr
+
+
 def test_compare_has_two_forms_and_an_option_of_the_other_form_says_so(capsys) -> None:
     for argv, code, words in (
         (["--plot", "curves.svg"], 2, "--plot is an option for your own script only"),
