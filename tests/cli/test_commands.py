@@ -43,7 +43,8 @@ def test_every_command_has_help_with_examples(capsys) -> None:
 def test_help_that_is_cut_by_head_ends_without_a_traceback(command: str) -> None:
     line = f"{sys.executable} -u -m thinwire {command} --help | head -c 1"
     shown = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60)
-    assert len(shown.stdout) == 1 and not shown.stderr
+    assert len(shown.stdout) == 1
+    assert not shown.stderr
 
 
 def test_compare_has_two_forms_and_an_option_of_the_other_form_says_so(capsys) -> None:

@@ -36,7 +36,7 @@ from thinwire.collectives import (
     sharded_layout,
 )
 from thinwire.compressors import Coded, Raw, State, Summed
-from thinwire.runtime.exchange import HostRoute
+from thinwire.runtime.channel import HostRoute
 
 CPU = torch.device("cpu")
 SHAPES = ((70, 50), (3,), (40, 100), (0,), (9, 11), (1300,), (64,))
