@@ -71,8 +71,7 @@ from thinwire.compressors.dgc import DGC as DGC
 from thinwire.compressors.ef import RESIDUAL as RESIDUAL, Feedback as Feedback, ef as ef
 from thinwire.compressors.fft import FFT as FFT
 from thinwire.compressors.floats import Natural as Natural, RangeFloat as RangeFloat
-from thinwire.compressors.int_diana import IntDIANA as IntDIANA
-from thinwire.compressors.intsgd import IntSGD as IntSGD
+from thinwire.compressors.intsgd import IntDIANA as IntDIANA, IntSGD as IntSGD
 from thinwire.compressors.levels import Gaussian as Gaussian, Levels as Levels
 from thinwire.compressors.maxima import HeuristicIntSGD as HeuristicIntSGD, SharedTernGrad as SharedTernGrad
 from thinwire.compressors.powersgd import PowerSGD as PowerSGD
