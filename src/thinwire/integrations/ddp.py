@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -405,15 +405,6 @@ class Options(CommonOptions):
         return replace(super().filter(module), unfit=unfit(module))
 
 
-class Connected(NamedTuple):
-    """A Wire of parameters whose gradients ranks exchange whole, and what else its optimizer asks for."""
-
-    wire: Wire
-    updates: Updates | None
-    momentum: "Momentum | None"
-    preconditioned: "Preconditioned | None"
-
-
 def attach_ddp(model: DistributedDataParallel, options: Options) -> Wire:
     """Attach compression to a DDP model; see `thinwire.compress_ddp`."""
     hook = _attached.get(model)
@@ -424,8 +415,9 @@ def attach_ddp(model: DistributedDataParallel, options: Options) -> Wire:
         names: dict[torch.Tensor, str] = {p: name for name, p in replicated(model).items()}
         hook = _Hook(model.process_group, names, finds_unused=model.find_unused_parameters or model.static_graph)
     parameters = {name: p for p, name in hook.names.items()}
-    connected = connect(model.module, parameters, hook.group, options, hook.follower, lambda: _check_reducer(model))
-    wire, hook.updates, hook.momentum, hook.preconditioned = connected
+    wire, hook.updates, hook.momentum, hook.preconditioned = connect(
+        model.module, parameters, hook.group, options, hook.follower, lambda: _check_reducer(model)
+    )
     if model not in _attached:
         _register(model, hook, wire)
     hook.wire = wire
@@ -447,8 +439,9 @@ def connect(
     options: Options,
     follower: Follower,
     check: Callable[[], None],
-) -> Connected:
-    """Make the Wire over which ranks of ``group`` exchange gradients of ``module``, those of the ``parameters``.
+) -> "tuple[Wire, Updates | None, Momentum | None, Preconditioned | None]":
+    """Make the Wire over which ranks of ``group`` exchange gradients of ``module``, those of the ``parameters``; return
+    it and what its optimizer asks for.
 
     Raises an exception for whatever is wrong with the arguments, or what ``check`` raises. ``follower`` waits for
     gradients that are sent as they are.
@@ -477,7 +470,7 @@ def connect(
     engine.substitute = momentum or preconditioned
     engine.native = partial(follower.mean, group=group, detector=engine.detector)
     updates = Updates(wire, options.optimizer, parameters) if follows and options.optimizer is not None else None
-    return Connected(wire, updates, momentum, preconditioned)
+    return wire, updates, momentum, preconditioned
 
 
 def _prepare(

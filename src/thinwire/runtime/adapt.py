@@ -196,7 +196,7 @@ class Adapter:
     ) -> None:
         """``prepare`` completes the evidence before a decision, in the thread that runs concurrently with training."""
         self.policy, self.speeds = policy, speeds
-        self._prepare = prepare
+        self._prepare = prepare or (lambda evidence: evidence)
         self.reference = {name: c for name, c in plan.layers.items() if not isinstance(c, Raw)}
         policy.check(self.reference, shapes)
         self.unsuited = {
@@ -360,11 +360,9 @@ class Adapter:
             algorithm=self.algorithm,
             steps=self.clock.steps if self.clock else (),
         )
-        self._asked, self._asked_for = _beside_training.submit(self._propose, evidence), step
+        self._asked = _beside_training.submit(lambda: self.policy.propose(self._prepare(evidence)))
+        self._asked_for = step
         self._rates.dropped = False
-
-    def _propose(self, evidence: Evidence) -> Proposal:
-        return self.policy.propose(self._prepare(evidence) if self._prepare is not None else evidence)
 
     def _change(self, plan: Plan, step: int) -> Plan:
         started = time.perf_counter()

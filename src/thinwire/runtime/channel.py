@@ -218,16 +218,15 @@ class HostRoute(Route):
         self, x: Tensor, transport: Transport, call: CollectiveCall, exchange: Exchange
     ) -> list[Generator[None]]:
         started = []
-        if self._kind == "all_gather":
-            if self._reduction is not None:
-                started.append(all_gather(x, self.layout, transport, self._reduction, call, kept=exchange.kept))
-            return started
-        if self._kind == "reduce_scatter":
-            if self._reduction is not None:
-                started.append(reduce_scatter(x, self.layout, transport, self._reduction, call, out=exchange.out))
-            return started
         if self._reduction is not None:
-            started.append(all_reduce(x, self.layout, transport, self._reduction, call))
+            sent = x, self.layout, transport, self._reduction, call
+            if self._kind == "all_gather":
+                started.append(all_gather(*sent, kept=exchange.kept))
+            elif self._kind == "reduce_scatter":
+                started.append(reduce_scatter(*sent, out=exchange.out))
+            else:
+                started.append(all_reduce(*sent))
+        # What is gathered whole, or summed, is so in all-reduces alone.
         if self._gathering is not None:
             started.append(gather_mean(x, self.layout, transport, self._gathering, call))
         if self._sums:
