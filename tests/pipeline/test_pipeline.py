@@ -354,6 +354,11 @@ def test_subclasses_of_pytorchs_stage_keep_what_they_do_otherwise(rank: int) -> 
         assert type(theirs) is TheirStage
         with pytest.raises(RuntimeError, match="compressed already"):
             thinwire.compress_stage(compressed, **options)
+        for name in ("run", "options", "totals", "stats", "close"):
+            setattr(theirs, name, None)
+            with pytest.raises(TypeError, match=f"TheirStage has {name}, which a compressed stage has for itself"):
+                thinwire.compress_stage(theirs, **options)
+            delattr(theirs, name)
         return compressed
 
     pipe, losses = trained(rank, 2, compress=compress, **FW3_BW6)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from test_laws import SPECS
 from torch import Tensor
 
 import thinwire
+from pretend import DEVICE, Pretend, Pretended
 from thinwire.pipeline.boundary import UNSEEN, BoundarySide
 from thinwire.pipeline.message import Batch, BoundaryTensors, ScheduleStep, Spec
 from thinwire.pipeline.options import PipelineOptions
@@ -19,16 +22,18 @@ from thinwire.pipeline.stats import PipelineStats
 from thinwire.threads import Worker
 
 LENGTH, WIDTH = 5, 9
+CPU = torch.device("cpu")
 
 
 class Pair:
     """Both sides of a boundary, and what goes from one to the other."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, **options: Any) -> None:
-        self.options = PipelineOptions(**options)
-        self.beside = Worker("thinwire pipeline")
+    def __init__(self, dtype: torch.dtype = torch.float32, *, device: torch.device = CPU, **options: Any) -> None:
+        self.options, self.device = PipelineOptions(**options), device
+        self.beside, self.pretend = Worker("thinwire pipeline"), Pretend()
         self.earlier, self.later = (
-            BoundarySide(0, earlier, self.options, PipelineStats(), self.options.seed) for earlier in (True, False)
+            BoundarySide(0, earlier, self.options, PipelineStats(), self.options.seed, device)
+            for earlier in (True, False)
         )
         specs = (Spec((2, LENGTH, WIDTH), dtype), Spec((2, LENGTH), torch.int64), Spec((2, 3), dtype))
         self.forward, self.backward = BoundaryTensors(specs), BoundaryTensors((specs[0], specs[2]))
@@ -55,12 +60,23 @@ class Pair:
         message = source.message(direction, chunk)
         arrived = target.message(direction, chunk)
         assert arrived.numel() == message.numel()
-        source.prepare(chunk, tensors)
+        given = [Pretended(x) if self.device == DEVICE else x.to(self.device) for x in tensors]
+        source.prepare(chunk, given)
         send = partial(arrived.copy_, message)
-        self.beside.submit(lambda: source.pack(chunk, tensors, message, send)).result()
-        received = target.unpack(chunk, arrived, 0)
+
+        def pack() -> None:
+            with self.on_device():
+                source.pack(chunk, given, message, send)
+
+        self.beside.submit(pack).result()
+        with self.on_device():
+            received = target.unpack(chunk, arrived, 0)
         self.beside.wait()
-        return received
+        assert all(x.device == self.device for x in received)
+        return [x.held if isinstance(x, Pretended) else x.cpu() for x in received]
+
+    def on_device(self) -> AbstractContextManager[object]:
+        return self.pretend if self.device == DEVICE else nullcontext()
 
     def tensors(self, chunk: int, chunks: int, seed: int) -> list[Tensor]:
         rows = self.plan.rows(chunk, chunks, 2, LENGTH)
@@ -166,6 +182,51 @@ def test_the_next_stage_computes_on_what_arrived_and_not_on_what_is_kept_of_it(p
     # The first visit is whole, and the second off by an error of the change, which is what rounding had left out.
     assert first == 0
     assert 0 < second < 0.05
+
+
+def taken(spec: str) -> bool:
+    try:
+        Pair(forward=spec, backward=spec).begin(Batch.from_ids([1], None, None, ()), 1)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+GPU = pytest.param(torch.device("cuda", 0), marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
+OPTIONS: list[dict[str, Any]] = [
+    *({"forward": spec, "backward": spec} for spec in {type(thinwire.parse(s)): s for s in SPECS if taken(s)}.values()),
+    *({"forward": "delta(maxabs(bits=4))", "precision": bits} for bits in (32, 3)),
+    {"forward": "delta(maxabs(bits=4))", "precision": 16, "dtype": torch.bfloat16},
+    {"forward": "delta(gaussian(bits=3))", "store": thinwire.store.Centers(num=5)},
+]
+
+
+@pytest.mark.parametrize("device", [DEVICE, GPU])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: f"{options['forward']} {options.get('precision', '')}")
+def test_a_device_gives_out_the_hosts_messages_and_nothing_else(device, options) -> None:
+    if device == DEVICE and options["forward"].startswith(("topk", "fft")):
+        pytest.skip("the host counts what is chosen, which a fake device does not know")
+    pairs = Pair(**options), Pair(device=device, **options)
+    given_out = 0
+    for step, training in enumerate((True, True, False) if pairs[0].earlier.keeps else (True, False)):
+        for pair in pairs:
+            pair.begin(Batch.from_ids([3, 4, 5], LENGTH, [5, 2, 4], ()), 2, training=training)
+        for chunk, direction in [(0, "forward"), (1, "forward"), (0, "backward")][: 2 + training]:
+            tensors = pairs[0].tensors(chunk, 2, 10 * step + chunk)
+            tensors = tensors if direction == "forward" else [tensors[0], tensors[2]]
+            here, there = (pair.send(direction, chunk, tensors) for pair in pairs)
+            assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
+            side = "earlier" if direction == "forward" else "later"
+            one, other = (getattr(pair, side).message(direction, chunk) for pair in pairs)
+            assert torch.equal(one, other)
+            given_out += one.numel()
+    if pairs[0].earlier.keeps:
+        stores = [side.store for pair in pairs for side in (pair.earlier, pair.later) if side.store is not None]
+        assert len(stores) == 4
+        assert len({store.digest() for store in stores}) == 1
+        # Choices of centers, and two magnitudes of each sample for the statistics.
+        given_out += 2 * 3 * 4 * 2 + (2 * 3 * (LENGTH + 1) if "store" in options else 0)
+    assert device != DEVICE or pairs[1].pretend.given_out <= given_out
 
 
 @settings(max_examples=30, deadline=None)

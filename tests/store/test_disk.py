@@ -132,6 +132,9 @@ def test_states_older_than_the_snapshots_have_lost_records_and_say_so(snapshots:
         digests.append(store.digest())
         states.append(store.state_dict())
         save(store, ROWS, values_of(ROWS, FORM, step), step)
+        if step % 2:
+            store.close()
+            store.open()
     store.flush()
     for back, (state, digest) in enumerate(reversed(list(zip(states, digests, strict=True))), 1):
         store.close()
@@ -233,7 +236,8 @@ def test_a_disk_that_fills_up_after_all_is_an_error_in_the_next_call(tmp_path: P
     with pytest.raises(StoreError, match="No space left"):
         save_all()
     monkeypatch.undo()
-    store.close()
+    with pytest.raises(StoreError, match="No space left"):
+        store.close()  # which tells the error of the last record, too
 
 
 def test_a_store_has_one_owner(tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ class Pretend(TorchDispatchMode):
     def __init__(self, strict: bool = False) -> None:
         super().__init__()
         self.strict = strict
+        self.given_out = 0
+        """Bytes that the host was given."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -73,7 +75,11 @@ class Pretend(TorchDispatchMode):
 
         result = func(*_held(args), **_held(kwargs))
         if mine and device is not None and not to_device:
+            self.given_out += result.nbytes
             return result  # it went to the host
+        if mine and func.overloadpacket.__name__ == "copy_" and not isinstance(args[0], Pretended):
+            self.given_out += result.nbytes
+            return result
         return tree_map(wrap, result)
 
     @staticmethod

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from thinwire.collectives.message import HEADER_BYTES, MessageError, seal, verify
+from thinwire.collectives.message import HEADER_BYTES, seal, verify
 from thinwire.compressors import Coded
-from thinwire.kernels import derive_key
+from thinwire.kernels import derive_key, to_device
 from thinwire.pipeline.message import BoundaryTensors, Direction, MessageLayout, ScheduleStep
 from thinwire.pipeline.options import PipelineOptions, fitted
 from thinwire.pipeline.stats import PipelineStats
@@ -29,12 +30,24 @@ class BoundarySide:
     Messages of a step go through it in the order of the schedule. The two sides agree beforehand on how each sample
     is sent (`decide_encodings`), so that either knows the size of every message.
 
+    Activations are encoded and decoded on ``device``, and messages are on the host. A store is on the host, too: it
+    renews m(ξ) from the message there, so that of what ``device`` computed nothing but messages is copied to the host.
+
     ``worker`` is the thread that loads and saves records, and that calls `pack`. `unpack` is called in the thread that
     waits for messages. All other calls are the training's, those between two steps with nothing left in either.
     """
 
-    def __init__(self, boundary: int, earlier: bool, options: PipelineOptions, stats: PipelineStats, seed: int) -> None:
+    def __init__(
+        self,
+        boundary: int,
+        earlier: bool,
+        options: PipelineOptions,
+        stats: PipelineStats,
+        seed: int,
+        device: torch.device,
+    ) -> None:
         self.boundary = boundary
+        self.device = device
         self.earlier = earlier
         self.outward: Direction = "forward" if earlier else "backward"
         """Direction of the messages that this side sends."""
@@ -51,9 +64,9 @@ class BoundarySide:
         self.jobs: list[Future[None]] = []
         """Jobs of the worker in this step: messages to send, and records to save."""
         self._seed = seed
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._loads: dict[int, Future[Tensor]] = {}
         self._crossings: dict[Direction, BoundaryTensors] = {}
-        self._fitted: dict[Direction, tuple[BoundaryTensors, int | None]] = {}
         self._coders: dict[tuple[Direction, bool], tuple[Coded, ...]] = {}
         self._coded: dict[int, bool] = {}
         self._warm: frozenset[int] = frozenset()
@@ -80,12 +93,9 @@ class BoundarySide:
         self._loads.clear()
         self.forget_jobs()
         for direction, crossing in crossings.items():
-            choice = chosen.get(direction)
-            if self._fitted.get(direction) == (crossing, choice):
-                continue
             self._crossings[direction] = crossing
-            self._coders[direction, True] = fitted(self.options.coder_at(self.boundary, direction, choice), crossing)
-            self._fitted[direction] = crossing, choice
+            coder = self.options.coder_at(self.boundary, direction, chosen.get(direction))
+            self._coders[direction, True] = fitted(coder, crossing)
             if direction == "forward":
                 self._coders[direction, False] = fitted(self.options.evaluation_coder, crossing)
 
@@ -143,7 +153,9 @@ class BoundarySide:
         num_bytes = self.layout(direction, chunk).num_bytes
         buffer = self._buffers.get((direction, chunk))
         if buffer is None or buffer.numel() != num_bytes:
-            buffer = self._buffers[direction, chunk] = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
+            pin = self.device.type == "cuda"
+            buffer = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin)
+            self._buffers[direction, chunk] = buffer
         return buffer
 
     def forget_jobs(self) -> None:
@@ -204,35 +216,53 @@ class BoundarySide:
             if ready is not None:
                 ready.synchronize()
             with self.stats.timed("encode"):
-                flat = crossing.flatten(tensors, layout.rows)
-                layout.put_others(tensors, message)
-                layout.put_raw(flat, message)
-                if direction == "forward" and self._step.training and self.store is not None:
-                    flat = flat.float()
-                    if layout.chosen is not None:
-                        choices = self.store.choose(flat, layout.rows)
-                        layout.put_choices(choices, message)
-                    m = self._loaded(chunk, layout, choices)
-                    change = torch.sub(flat, m, out=self._scratch("change", flat))
-                draws = direction if self._step.training else "evaluation"
-                key = derive_key(self._seed, self._step.training_step, self.boundary, _DRAWS[draws])
-                layout.encode(flat if change is None else change, message, key)
-                self._seal(layout, chunk, message, failed=False)
+                with self._on_device():
+                    flat = crossing.flatten(tensors, layout.rows, self.device)
+                    # Compressors leave gaps, which nothing of an earlier message may fill.
+                    there = (
+                        message.zero_() if self.device.type == "cpu" else torch.zeros_like(message, device=self.device)
+                    )
+                    layout.put_others(tensors, there)
+                    layout.put_raw(flat, there)
+                    if direction == "forward" and self._step.training and self.store is not None:
+                        flat = flat.float()
+                        if layout.chosen is not None:
+                            choices = self.store.choose(flat, layout.rows)
+                        m = self._loaded(chunk, layout, choices)
+                        change = torch.sub(flat, to_device(m, self.device), out=self._scratch("change", flat))
+                    draws = direction if self._step.training else "evaluation"
+                    key = derive_key(self._seed, self._step.training_step, self.boundary, _DRAWS[draws])
+                    layout.encode(flat if change is None else change, there, key)
+                    if there is not message:
+                        message.copy_(there, non_blocking=True)
+                if choices is not None:
+                    layout.put_choices(choices, message)
+                self.seal(chunk, message)
         except Exception:
-            self.fail(chunk, message)
+            self.seal(chunk, message, failed=True)
             send()
             raise
         dense_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         self.stats.add(**{"dense_bytes": dense_bytes, f"{direction}_sent_bytes": message.numel()})
         send()
         if m is not None and change is not None:
-            self._note(flat, change, layout)
-            self._renew(m, message, flat, layout)
+            with self._on_device():
+                self._note(flat, change, layout)
+            self._renew(m, message, layout)
             self._keep(m, layout, choices)
 
-    def fail(self, chunk: int, message: Tensor) -> None:
-        """Write a message that is marked as failed, in place of the one that the other side expects."""
-        self._seal(self.layout(self.outward, chunk), chunk, message, failed=True)
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Run the body's work on a stream of the device's own, and wait for that, but not for what the training has
+        enqueued on its stream."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream), torch.autocast("cuda", enabled=False):
+            try:
+                yield
+            finally:
+                self._stream.synchronize()
 
     def unpack(self, chunk: int, message: Tensor, peer: int) -> list[Tensor]:
         """Return the tensors in the message from rank ``peer``, and keep what the other side keeps.
@@ -242,24 +272,22 @@ class BoundarySide:
             MessageError: the message is damaged, or not the one that is expected.
         """
         layout, crossing = self.layout(self.inward, chunk), self._crossings[self.inward]
-        verify(message, peer=peer, **self._header(layout, chunk, sent=False))
-        if message.numel() != layout.num_bytes:  # a checksum does not miss zeros at the end
-            raise MessageError(f"rank {peer} sent {message.numel()} bytes, where {layout.num_bytes} are expected")
+        verify(message, peer=peer, **self._header(self.inward, chunk))
         self.stats.add(received_bytes=message.numel())
-        with self.stats.timed("decode"):
-            flat = crossing.zeros(layout.rows)
-            layout.take_raw(message, flat)
+        with self.stats.timed("decode"), self._on_device():
             if self.inward == "forward" and self._step.training and self.store is not None:
                 self._load_ahead(chunk + _AHEAD)
                 choices = layout.take_choices(message)
                 m = self._loaded(chunk, layout, choices)
-                self._renew(m, message, flat.float(), layout)
+                self._renew(m, message, layout)
                 # The next stage computes on m(ξ) before it is rounded for the store.
                 self.jobs.append(self._worker.submit(lambda: self._keep(m, layout, choices)))
-                flat = m
+                flat = to_device(m, self.device)
             else:
-                layout.decode(message, flat)
-            into = crossing.empty(layout.rows)
+                there, flat = message.to(self.device, non_blocking=True), crossing.zeros(layout.rows, self.device)
+                layout.take_raw(there, flat)
+                layout.decode(there, flat)
+            into = crossing.empty(layout.rows, self.device)
             layout.take_others(message, into)
             crossing.unflatten(flat, layout.rows, into)
         return into
@@ -282,12 +310,13 @@ class BoundarySide:
         with self.stats.timed("store"):
             return self.store.load_known(layout.rows, layout.where(coded=True), choices)
 
-    def _renew(self, m: Tensor, message: Tensor, whole: Tensor, layout: MessageLayout) -> None:
-        """Make ``m`` the new m(ξ) of the micro-batch's samples. Both sides have the same values of ``whole`` where
-        samples are sent raw."""
+    def _renew(self, m: Tensor, message: Tensor, layout: MessageLayout) -> None:
+        """Make ``m`` the new m(ξ) of the micro-batch's samples, from their message alone, which both sides have."""
         layout.decode(message, m, add=True)
-        raw, count = layout.where(coded=False), len(layout.rows.samples)
-        m.view(count, -1)[raw] = whole.view(count, -1)[raw]
+        if raw := layout.where(coded=False):
+            whole, count = layout.crossing.zeros(layout.rows), len(layout.rows.samples)
+            layout.take_raw(message, whole)
+            m.view(count, -1)[raw] = whole.view(count, -1)[raw].float()
 
     def _keep(self, m: Tensor, layout: MessageLayout, choices: Tensor | None) -> None:
         """Keep the micro-batch's new m(ξ). A sample with NaN or Inf in its message counts as unseen."""
@@ -303,7 +332,7 @@ class BoundarySide:
         """Count the magnitudes of activations and of their changes (AQ-SGD, Figure 1b)."""
         rows = layout.rows
         room = self._scratch("magnitudes", values)
-        table = [torch.abs(x, out=room).view(len(rows.samples), -1).sum(1).tolist() for x in (values, change)]
+        table = [torch.abs(x, out=room).view(len(rows.samples), -1).sum(1).cpu().tolist() for x in (values, change)]
         for i, sample in enumerate(rows.samples):
             numel = sum(part.at(rows.lengths[i]) for part in layout.crossing.parts(rows.padded))
             self.stats.note(self._visits[sample], table[0][i], table[1][i] if layout.coded[i] else 0.0, numel)
@@ -315,15 +344,15 @@ class BoundarySide:
             scratch = self._scratch_tensors[name] = torch.empty_like(like, memory_format=torch.contiguous_format)
         return scratch
 
-    def _seal(self, layout: MessageLayout, chunk: int, message: Tensor, *, failed: bool) -> None:
-        seal(message, failed=failed, divided=False, **self._header(layout, chunk, sent=True))
+    def seal(self, chunk: int, message: Tensor, *, failed: bool = False) -> None:
+        """Write the header of a message, or of one that is marked as failed in place of what the other side expects."""
+        seal(message, failed=failed, divided=False, **self._header(self.outward, chunk))
 
-    def _header(self, layout: MessageLayout, chunk: int, *, sent: bool) -> dict[str, int]:
+    def _header(self, direction: Direction, chunk: int) -> dict[str, int]:
         """Return the header's fields: ``source`` made the message, ``phase`` is its number among those of the step."""
-        direction = self.outward if sent else self.inward
         source = self.boundary + (direction == "backward")
         phase = 2 * chunk + (direction == "backward")
-        digest = derive_key(layout.digest, self.boundary, self._step.training)
+        digest = derive_key(self.layout(direction, chunk).digest, self.boundary, self._step.training)
         return {"source": source, "phase": phase, "step": self._step.number, "digest": digest}
 
 

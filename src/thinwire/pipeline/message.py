@@ -245,23 +245,23 @@ class BoundaryTensors:
                 "pass set_sample_ids() all samples of the batch that step() gets, and length= when it changes"
             )
 
-    def empty(self, rows: Rows) -> list[Tensor]:
-        """Return tensors, on the host, for those of a micro-batch."""
+    def empty(self, rows: Rows, device: torch.device) -> list[Tensor]:
+        """Return tensors for those of a micro-batch."""
         shapes = self.shapes(len(rows.samples), rows.padded)
         dtypes = [spec.dtype for spec in self.specs]
-        return [torch.empty(s, dtype=dtype, device="cpu") for s, dtype in zip(shapes, dtypes, strict=True)]
+        return [torch.empty(s, dtype=dtype, device=device) for s, dtype in zip(shapes, dtypes, strict=True)]
 
-    def zeros(self, rows: Rows) -> Tensor:
+    def zeros(self, rows: Rows, device: torch.device | str = "cpu") -> Tensor:
         """Return a flat tensor for a micro-batch's activations, of `dtype`."""
         numel = sum(part.at(rows.padded) for part in self.parts(rows.padded))
-        return torch.zeros(len(rows.samples) * numel, dtype=self.dtype, device="cpu")
+        return torch.zeros(len(rows.samples) * numel, dtype=self.dtype, device=device)
 
-    def flatten(self, tensors: Sequence[Tensor], rows: Rows) -> Tensor:
-        """Return a micro-batch's activations, sample by sample, on the host: flat, of `dtype`, zero behind each length.
+    def flatten(self, tensors: Sequence[Tensor], rows: Rows, device: torch.device) -> Tensor:
+        """Return a micro-batch's activations on ``device``, flat, sample by sample, of `dtype`, zero behind lengths.
 
         It may share memory with the only tensor.
         """
-        wanted = [tensors[i].detach().to("cpu", self.dtype).reshape(len(rows.samples), -1) for i in self.floats]
+        wanted = [tensors[i].detach().to(device, self.dtype).reshape(len(rows.samples), -1) for i in self.floats]
         flat = (wanted[0].contiguous() if len(wanted) == 1 else torch.cat(wanted, dim=1)).view(-1)
         if all(length == rows.padded for length in rows.lengths):
             return flat
@@ -382,14 +382,14 @@ class MessageLayout:
     def put_others(self, tensors: Sequence[Tensor], message: Tensor) -> None:
         """Copy the tensors without activations into ``message``."""
         for i, start, num_bytes in self.others:
-            values = tensors[i].detach().to("cpu").contiguous().reshape(-1)
+            values = tensors[i].detach().to(message.device).contiguous().reshape(-1)
             message[start : start + num_bytes].view(values.dtype).copy_(values)
 
     def take_others(self, message: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Copy the tensors without activations from ``message`` into ``tensors``."""
+        """Copy the tensors without activations from ``message``, which may be on the host, into ``tensors``."""
         for i, start, num_bytes in self.others:
             into = tensors[i]
-            into.copy_(message[start : start + num_bytes].view(into.dtype).view(into.shape))
+            into.copy_(message[start : start + num_bytes].view(into.dtype).view(into.shape), non_blocking=True)
 
     def put_raw(self, flat: Tensor, message: Tensor) -> None:
         """Copy the samples of ``flat`` that are sent raw into ``message``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -152,6 +153,7 @@ def inner_coder(compressor: Compressor) -> Coded:
     return inner
 
 
+@lru_cache
 def fitted(coder: Coded, crossing: BoundaryTensors) -> tuple[Coded, ...]:
     """Return the compressor of each activation that crosses, for samples of that shape.
 

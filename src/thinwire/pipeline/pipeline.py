@@ -54,7 +54,7 @@ class Arrivals:
 
     Args:
         receives: the pending receive of each micro-batch.
-        decode: decodes the message of a micro-batch, on the host.
+        decode: decodes the message of a micro-batch.
         expected: messages that the worker waits for, in its order, from the beginning. `expect` adds to them: the
             group's timeout counts from when a message is waited for.
     """
@@ -269,9 +269,9 @@ class Pipeline:
         side.prepare(chunk, tensors)
         message, tag = side.message(side.outward, chunk), self._message_tag(side, side.outward, chunk)
         ready = None
-        if any(tensor.is_cuda for tensor in tensors):
+        if side.device.type == "cuda":
             ready = torch.cuda.Event()
-            ready.record()
+            ready.record(torch.cuda.current_stream(side.device))
 
         def start() -> None:
             self._leaving.append(self.transport.send(message, self._peer(side), tag))
@@ -354,7 +354,7 @@ class Pipeline:
             if left is None or not side.crosses(side.outward):
                 continue
             message = side.message(side.outward, left).clone()
-            side.fail(left, message)
+            side.seal(left, message, failed=True)
             self._abandoned.append(message)
             # `Transport.send` would look for the rank that is to blame if this fails.
             with suppress(RuntimeError):

@@ -31,7 +31,7 @@ from thinwire.pipeline.stats import PipelineStats
 from thinwire.policies import ByLink, LinkChoice
 from thinwire.runtime import group_seed
 from thinwire.runtime.checkpoint import integers
-from thinwire.store import Disk, Memory, Place, Store, StoreError
+from thinwire.store import Memory, Place, Store, StoreError
 
 _BEGIN = "clear_runtime_states"
 """Method of a stage with which schedules begin a run."""
@@ -77,17 +77,13 @@ class CompressedStage(PipelineStage):
     """
 
     def __init__(self, stage: PipelineStage, options: PipelineOptions) -> None:
-        # It takes the place of a stage that was set up already, with any arguments.
-        vars(self).update(vars(stage))
-        if isinstance(vars(self).get(_BEGIN), _ReplacedMethod):  # compressed before, by a stage that this one replaces
-            del vars(self)[_BEGIN]
-        backends = dist.get_backend_config(self.group)
+        backends = dist.get_backend_config(stage.group)
         if "cpu:" not in backends:
             raise NotImplementedError(
-                f"activations are compressed on the host and sent over gloo, but the pipeline's group has {backends}:"
-                " call init_process_group('cpu:gloo,cuda:nccl')"
+                f"compressed activations are sent from the host over gloo, but the pipeline's group has {backends}: "
+                "call init_process_group('cpu:gloo,cuda:nccl')"
             )
-        options.check(self.num_stages)
+        options.check(stage.num_stages)
         self.options = options
         self.pipeline: Pipeline | None = None
         """Pipeline in which the stage has begun steps."""
@@ -108,6 +104,16 @@ class CompressedStage(PipelineStage):
         """Records of a state, by side, until the side's store is opened."""
         self._computed: dict[Direction, deque[float]] = {name: deque(maxlen=_TIMED) for name in DIRECTIONS}
         self._is_warned = False
+        own = {*vars(self), *vars(CompressedStage)} - {*dir(PipelineStage)}
+        if taken := own & {*dir(stage)}:
+            raise TypeError(
+                f"{type(stage).__name__} has {', '.join(sorted(taken))}, which a compressed stage has for itself: give "
+                "its attributes other names"
+            )
+        # It takes the place of a stage that was set up already, with any arguments.
+        vars(self).update(vars(stage))
+        if isinstance(vars(self).get(_BEGIN), _ReplacedMethod):  # compressed before, by a stage that this one replaces
+            del vars(self)[_BEGIN]
         self._replaced = _ReplacedMethod(stage)
         setattr(stage, _BEGIN, self._replaced)
 
@@ -196,6 +202,7 @@ class CompressedStage(PipelineStage):
             counts: dict[Direction, int] = {name: len(self.options.choices(name)) for name in DIRECTIONS}
             self.choices = LinkChoices.from_tensor(own["choices"], self.num_stages - 1, counts)
         for name, store in self.stores.items():
+            store.open()
             if name in parts:
                 store.load_state_dict(parts.pop(name))
             else:
@@ -206,13 +213,22 @@ class CompressedStage(PipelineStage):
         """Write what waits to be written, and close files and the connections between ranks, at the end of a training.
 
         Records in memory stay. A later step opens everything again, which all ranks must take.
+
+        Raises:
+            StoreError: a record could not be written. A later step opens its store as it was last written.
         """
         if self.pipeline is not None:
             self.pipeline.close()
-        for side in self.sides if isinstance(self.options.store, Disk) else ():
-            if side.store is not None:
-                side.store.close()
+        errors = []
+        for side in self.sides:
+            try:
+                if side.store is not None:
+                    side.store.close()
+            except StoreError as error:
                 side.store = None
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     # What the pipeline asks of its stages before each step.
 
@@ -236,7 +252,8 @@ class CompressedStage(PipelineStage):
         }
         if {side.boundary for side in self.sides} != set(wanted):
             seed = group_seed(self.options.seed, tuple(pipeline.ranks))
-            self.sides = [BoundarySide(*of, self.options, self.totals, seed) for of in wanted.items()]
+            device = self.device if self.device.type == "cuda" else torch.device("cpu")
+            self.sides = [BoundarySide(*of, self.options, self.totals, seed, device) for of in wanted.items()]
         tensors = stage_tensors(self)
         for side in self.sides:
             names = ("outputs", "output_grads") if side.earlier else ("inputs", "input_grads")
@@ -268,9 +285,11 @@ class CompressedStage(PipelineStage):
         return self.options.store.find_run(self._folder(f"boundary{self.stage_index}-earlier"))
 
     def open_stores(self) -> None:
-        """Open the store of each side that has none, as it was when a state was saved, if one was loaded."""
+        """Open the store of each side, a new one as it was when a state was saved, if one was loaded."""
         for side in self.sides:
-            if side.store is None and side.keeps:
+            if side.store is not None:
+                side.store.open()
+            elif side.keeps:
                 side.store = self.options.store.open(side.record_format(), self._folder(side.name), run=self.run)
                 if side.name in self._loaded:
                     side.store.load_state_dict(self._loaded.pop(side.name))
@@ -372,6 +391,8 @@ class CompressedStage(PipelineStage):
         infos = [info for info in infos if not info.is_root_arg and info.tensor_meta is not None]
         with torch.no_grad():
             for info, tensor in zip(infos, tensors, strict=True):
+                if tensor.is_cuda:  # its memory is that of the stream on which it was decoded
+                    tensor.record_stream(torch.cuda.current_stream(self.device))
                 shape, stride = info.tensor_meta.shape, info.tensor_meta.stride
                 if tensor.shape == shape and tensor.stride() != stride:
                     info.buffer = tensor.new_empty_strided(shape, stride, device=self.device).copy_(tensor)
@@ -432,7 +453,8 @@ def compress_stage(
             as cost no time; until then, ``forward`` and ``backward`` apply.
 
     Raises:
-        TypeError: it is not a ``torch.distributed.pipelining.PipelineStage``, or an option is of the wrong type.
+        TypeError: it is not a ``torch.distributed.pipelining.PipelineStage``, or a subclass with attributes that a
+            `CompressedStage` has for itself, or an option is of the wrong type.
         ValueError: an option is invalid.
         RuntimeError: it is compressed already.
         NotImplementedError: the process group cannot send tensors on the host.

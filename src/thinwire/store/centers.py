@@ -45,9 +45,10 @@ class CenterTable:
         self._values[new], self._counts[new], self._ready = vectors, 1, new.stop
 
     def nearest(self, vectors: Tensor) -> Tensor:
-        """Return the indices of the nearest centers: uint8 (vectors,). Only the sender calls it, because distances may
-        round differently on another machine."""
-        return torch.cdist(vectors, self._values[: self._ready]).argmin(1).to(torch.uint8)
+        """Return the indices of the nearest centers, on the host: uint8 (vectors,). Only the sender calls it, because
+        distances may round differently on another machine."""
+        centers = self._values[: self._ready].to(vectors.device)
+        return torch.cdist(vectors, centers).argmin(1).to(torch.uint8).cpu()
 
     def look_up(self, indices: Tensor) -> Tensor:
         """Return the centers with these indices: fp32 (vectors, width).
@@ -139,7 +140,7 @@ class CenterStore(Store):
         if not self._saved:
             return None
         # In a step that was given up, one side may have saved more than the other: the number of samples shows it.
-        return kernels.derive_key(self._written, self._saved, self._checksum() if compare else 0)
+        return self.digest() if compare else kernels.derive_key(self._written, self._saved)
 
     def admit(self, samples: Sequence[int]) -> None:
         self._of_step = deepcopy(self._tables)
@@ -186,11 +187,8 @@ class CenterStore(Store):
         self._tables = [CenterTable(table.num, table.width, table.window) for table in self._tables]
         self._written = self._saved = 0
 
-    def _checksum(self) -> int:
-        return kernels.derive_key(*(table.checksum() for table in self._tables))
-
     def digest(self) -> int:
-        return kernels.derive_key(self._written, self._saved, self._checksum())
+        return kernels.derive_key(self._written, self._saved, *(table.checksum() for table in self._tables))
 
     @property
     def num_bytes(self) -> int:

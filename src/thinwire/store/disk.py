@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ class DiskStore(RecordStore):
 
     Raises:
         StoreError: the folder has a store of another run or shape, or one that is in use; the disk has too little
-            room; or a file has the wrong size.
+            room; or a file has the wrong size. `open` raises it, too.
     """
 
     def __init__(
@@ -51,10 +52,8 @@ class DiskStore(RecordStore):
         waiting_bytes: int = 256 << 20,
     ) -> None:
         super().__init__(form, capacity, evict)
-        self._folder = Path(folder)
         self._snapshots = snapshots
         self._num_slots = capacity * (1 + snapshots)
-        self._worker = Worker("thinwire store", max_bytes=waiting_bytes, within_s=_LAST_WRITES_S)
         self._error: Exception | None = None
         """Error of a job of the worker's thread, after which it does nothing more."""
         self._slots: dict[int, int] = {}
@@ -67,7 +66,9 @@ class DiskStore(RecordStore):
         self._pinned: deque[frozenset[int]] = deque()
         self._free: deque[int] = deque(range(self._num_slots))
         identity = {**form.describe(), "site": form.site, "slots": self._num_slots, "run": run}
-        self._files = Files(self._folder, identity, self._num_slots, form.record_bytes)
+        self._make_files = partial(Files, Path(folder), identity, self._num_slots, form.record_bytes)
+        self._make_worker = partial(Worker, "thinwire store", max_bytes=waiting_bytes, within_s=_LAST_WRITES_S)
+        self._files, self._worker = self._make_files(), self._make_worker()
         if self._files.existed:
             try:
                 self._reopen()
@@ -116,12 +117,19 @@ class DiskStore(RecordStore):
         """Block until all saved records are on disk."""
         self._worker.wait()
         self._raise()
-        self._files.sync()
+        self._files.sync()  # nothing, if they are closed
+
+    def open(self) -> None:
+        if self._worker.closed:
+            self._files, self._worker = self._make_files(), self._make_worker()
 
     def close(self) -> None:
         self._worker.close()
         self._worker.join()
-        self._files.close()
+        try:
+            self.flush()
+        finally:
+            self._files.close()
 
     @property
     def num_bytes(self) -> int:

@@ -141,8 +141,8 @@ class Files:
         _write_all(self._index, memoryview(row), slot * ROW_BYTES)
 
     def sync(self) -> None:
-        os.fdatasync(self._records)
-        os.fdatasync(self._index)
+        for file in (self._records, self._index) if self._open else ():
+            os.fdatasync(file)
 
     def close(self) -> None:
         self._map = None

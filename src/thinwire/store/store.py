@@ -247,8 +247,8 @@ class Store(ABC):
         """Begin a step with these samples, and set `refused`."""
 
     def choose(self, values: Tensor, rows: Rows) -> Tensor:
-        """Return the sender's choice of the reference of values (elements,): uint8 of shape (samples, vectors of each).
-        Only for a store that `chooses`."""
+        """Return the sender's choice of the reference of values (elements,), which may be on a device: uint8 of shape
+        (samples, vectors of each) on the host. Only for a store that `chooses`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -313,8 +313,15 @@ class Store(ABC):
     def prefetch(self, samples: Iterable[int]) -> None:  # noqa: B027 - what is in memory is there
         """Read the records of these samples, which are used next, in the background."""
 
+    def open(self) -> None:  # noqa: B027 - memory needs no opening
+        """Open what `close` has closed, with what was kept."""
+
     def close(self) -> None:  # noqa: B027 - memory needs no closing
-        """Close files."""
+        """Close files, once everything is written.
+
+        Raises:
+            StoreError: a record could not be written.
+        """
 
     @property
     @abstractmethod
