@@ -171,8 +171,7 @@ def measure(specs: list[str], numel: int, repeats: int) -> dict[str, dict[str, A
 
 
 def _wire(spec: str, shapes: dict[str, tuple[int, ...]]) -> Wire:
-    group, lane = dist.new_group(timeout=TIMEOUT), dist.new_group(timeout=TIMEOUT)
+    group = dist.new_group(timeout=TIMEOUT)
     assert isinstance(group, dist.ProcessGroup)
-    assert isinstance(lane, dist.ProcessGroup)
-    transport = ProcessGroupTransport(group, TIMEOUT, lane)
+    transport = ProcessGroupTransport(group, TIMEOUT)
     return Wire(BucketEngine(Plan.build(shapes, spec, Filter()), shapes, transport))

@@ -33,7 +33,7 @@ OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 SMALL_BYTES = 1 << 20
 """Largest size for which messages are faster than a ring, with 4 and 8 ranks and over 10 ms two to four times; beyond,
-a ring gains by adding one part of a tensor while the next one is on its way."""
+a ring gains by adding one part of a tensor while the next one is on its way. The second lane has messages alone."""
 
 _SMALL_REDUCTIONS = 256
 """Number of small all-reduces of a lane that may be under way."""
@@ -59,6 +59,9 @@ class OutgoingMessage(NamedTuple):
     """Whether the size is sent first, so that the receive is posted later (`Messages.expect`)."""
     source: int | None = None
     """Rank that made the message, if its sender forwards it unchanged; None if the sender made it."""
+    answers: int | None = None
+    """Phase of a message from each receiver that the sender has had before it sends this one, if the receiver needs
+    that no more: this one may be received into its memory."""
 
 
 Traffic = Sequence[Sequence[OutgoingMessage]]
@@ -132,6 +135,8 @@ class Buffers:
     """Number of exchanges begun."""
     ahead: Sequence[tuple[int, int]] = ()
     """Messages that may be received ahead, by phase and sender; see `receivable_ahead`."""
+    answers: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """Messages that are received into the memory of one in the outbox, whose phase is the key, once that is filled."""
     posted: dict[tuple[int, int], Pending] = field(default_factory=dict)
     """Receives of the next exchange that have been posted, by phase and sender."""
 
@@ -208,13 +213,18 @@ class Transport:
         """
         outgoing = {message.phase: message for message in traffic[self.rank]}
         incoming = arriving(traffic, self.rank)
-        inbox = {address: room(message) for address, message in incoming.items()}
-        arrived = {phase: tensor for (phase, _), tensor in inbox.items()}
-        outbox = {
-            phase: room(message) if message.source is None else arrived[phase] for phase, message in outgoing.items()
+        outbox = {phase: room(message) for phase, message in outgoing.items() if message.source is None}
+        answers = {m.answers: (phase, peer) for (phase, peer), m in incoming.items() if _fits(m, peer, outgoing)}
+        taken = {address: outbox[phase] for phase, address in answers.items()}
+        inbox = {
+            address: taken[address][: message.num_bytes] if address in taken else room(message)
+            for address, message in incoming.items()
         }
-        ahead = receivable_ahead(outgoing, incoming)
-        return Buffers(outgoing, outbox, inbox, incoming, self.new_tag(num_phases(traffic)), ahead=ahead)
+        arrived = {phase: tensor for (phase, _), tensor in inbox.items()}
+        outbox |= {phase: arrived[phase] for phase in outgoing if phase not in outbox}
+        ahead = [address for address in receivable_ahead(outgoing, incoming) if address not in taken]
+        tag = self.new_tag(num_phases(traffic))
+        return Buffers(outgoing, outbox, inbox, incoming, tag, ahead=ahead, answers=answers)
 
     def begin(self, buffers: Buffers) -> None:
         """Prepare for the first message of an exchange. All ranks must begin their exchanges in the same order."""
@@ -391,6 +401,12 @@ def receivable_ahead(
     return [(phase, peer) for (phase, peer), message in incoming.items() if not message.late and peer in receivers]
 
 
+def _fits(message: OutgoingMessage, peer: int, outgoing: Mapping[int, OutgoingMessage]) -> bool:
+    """Whether a message from ``peer`` can be received into the memory of the one that it answers."""
+    asked = None if message.answers is None else outgoing.get(message.answers)
+    return asked is not None and asked.receivers == (peer,) and asked.num_bytes >= message.num_bytes
+
+
 def room(message: OutgoingMessage) -> Tensor:
     """Return a buffer for a message, in private memory."""
     return torch.zeros(message.num_bytes, dtype=torch.uint8, device="cpu")
@@ -461,8 +477,6 @@ class ProcessGroupTransport(Transport):
     Args:
         group: the process group.
         timeout: that of the group, for error messages.
-        second: the group of the second lane, of the same ranks. Without one both lanes share ``group``, which is enough
-            for a single thread.
         owned: whether the groups were made for this transport and are destroyed by `close`.
         detector: finds the rank that caused a failure. `close` closes it.
     """
@@ -471,7 +485,6 @@ class ProcessGroupTransport(Transport):
         self,
         group: dist.ProcessGroup,
         timeout: timedelta,
-        second: dist.ProcessGroup | None = None,
         *,
         owned: bool = False,
         detector: FailureDetector | None = None,
@@ -479,14 +492,19 @@ class ProcessGroupTransport(Transport):
         super().__init__()
         self.detector = detector
         self.group = group
-        self._lanes: tuple[dist.ProcessGroup, ...] = (group, second or group)
+        self._summing = group
         self._streams: tuple[dist.ProcessGroup, ...] = (group,)
         self._owned = owned
         self.timeout = timeout
         self.rank = group.rank()
         self.world_size = group.size()
         # Tags of small all-reduces by lane: pairs that are used again and again.
-        self._tags = tuple(itertools.cycle([self.new_tag(2) for _ in range(_SMALL_REDUCTIONS)]) for _ in self._lanes)
+        self._tags = tuple(itertools.cycle([self.new_tag(2) for _ in range(_SMALL_REDUCTIONS)]) for _ in range(2))
+
+    def sum_over(self, group: dist.ProcessGroup) -> None:
+        """Run large all-reduces over a further group of the same ranks, which this transport owns as it owns its
+        others. All ranks must call this before the first of them."""
+        self._summing = group
 
     def add_streams(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Send messages in parts over further groups of the same ranks, too, which this transport owns as it owns its
@@ -519,7 +537,8 @@ class ProcessGroupTransport(Transport):
         return list(zip(self._streams, message.chunk(num), strict=False))
 
     def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
-        if self.world_size == 1 or x.nbytes > SMALL_BYTES or not x.is_contiguous():
+        # The group runs its all-reduces in one order, which those of the second lane do not have.
+        if self.world_size == 1 or (lane == 0 and (x.nbytes > SMALL_BYTES or not x.is_contiguous())):
             return self._start_native(x, lane, op)
         self._advance()
         # Ranks begin those of a lane in one order, so all of them take the same tags.
@@ -535,7 +554,7 @@ class ProcessGroupTransport(Transport):
 
     def _start_native(self, x: Tensor, lane: int, op: Reduction) -> Pending:
         self._advance()
-        return self._start("the all-reduce", lambda: self._lanes[lane].allreduce([x], OPS[op]))
+        return self._start("the all-reduce", lambda: self._summing.allreduce([x], OPS[op]))
 
     def broadcast(self, x: Tensor) -> None:
         self._advance()
@@ -551,10 +570,12 @@ class ProcessGroupTransport(Transport):
         """Destroy the groups, if they are owned. The transport is unusable from then on. No operation may be
         running."""
         super().close()
-        groups, self._lanes, self._streams = (*self._lanes, *self._streams), (), ()
-        if not self._owned or not groups:
+        if not self._streams:
             return
-        del self.group
+        groups, self._streams = (self._summing, *self._streams), ()
+        if not self._owned:
+            return
+        del self.group, self._summing
         for group in dict.fromkeys(groups):
             # The default group may have been destroyed before, and the group may be broken, or not listed: then it ends
             # when nobody holds it.

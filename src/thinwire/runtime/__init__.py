@@ -6,7 +6,7 @@ from thinwire.runtime.channel import Channel, group_seed
 from thinwire.runtime.consistency import DisagreementError, ParityError, agree
 from thinwire.runtime.engine import WireSettings
 from thinwire.runtime.exchange import Contents, Exchange, Kind, Route, dense_bytes
-from thinwire.runtime.executor import AsyncReadback, Follower, ThreadExecutor, for_reducer, on_the_host
+from thinwire.runtime.executor import AsyncReadback, Follower, ThreadExecutor, for_reducer, on_the_host, start_mean
 from thinwire.runtime.placement import ShardedLayer
 from thinwire.runtime.probe import measure_one_way
 from thinwire.runtime.registered import LayerCursor, NamedShape
@@ -41,4 +41,5 @@ __all__ = [
     "group_seed",
     "measure_one_way",
     "on_the_host",
+    "start_mean",
 ]
