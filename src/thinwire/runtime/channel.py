@@ -108,6 +108,10 @@ class _Run(Job):
                 collective.throw(failed)
         raise failed
 
+    @property
+    def held_bytes(self) -> int:
+        return self._exchange.held_bytes
+
     def finish(self) -> Tensor:
         exchange = self._exchange
         with self._noting_failure(), self._open:

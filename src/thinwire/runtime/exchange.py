@@ -115,6 +115,11 @@ class Exchange(ABC):
         """Note, in place of `finish`, that something but the link has failed: the other ranks know of it, or will."""
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that are in use from `start` to `finish` alone; see `Job.held_bytes`."""
+        return 0
+
+    @property
     def result(self) -> Tensor:
         """Result of the exchange's future."""
         return torch.empty(0, dtype=torch.float32, device="cpu")

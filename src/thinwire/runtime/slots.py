@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from thinwire.collectives import Transport, owned_parts
 from thinwire.compressors import RESIDUAL, Coded, Compressor, LayerState, Slot, State, unwrap
-from thinwire.runtime.flat_slots import FlatSlot, flat_slot, is_packed, opened, packed_bytes
+from thinwire.runtime.flat_slots import FlatSlot, Scratch, flat_slot, is_packed, opened, packed_bytes, returned_zeros
 from thinwire.runtime.placement import Placement
 
 
@@ -57,6 +56,7 @@ class Slots:
         self._place_of: dict[str, Hashable] = {}
         self._kept: dict[tuple[str, str], Tensor] = {}
         self._touched: set[Hashable] = set()
+        self._scratch = Scratch()
 
     @property
     def num_bytes(self) -> int:
@@ -86,6 +86,11 @@ class Slots:
         place = self._places[key]
         self._touched.add(key)
         return State(*opened(place.flat), loss_scale, place.states())
+
+    def opened_bytes(self, key: Hashable) -> int:
+        """Return the bytes of memory that the buffer ``key`` takes until `close`, in addition to `num_bytes`."""
+        place = self._places.get(key)
+        return 0 if place is None else sum(slot.opened_bytes for slot in place.flat.values())
 
     def close(self, key: Hashable, draws: int) -> None:
         """Keep what a step has written to the slots of the buffer ``key``, until it is committed or discarded.
@@ -239,6 +244,7 @@ class Slots:
 
     def _release(self, keys: Iterable[Hashable]) -> None:
         """Free the slots of buffers that are not used any more; the values of their layers are kept."""
+        self._scratch.free()
         for key in keys:
             self._touched.discard(key)
             place = self._places.pop(key, None)
@@ -253,7 +259,7 @@ class Slots:
                 for slot in compressor.slots:
                     held = place.held(name, slot.name)
                     if held is not None and not slot.scratch:
-                        self._kept[name, slot.name] = _parked(held)
+                        self._kept[name, slot.name] = returned_zeros(held.numel(), held.dtype, held.device).copy_(held)
 
     def _leave(self, layer: str) -> None:
         """Take a layer out of its buffer, which is freed if no other layer of it has slots there."""
@@ -270,7 +276,9 @@ class Slots:
         shapes = {name: placement.by_name[name].shape for name in compressors}
         for slot in {s.name: s for c in compressors.values() for s in c.slots if s.shape is None}.values():
             having = {name: c for name, c in compressors.items() if _has_flat_slot(c, slot.name)}
-            made = place.flat[slot.name] = flat_slot(slot, placement, having, device)
+            made = place.flat[slot.name] = flat_slot(slot, placement, having, device, self._scratch)
+            if slot.initial is None and not any((name, slot.name) in self._kept for name in having):
+                continue
             values = made.read()
             for name in having:
                 kept = self._kept.pop((name, slot.name), None)
@@ -298,16 +306,6 @@ def _has_flat_slot(compressor: Compressor, name: str) -> bool:
 def _is_steady(slot: Slot, placement: Placement) -> bool:
     """Whether a slot with a shape of its own has one value, which is written in place."""
     return slot.learned or slot.scratch or placement.num_ranks > 1
-
-
-def _parked(values: Tensor) -> Tensor:
-    """Return a copy of a flat tensor that gives its memory back to the system when it is freed.
-
-    The allocator keeps freed memory for later: that of a whole model's state, once more, until the process ends.
-    """
-    if values.device.type != "cpu" or values.nbytes < 1 << 20:
-        return values.clone()
-    return torch.frombuffer(mmap.mmap(-1, values.nbytes, flags=mmap.MAP_PRIVATE), dtype=values.dtype).copy_(values)
 
 
 def slot_bytes(placement: Placement, compressors: Mapping[str, Compressor]) -> int:
