@@ -18,19 +18,7 @@ import torch
 from thinwire.collectives.algorithms import Algorithm, ScatterReduceAllGather, Tree, World
 from thinwire.collectives.message import HEADER_BYTES, SIZE_BYTES
 from thinwire.collectives.transport import OutgoingMessage, Traffic, Transport, ring_bytes, sent_bytes
-from thinwire.compressors import (
-    Coded,
-    Packed,
-    Parts,
-    Piece,
-    Reduction,
-    Saturating,
-    Segments,
-    Slot,
-    Summed,
-    SumShape,
-    find_mixin,
-)
+from thinwire.compressors import Coded, Packed, Parts, Piece, Reduction, Segments, Slot, Summed, SumShape
 from thinwire.kernels import site_id
 
 _LEAST_PIECE = 1024
@@ -260,9 +248,6 @@ class Layout:
         the mean of chunk k, from its owner (``down``)."""
         traffic: list[list[OutgoingMessage]] = [[] for _ in range(self.world.size)]
         for k, chunk in enumerate(self.chunks):
-            # Contributions that saturate are read once more, to count how often.
-            kept = any(find_mixin(group.compressor, Saturating) is not None for group in chunk.groups)
-            answers = k if up and not kept else None
             tree = self.trees[chunk.owner]
             for rank, parent in enumerate(tree.parents):
                 if up and parent is not None:
@@ -270,7 +255,7 @@ class Layout:
                 if down and tree.children[rank]:
                     source = None if parent is None else chunk.owner
                     mean = OutgoingMessage(
-                        len(self.chunks) + k, chunk.message_bytes, tree.children[rank], source=source, answers=answers
+                        len(self.chunks) + k, chunk.message_bytes, tree.children[rank], source=source
                     )
                     traffic[rank].append(mean)
         return traffic

@@ -158,10 +158,9 @@ def verify(message: Tensor, *, peer: int, source: int, phase: int, step: int, di
 class Messages:
     """One run of a collective's messages, as a context manager.
 
-    Entering posts the receives of all phases but answers, each of which is posted with the message that it answers. If
-    the body raises, peers that still wait for a message of this rank receive one that is marked as failed, and their
-    messages are awaited, so that all ranks leave the exchange with an error and the next one finds the transport in
-    order. A `TransportError` is raised at once: no peer can be reached.
+    Entering posts the receives of all phases. If the body raises, peers that still wait for a message of this rank
+    receive one that is marked as failed, and their messages are awaited, so that all ranks leave the exchange with an
+    error and the next one finds the transport in order. A `TransportError` is raised at once: no peer can be reached.
     """
 
     def __init__(self, transport: Transport, buffers: Buffers, *, step: int, digest: int) -> None:
@@ -176,9 +175,8 @@ class Messages:
     def __enter__(self) -> Self:
         try:
             self._transport.begin(self._buffers)
-            answers = set(self._buffers.answers.values())
             for address in self._buffers.inbox:
-                if not self._buffers.arriving[address].late and address not in answers:
+                if not self._buffers.arriving[address].late:
                     self._arriving[address] = self._transport.receive_into(self._buffers, *address)
         except TransportError:
             self._transport.give_up()
@@ -196,12 +194,7 @@ class Messages:
         """
         message = self._buffers.outbox[phase][:num_bytes]
         self._seal(message, phase, divided=divided)
-        self._send_from(phase, message.numel())
-
-    def _send_from(self, phase: int, num_bytes: int) -> None:
-        if (answer := self._buffers.answers.get(phase)) is not None:
-            self._arriving[answer] = self._transport.receive_into(self._buffers, *answer)
-        self._leaving[phase] = self._transport.send_from(self._buffers, phase, num_bytes)
+        self._leaving[phase] = self._transport.send_from(self._buffers, phase, message.numel())
 
     def expect(self, phase: int, peer: int, num_bytes: int) -> None:
         """Post the receive of a message whose size has been received; its buffer is large enough for any size."""
@@ -261,7 +254,7 @@ class Messages:
     def _send_failure(self) -> None:
         # No receive was posted for messages whose size was not sent: their receivers fail before they would post it.
         outgoing = [m for m in self._buffers.outgoing.values() if m.phase not in self._leaving and not m.late]
-        for phase, source in sorted(((m.phase, m.source) for m in outgoing), key=lambda m: m[1] is not None):
+        for phase, _, _, _, source in sorted(outgoing, key=lambda m: m.source is not None):
             if source is not None:
                 # It may be received into the buffer that it is sent from. It will be: this rank's own messages, for
                 # which its senders may wait, have been sent.
@@ -269,7 +262,7 @@ class Messages:
                     self._arriving.pop(address).wait()
             message = self._buffers.outbox[phase]
             self._seal(message, phase, failed=True)
-            self._send_from(phase, message.numel())
+            self._leaving[phase] = self._transport.send_from(self._buffers, phase, message.numel())
 
     def _seal(self, message: Tensor, phase: int, *, failed: bool = False, divided: bool = False) -> None:
         frame = {"source": self._transport.rank, "phase": phase, "step": self._step, "digest": self._digest}

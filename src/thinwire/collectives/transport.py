@@ -59,9 +59,6 @@ class OutgoingMessage(NamedTuple):
     """Whether the size is sent first, so that the receive is posted later (`Messages.expect`)."""
     source: int | None = None
     """Rank that made the message, if its sender forwards it unchanged; None if the sender made it."""
-    answers: int | None = None
-    """Phase of a message from each receiver that the sender has had before it sends this one, if the receiver needs
-    that no more: this one may be received into its memory."""
 
 
 Traffic = Sequence[Sequence[OutgoingMessage]]
@@ -135,8 +132,6 @@ class Buffers:
     """Number of exchanges begun."""
     ahead: Sequence[tuple[int, int]] = ()
     """Messages that may be received ahead, by phase and sender; see `receivable_ahead`."""
-    answers: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """Messages that are received into the memory of one in the outbox, whose phase is the key, once that is filled."""
     posted: dict[tuple[int, int], Pending] = field(default_factory=dict)
     """Receives of the next exchange that have been posted, by phase and sender."""
 
@@ -213,18 +208,13 @@ class Transport:
         """
         outgoing = {message.phase: message for message in traffic[self.rank]}
         incoming = arriving(traffic, self.rank)
-        outbox = {phase: room(message) for phase, message in outgoing.items() if message.source is None}
-        answers = {m.answers: (phase, peer) for (phase, peer), m in incoming.items() if _fits(m, peer, outgoing)}
-        taken = {address: outbox[phase] for phase, address in answers.items()}
-        inbox = {
-            address: taken[address][: message.num_bytes] if address in taken else room(message)
-            for address, message in incoming.items()
-        }
+        inbox = {address: room(message) for address, message in incoming.items()}
         arrived = {phase: tensor for (phase, _), tensor in inbox.items()}
-        outbox |= {phase: arrived[phase] for phase in outgoing if phase not in outbox}
-        ahead = [address for address in receivable_ahead(outgoing, incoming) if address not in taken]
-        tag = self.new_tag(num_phases(traffic))
-        return Buffers(outgoing, outbox, inbox, incoming, tag, ahead=ahead, answers=answers)
+        outbox = {
+            phase: room(message) if message.source is None else arrived[phase] for phase, message in outgoing.items()
+        }
+        ahead = receivable_ahead(outgoing, incoming)
+        return Buffers(outgoing, outbox, inbox, incoming, self.new_tag(num_phases(traffic)), ahead=ahead)
 
     def begin(self, buffers: Buffers) -> None:
         """Prepare for the first message of an exchange. All ranks must begin their exchanges in the same order."""
@@ -399,12 +389,6 @@ def receivable_ahead(
     """
     receivers = {peer for message in outgoing.values() if not message.late for peer in message.receivers}
     return [(phase, peer) for (phase, peer), message in incoming.items() if not message.late and peer in receivers]
-
-
-def _fits(message: OutgoingMessage, peer: int, outgoing: Mapping[int, OutgoingMessage]) -> bool:
-    """Whether a message from ``peer`` can be received into the memory of the one that it answers."""
-    asked = None if message.answers is None else outgoing.get(message.answers)
-    return asked is not None and asked.receivers == (peer,) and asked.num_bytes >= message.num_bytes
 
 
 def room(message: OutgoingMessage) -> Tensor:
