@@ -83,9 +83,39 @@ def register_gloo(group: Any, backend: Any) -> None:
         raise RuntimeError(f"this PyTorch does not let a process group be made of gloo: {error}") from None
 
 
-def gloo_backend(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """A ``torch.distributed.ProcessGroupGloo``, connected through ``store``."""
-    return torch.distributed.ProcessGroupGloo(store, rank, size, timeout)
+def gloo_backend(
+    store: Any, rank: int, size: int, timeout: timedelta, *, beside: Any = None, num_threads: int = 2
+) -> Any:
+    """Return a ``torch.distributed.ProcessGroupGloo``, connected through ``store``.
+
+    Args:
+        store, rank, size, timeout: as PyTorch takes them.
+        beside: another gloo backend, or a process group that may have one, whose thread for connections this one uses.
+        num_threads: number of collectives that may run at a time, each in a thread. Messages need none.
+    """
+    gloo: Any = torch.distributed.ProcessGroupGloo
+    devices = _gloo_devices(beside)
+    if not devices:
+        return gloo(store, rank, size, timeout)
+    options = gloo._Options()
+    options._timeout, options._devices, options._threads = timeout, devices, num_threads
+    return gloo(store, rank, size, options)
+
+
+_OWN_DEVICE = ("TORCH_GLOO_LAZY_INIT", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
+"""Environment variables with which two gloo groups cannot share a device: the first that ends would end it, or their
+connections would be taken for each other's."""
+
+
+def _gloo_devices(beside: Any) -> list[Any]:
+    """Return the devices of gloo, each a thread with connections, that a backend or a process group has."""
+    if any(os.environ.get(name) for name in _OWN_DEVICE):
+        return []
+    try:
+        backend = beside._get_backend(torch.device("cpu")) if hasattr(beside, "_get_backend") else beside
+        return list(backend.options._devices)
+    except (AttributeError, RuntimeError):  # it has no gloo, or this PyTorch does not tell
+        return []
 
 
 def missing_member(error: RuntimeError) -> int | None:
@@ -97,11 +127,17 @@ def missing_member(error: RuntimeError) -> int | None:
     return int(match[1]) if match else None
 
 
-def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return a gloo process group that ``torch.distributed`` does not list; it ends when nobody references it."""
+def gloo_group(
+    store: Any, rank: int, size: int, timeout: timedelta, *, beside: Any = None, num_threads: int = 2
+) -> Any:
+    """Return a gloo process group that ``torch.distributed`` does not list; it ends when nobody references it.
+
+    The arguments are those of `gloo_backend`.
+    """
     group = torch.distributed.ProcessGroup(store, rank, size)
     # The key has the name of the device, as in groups that PyTorch lists: see `missing_member`.
-    register_gloo(group, gloo_backend(prefixed("cpu", store), rank, size, timeout))
+    backend = gloo_backend(prefixed("cpu", store), rank, size, timeout, beside=beside, num_threads=num_threads)
+    register_gloo(group, backend)
     return group
 
 

@@ -60,7 +60,8 @@ class Worker:
 
     Args:
         name: the thread's name in debuggers and profilers.
-        max_bytes: memory that jobs may keep together (one larger job runs alone): `submit` waits until there is room.
+        max_bytes: memory that jobs may keep together (one larger job runs alone): `submit` waits until there is room
+            for a job that keeps any.
         after: the worker whose jobs add to this one's, which ends when that one has ended.
         within_s: seconds that the interpreter then waits for it.
     """
@@ -93,7 +94,9 @@ class Worker:
         """
         jobs, future = self._jobs, Future()
         with jobs.changed:
-            jobs.changed.wait_for(lambda: not jobs.held_bytes or jobs.held_bytes + num_bytes <= self._max_bytes)
+            jobs.changed.wait_for(
+                lambda: not (num_bytes and jobs.held_bytes) or jobs.held_bytes + num_bytes <= self._max_bytes
+            )
             if jobs.closed:
                 raise RuntimeError(f"{self._name}: closed")
             self.start()

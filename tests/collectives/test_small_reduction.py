@@ -19,10 +19,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 
 
 def _transport() -> ProcessGroupTransport:
-    first, second = (dist.new_group(timeout=TIMEOUT) for _ in range(2))
-    assert isinstance(first, dist.ProcessGroup)
-    assert isinstance(second, dist.ProcessGroup)
-    return ProcessGroupTransport(first, TIMEOUT, second, owned=True)
+    group = dist.new_group(timeout=TIMEOUT)
+    assert isinstance(group, dist.ProcessGroup)
+    return ProcessGroupTransport(group, TIMEOUT, owned=True)
 
 
 def _whole(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -37,7 +36,7 @@ def _check_sums(rank: int, num_ranks: int) -> None:
             of_ranks = torch.stack([_whole(r, numel, dtype).double() for r in range(num_ranks)])
             for op, expected in (("sum", of_ranks.sum(0)), ("max", of_ranks.amax(0))):
                 x = _whole(rank, numel, dtype)
-                transport.all_reduce(x, op=op)  # pyright: ignore[reportArgumentType]
+                transport.all_reduce(x, lane=int(op == "max"), op=op)  # pyright: ignore[reportArgumentType]
                 assert torch.equal(x.double(), expected), (op, dtype, numel)
     x = torch.randn(4, 333, generator=torch.Generator().manual_seed(rank))
     transport.all_reduce(x)

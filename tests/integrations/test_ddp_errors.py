@@ -78,7 +78,7 @@ def _stuck_after_meeting(rank: int, port: int) -> bool:
     model = make(rank)
     if rank == _VICTIM:
         stuck = threading.Event()
-        transports.gloo_group = lambda *args: stuck.wait(3 * _TIMEOUT_S) or os._exit(1)
+        transports.gloo_group = lambda *_, **__: stuck.wait(3 * _TIMEOUT_S) or os._exit(1)
     with pytest.raises(thinwire.TransportError) as error:
         thinwire.compress(model, "minmax(bits=4)", skip_if_slower=False)
     assert error.value.rank == _VICTIM, str(error.value)

@@ -58,7 +58,7 @@ def _threads(left: int) -> Iterator[None]:
 def _no_groups() -> Iterator[None]:
     """gloo makes no process groups."""
 
-    def gloo_group(*_: object) -> None:
+    def gloo_group(*_: object, **__: object) -> None:
         raise RuntimeError("no more files")
 
     with pytest.MonkeyPatch.context() as patched:

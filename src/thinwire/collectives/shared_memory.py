@@ -14,7 +14,6 @@ import hashlib
 import mmap
 import os
 import secrets
-import select
 import stat
 import struct
 import sys
@@ -83,7 +82,8 @@ def unavailable() -> str | None:
     if not HAVE_NATIVE:
         return "shared memory between ranks needs thinwire's native core, which is not in use here"
     try:
-        with Segment(LINE_BYTES) as made, Process(os.getpid()) as process:
+        with Segment(LINE_BYTES) as made:
+            process = Process(os.getpid())
             other = Segment.from_ticket(made.ticket, LINE_BYTES)
             SharedCounter(made.memory, 0).post(7)
             if not SharedCounter(other.memory, 0).wait(7, timeout_s=1.0) or not process.is_alive():
@@ -94,28 +94,7 @@ def unavailable() -> str | None:
     return None
 
 
-class _Descriptor:
-    """Something with a file descriptor, which is closed at the latest when nothing refers to it any more."""
-
-    _fd = -1
-
-    def close(self) -> None:
-        """Close the file descriptor."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
-
-
-class Segment(_Descriptor):
+class Segment:
     """Memory that processes of a node share, initially zero.
 
     ``memory``, (bytes,) uint8, starts at a multiple of 64. It stays mapped while any tensor uses it; the system frees
@@ -125,6 +104,8 @@ class Segment(_Descriptor):
     Until `close`, the process that made it has a file descriptor, through which others map it. Its ticket is invalid
     afterwards, and the memory stays while tensors use it.
     """
+
+    _fd = -1
 
     def __init__(self, num_bytes: int) -> None:
         """Allocate ``num_bytes``. Raises `SharedMemoryError` if the system does not."""
@@ -174,6 +155,21 @@ class Segment(_Descriptor):
             segment.close()
         return segment
 
+    def close(self) -> None:
+        """Close the file descriptor."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
 
 def read_ticket(ticket: Tensor) -> tuple[int, int, bytes]:
     """Return (pid, file descriptor, token) of a ticket. Raises `SharedMemoryError` if it is invalid."""
@@ -202,27 +198,41 @@ def _map(fd: int, num_bytes: int) -> Tensor:
     return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=num_bytes, dtype=torch.uint8)
 
 
-class Process(_Descriptor):
-    """Another process of this machine, watched through a pidfd, so that a reused pid is not taken for it.
+class Process:
+    """Another process of this machine, told from a later one with its pid by the time at which it started.
 
+    No descriptor is held for it: those of a pidfd for each rank of a large node would be many.
     Make this first, then map a `Segment` of the process, then check `is_alive`: it is the process of the segment.
 
     Raises:
-        SharedMemoryError: there is no such process, or the system has no pidfds.
+        SharedMemoryError: there is no such process, or the system does not tell.
     """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         try:
-            self._fd = os.pidfd_open(pid)
-        except (OSError, OverflowError) as error:
+            self._started = _start_time(pid)
+        except OSError as error:
             raise SharedMemoryError(f"cannot watch process {pid}: {error}") from error
-        self._poll = select.poll()
-        self._poll.register(self._fd, select.POLLIN)
+        if self._started is None:
+            raise SharedMemoryError(f"cannot watch process {pid}: it has ended")
 
     def is_alive(self) -> bool:
         """Whether the process runs. False as soon as it has ended, even before its parent has waited for it."""
-        return not self._poll.poll(0)
+        try:
+            return _start_time(self.pid) == self._started
+        except OSError:  # no more files: it may be alive
+            return True
+
+
+def _start_time(pid: int) -> bytes | None:
+    """Return when a process started, in ticks of the kernel's; None if there is none, or if it has ended."""
+    try:
+        # The name, in parentheses, may have any characters.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in (b"Z", b"X") else fields[19]
 
 
 class Shared(NamedTuple):

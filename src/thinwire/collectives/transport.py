@@ -33,7 +33,7 @@ OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 SMALL_BYTES = 1 << 20
 """Largest size for which messages are faster than a ring, with 4 and 8 ranks and over 10 ms two to four times; beyond,
-a ring gains by adding one part of a tensor while the next one is on its way."""
+a ring gains by adding one part of a tensor while the next one is on its way. The second lane has messages alone."""
 
 _SMALL_REDUCTIONS = 256
 """Number of small all-reduces of a lane that may be under way."""
@@ -463,8 +463,6 @@ class ProcessGroupTransport(Transport):
     Args:
         group: the process group.
         timeout: that of the group, for error messages.
-        second: the group of the second lane, of the same ranks. Without one both lanes share ``group``, which is enough
-            for a single thread.
         owned: whether the groups were made for this transport and are destroyed by `close`.
         detector: finds the rank that caused a failure. `close` closes it.
     """
@@ -473,7 +471,6 @@ class ProcessGroupTransport(Transport):
         self,
         group: dist.ProcessGroup,
         timeout: timedelta,
-        second: dist.ProcessGroup | None = None,
         *,
         owned: bool = False,
         detector: FailureDetector | None = None,
@@ -481,14 +478,19 @@ class ProcessGroupTransport(Transport):
         super().__init__()
         self.detector = detector
         self.group = group
-        self._lanes: tuple[dist.ProcessGroup, ...] = (group, second or group)
+        self._summing = group
         self._streams: tuple[dist.ProcessGroup, ...] = (group,)
         self._owned = owned
         self.timeout = timeout
         self.rank = group.rank()
         self.world_size = group.size()
         # Tags of small all-reduces by lane: pairs that are used again and again.
-        self._tags = tuple(itertools.cycle([self.new_tag(2) for _ in range(_SMALL_REDUCTIONS)]) for _ in self._lanes)
+        self._tags = tuple(itertools.cycle([self.new_tag(2) for _ in range(_SMALL_REDUCTIONS)]) for _ in range(2))
+
+    def sum_over(self, group: dist.ProcessGroup) -> None:
+        """Run large all-reduces over a further group of the same ranks, which this transport owns as it owns its
+        others. All ranks must call this before the first of them."""
+        self._summing = group
 
     def add_streams(self, groups: Sequence[dist.ProcessGroup]) -> None:
         """Send messages in parts over further groups of the same ranks, too, which this transport owns as it owns its
@@ -521,7 +523,8 @@ class ProcessGroupTransport(Transport):
         return list(zip(self._streams, message.chunk(num), strict=False))
 
     def _start_all_reduce(self, x: Tensor, lane: int, op: Reduction) -> Pending:
-        if self.world_size == 1 or x.nbytes > SMALL_BYTES or not x.is_contiguous():
+        # The group runs its all-reduces in one order, which those of the second lane do not have.
+        if self.world_size == 1 or (lane == 0 and (x.nbytes > SMALL_BYTES or not x.is_contiguous())):
             return self._start_native(x, lane, op)
         self._advance()
         # Ranks begin those of a lane in one order, so all of them take the same tags.
@@ -537,7 +540,7 @@ class ProcessGroupTransport(Transport):
 
     def _start_native(self, x: Tensor, lane: int, op: Reduction) -> Pending:
         self._advance()
-        return self._start("the all-reduce", lambda: self._lanes[lane].allreduce([x], OPS[op]))
+        return self._start("the all-reduce", lambda: self._summing.allreduce([x], OPS[op]))
 
     def broadcast(self, x: Tensor) -> None:
         self._advance()
@@ -553,10 +556,12 @@ class ProcessGroupTransport(Transport):
         """Destroy the groups, if they are owned. The transport is unusable from then on. No operation may be
         running."""
         super().close()
-        groups, self._lanes, self._streams = (*self._lanes, *self._streams), (), ()
-        if not self._owned or not groups:
+        if not self._streams:
             return
-        del self.group
+        groups, self._streams = (self._summing, *self._streams), ()
+        if not self._owned:
+            return
+        del self.group, self._summing
         for group in dict.fromkeys(groups):
             # The default group may have been destroyed before, and the group may be broken, or not listed: then it ends
             # when nobody holds it.

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.aggregator import AggregatorAddress, AggregatorClient, session_number
 from thinwire.arguments import check_type, warn_caller
-from thinwire.collectives import LoopbackTransport, ProcessGroupTransport, Transport, TransportError
+from thinwire.collectives import LoopbackTransport, Pending, ProcessGroupTransport, Transport, TransportError
 from thinwire.compat import (
     accepts_uneven_inputs,
     at_end_of_backward,
@@ -44,7 +44,7 @@ from thinwire.integrations.transports import agreed_transport, carried, exchange
 from thinwire.plan import DEFAULT_RULES, Filter, Plan, Rules, named_parameters
 from thinwire.plan.contraction import check_feedback
 from thinwire.policies import Auto, Policy, parse_policy
-from thinwire.runtime import AsyncReadback, BucketEngine, Follower, Wire, WireSettings
+from thinwire.runtime import AsyncReadback, BucketEngine, Follower, ThreadExecutor, Wire, WireSettings, start_mean
 from thinwire.runtime.bucket import BucketLayers
 from thinwire.runtime.consistency import checksums, fail_together
 
@@ -94,7 +94,7 @@ class _Hook:
         self._held_before: set[torch.Tensor] = set()
         self._met: set[BucketLayers] = set()
         """Layers of the buckets met since the wire was attached."""
-        self._mean_sketches: Reduced | None = None
+        self._mean_sketches: tuple[torch.Tensor, Pending] | None = None
         self._passes = 0
         self._resynced = -1
         self._told_of_join = False
@@ -208,7 +208,8 @@ class _Hook:
         self.raise_error()
         self._keep_unused(arrived)
         if sketches is not None and self.momentum is not None and self.wire is not None:
-            mean = sketches.wait()
+            mean, pending = sketches
+            pending.wait()
             self.wire.engine.count_extra(mean.nbytes)
             self.momentum.set_lengths(mean, self._loss_scale)
 
@@ -227,10 +228,10 @@ class _Hook:
             if p.grad is None or (p in self._held_before and not torch.equal(p.grad, mean))
         )
 
-    def _start_mean_sketch(self) -> Reduced | None:
+    def _start_mean_sketch(self) -> tuple[torch.Tensor, Pending] | None:
         """Start the mean of the sketches of all buckets, one all-reduce along with that of the last bucket."""
         sketches = self.momentum.sketches() if self.momentum is not None else None
-        return None if sketches is None else self.follower.mean(sketches, self.group)
+        return None if sketches is None else (sketches, start_mean(sketches, self.group))
 
     def _start(self, bucket: GradBucket) -> Reduced:
         flat, engine = bucket.buffer(), self._engine
@@ -458,7 +459,7 @@ def connect(
         engine = BucketEngine(
             plan,
             shapes,
-            _transport(host, group, options, device),
+            _transport(host, group, plan, options, device),
             options.settings(policy),
             simulated=options.simulate,
             measure=options.checks.measure_every,
@@ -468,6 +469,8 @@ def connect(
         wire = Wire(engine)
     wire.moments = preconditioned
     engine.substitute = momentum or preconditioned
+    if isinstance(engine.executor, ThreadExecutor):
+        follower.share(engine.executor)
     engine.native = partial(follower.mean, group=group, detector=engine.detector)
     updates = Updates(wire, options.optimizer, parameters) if follows and options.optimizer is not None else None
     return wire, updates, momentum, preconditioned
@@ -603,13 +606,13 @@ def _check_aggregator(plan: Plan, address: str | AggregatorAddress) -> None:
 
 
 def _transport(
-    host: ProcessGroupTransport, group: dist.ProcessGroup, options: Options, device: torch.device | None
+    host: ProcessGroupTransport, group: dist.ProcessGroup, plan: Plan, options: Options, device: torch.device | None
 ) -> Transport:
     """Return the transport of messages among the ranks of ``group``, with the aggregator's client if there is one."""
     network = options.network
     if options.simulate:  # which sends no messages
         network = replace(network, streams=1, transport="group", aggregator=None)
-    transport = carried(host, group, network, device)
+    transport = carried(host, group, network, device, sums=plan.sums and not options.simulate)
     if network.aggregator is not None and transport.world_size > 1:
         session = torch.tensor([session_number()], dtype=torch.int64, device="cpu")
         transport.broadcast(session)

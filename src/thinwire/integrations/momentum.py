@@ -112,10 +112,10 @@ class Momentum(Substitute):
     def waits(self) -> bool:
         return not self._optimizer.frozen  # the warm-up
 
-    def _sketch(self, flat: Tensor, layers: BucketLayers) -> None:
+    def _sketch(self, parts: Sequence[_Part], layers: BucketLayers) -> None:
         """Sketch this rank's gradients of a bucket, which `make` will replace."""
         wire = self._wire()
-        if wire is None or wire.world_size == 1 or not (compressed := _compressed(self._parts(flat, layers), wire)):
+        if wire is None or wire.world_size == 1 or not (compressed := _compressed(parts, wire)):
             return
         names = tuple(part.name for part in compressed)
         numels = tuple(part.gradient.numel() for part in compressed)
@@ -129,10 +129,11 @@ class Momentum(Substitute):
 
     def make(self, flat: Tensor, layers: BucketLayers, loss_scale: float) -> None:
         """Compute ``g ← β1·m + (1 − β1)·g`` in place, in the gradients' units."""
-        self._sketch(flat, layers)
+        parts = self._parts(flat, layers)
+        self._sketch(parts, layers)
         # The kernel of weights' steps, w ← kept·w − size·u, is called once for all layers of the bucket.
         steps = []
-        for part in self._parts(flat, layers):
+        for part in parts:
             if part.momentum is None:
                 part.gradient.mul_(1 - part.beta)
             else:

@@ -99,8 +99,8 @@ class ProcessGroup(dist.ProcessGroup):
                 setattr(self, name, partial(getattr(self._exact, name)))
         self._contents = BufferContents(self.options, size)
         self._follower = Follower("thinwire exact")
-        lanes = [gloo_group(prefixed(f"lane {i}", creation.store), rank, size, timeout) for i in range(2)]
-        bare = ProcessGroupTransport(lanes[0], timeout, lanes[1], detector=detector)
+        messages = gloo_group(prefixed("messages", creation.store), rank, size, timeout, beside=backend)
+        bare = ProcessGroupTransport(messages, timeout, detector=detector)
         transport: Transport = bare
         try:
             transport = with_shared_memory(bare, timeout, self.options.transport)

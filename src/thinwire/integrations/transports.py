@@ -66,7 +66,7 @@ def _meeting(ranks: Sequence[int]) -> _Rendezvous:
 
 
 def bare_transport(group: dist.ProcessGroup, timeout: timedelta | None = None) -> ProcessGroupTransport:
-    """Make two new process groups over gloo, and a detector of failures, among the ranks of ``group``.
+    """Make a new process group over gloo, and a detector of failures, among the ranks of ``group``.
 
     ``timeout`` is that of each message, by default that of ``group``.
 
@@ -79,12 +79,12 @@ def bare_transport(group: dist.ProcessGroup, timeout: timedelta | None = None) -
     # The detector comes before gloo's groups, which wait for a missing rank without naming it.
     detector = FailureDetector.connect(*meeting, group.rank(), timeout) if group.size() > 1 else None
     try:
-        mine, second = _new_groups(meeting, group, timeout, detector, 2)
+        (mine,) = _new_groups(meeting, group, timeout, detector, 1, num_threads=1)
     except BaseException as error:
         if detector is not None:
             detector.close(error)
         raise
-    return ProcessGroupTransport(mine, timeout, second, owned=True, detector=detector)
+    return ProcessGroupTransport(mine, timeout, owned=True, detector=detector)
 
 
 def _add_streams(transport: ProcessGroupTransport, group: dist.ProcessGroup, streams: int) -> None:
@@ -100,20 +100,36 @@ def _add_streams(transport: ProcessGroupTransport, group: dist.ProcessGroup, str
         transport.add_streams(_new_groups(meeting, group, transport.timeout, transport.detector, streams - 1))
 
 
+def _add_sums(transport: ProcessGroupTransport, group: dist.ProcessGroup) -> None:
+    """Let a `bare_transport` among the ranks of ``group`` run two large all-reduces at a time, so that over a long link
+    one fills the time in which another waits. All ranks must call this. The errors are those of `_add_streams`."""
+    meeting = _meeting(dist.get_process_group_ranks(group))
+    (sums,) = _new_groups(meeting, group, transport.timeout, transport.detector, 1, num_threads=2)
+    transport.sum_over(sums)
+
+
 def _new_groups(
-    meeting: _Rendezvous, group: dist.ProcessGroup, timeout: timedelta, detector: FailureDetector | None, num: int
+    meeting: _Rendezvous,
+    group: dist.ProcessGroup,
+    timeout: timedelta,
+    detector: FailureDetector | None,
+    num: int,
+    *,
+    num_threads: int | None = None,
 ) -> list[dist.ProcessGroup]:
     """Make ``num`` process groups over gloo, which ``torch.distributed`` does not list, among the ranks of ``group``.
 
+    With ``num_threads``, for as many collectives at a time, their connections share the thread of those of ``group``.
     That names a group of a part of the world by its ranks and by the number of such groups. A name that is used again,
     after one of them was destroyed, would find the addresses of the group that had it before.
     """
     doing = "making process groups"
+    shared: dict[str, Any] = {} if num_threads is None else {"beside": group, "num_threads": num_threads}
     stores = [prefixed(f"{meeting.key}, group {i}", meeting.store) for i in range(num)]
 
     def make() -> list[dist.ProcessGroup]:
         with ErrorTranslation(doing, timeout, detector=detector):
-            return [gloo_group(store, group.rank(), group.size(), timeout) for store in stores]
+            return [gloo_group(store, group.rank(), group.size(), timeout, **shared) for store in stores]
 
     if detector is None:
         return make()
@@ -180,10 +196,15 @@ def agreed_transport(
 
 
 def carried(
-    host: ProcessGroupTransport, group: dist.ProcessGroup, network: Network, device: torch.device | None = None
+    host: ProcessGroupTransport,
+    group: dist.ProcessGroup,
+    network: Network,
+    device: torch.device | None = None,
+    *,
+    sums: bool = False,
 ) -> Transport:
     """Return the transport of messages among the ranks of ``group``, as ``network`` says; ``host``, which is made for
-    them, carries what ranks agree on.
+    them, carries what ranks agree on. ``sums``: whether this rank's plan has native all-reduces.
 
     Between devices there is no worker thread: messages are sent over ``group`` itself, from the thread from which DDP
     uses it, in one order with those of DDP.
@@ -193,6 +214,8 @@ def carried(
     """
     if device is None:
         _add_streams(host, group, network.streams)
+        if bool(host.all_gather(torch.tensor([sums], dtype=torch.bool, device="cpu")).any()):
+            _add_sums(host, group)
         return with_shared_memory(host, host.timeout, network.transport)
     if network.transport == "shared":
         raise ValueError("transport='shared' is memory of the host: from a GPU, bytes go over the model's group")

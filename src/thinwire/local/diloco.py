@@ -410,7 +410,7 @@ def _open_wire(
     arguments |= {"streams": str(network.streams)}
     with on_the_host(), agreed_transport(group, timeout, arguments) as host:
         settings = WireSettings(seed=seed, algorithm=algorithm)
-        return Wire(BucketEngine(plan, shapes, carried(host, group, network), settings))
+        return Wire(BucketEngine(plan, shapes, carried(host, group, network, sums=plan.sums), settings))
 
 
 _PRESETS = MappingProxyType(

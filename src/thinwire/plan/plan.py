@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from thinwire.compressors import Compressor, Raw, UnsuitedError, at_step, cold_start, ef, for_world, parse
+from thinwire.compressors import Compressor, Raw, Summed, UnsuitedError, at_step, cold_start, ef, for_world, parse
 from thinwire.plan.filters import Filter, check_order, check_pattern, matches
 
 Rules = str | Compressor | Mapping[str, str | Compressor]
@@ -148,6 +148,11 @@ class Plan:
     def needs_loss_scale(self) -> bool:
         """Whether any compressor must know by how much gradients are scaled."""
         return self.has_slots or any(compressor.traits.absolute for compressor in self.layers.values())
+
+    @property
+    def sums(self) -> bool:
+        """Whether native all-reduces add what any compressor sends."""
+        return any(isinstance(compressor, Summed) for compressor in self.layers.values())
 
     @cached_property
     def all_raw(self) -> bool:

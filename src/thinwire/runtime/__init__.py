@@ -24,6 +24,7 @@ from thinwire.runtime.executor import (
     Work as Work,
     for_reducer as for_reducer,
     on_the_host as on_the_host,
+    start_mean as start_mean,
 )
 from thinwire.runtime.placement import ShardedLayer as ShardedLayer
 from thinwire.runtime.probe import measure_one_way as measure_one_way

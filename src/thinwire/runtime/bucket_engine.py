@@ -81,6 +81,10 @@ class Bucket(Exchange):
     def result(self) -> Tensor:
         return self.flat
 
+    @property
+    def held_bytes(self) -> int:
+        return self.engine.slots.opened_bytes(self.contents.key)
+
     def begin(self) -> None:
         engine = self.engine
         engine.begin()

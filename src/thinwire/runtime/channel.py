@@ -138,6 +138,11 @@ class Exchange(ABC):
         """Note, in place of `finish`, that something but the link has failed: the other ranks know of it, or will."""
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that are in use from `start` to `finish` alone; see `Job.held_bytes`."""
+        return 0
+
+    @property
     def result(self) -> Tensor:
         """Result of the exchange's future."""
         return torch.empty(0, dtype=torch.float32, device="cpu")
@@ -351,6 +356,10 @@ class _Run(Job):
             with suppress(type(failed)):
                 collective.throw(failed)
         raise failed
+
+    @property
+    def held_bytes(self) -> int:
+        return self._exchange.held_bytes
 
     def finish(self) -> Tensor:
         exchange = self._exchange

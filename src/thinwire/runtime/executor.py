@@ -39,6 +39,11 @@ class Job(ABC):
     def start(self) -> None:
         """Run the first part."""
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that are freed by `finish`, where it matters: at most two jobs hold such memory at a time."""
+        return 0
+
     @abstractmethod
     def finish(self) -> Tensor:
         """Run the second part, after those of all jobs before it."""
@@ -114,7 +119,8 @@ class ThreadExecutor(Executor):
         self._unfinished = 0
         self._idle = threading.Condition()
         self._first = Worker(f"{name} send")
-        self._second = Worker(f"{name} receive", after=self._first)
+        # A job that holds memory waits here until the one before it is done.
+        self._second = Worker(f"{name} receive", max_bytes=1, after=self._first)
         for worker in (self._first, self._second):
             worker.start()
 
@@ -133,7 +139,7 @@ class ThreadExecutor(Executor):
             except BaseException as error:  # noqa: BLE001 - the future raises it
                 self._end(future.set_exception, error)
                 return
-            ended = self._second.submit(partial(finish, alone))
+            ended = self._second.submit(partial(finish, alone), 0 if alone else job.held_bytes)
             if alone:
                 ended.result()
 
@@ -191,6 +197,11 @@ class Follower:
 
     def __init__(self, name: str) -> None:
         self._worker = Worker(name)
+        self._shared: Worker | None = None
+
+    def share(self, executor: ThreadExecutor) -> None:
+        """Use the second thread of ``executor`` in place of one more, until that is closed."""
+        self._shared = executor._second
 
     def follow(self, work: Pending, result: Callable[[], _T]) -> torch.futures.Future[_T]:
         """Return a future with what ``result`` returns once ``work`` has ended. It raises what either raises.
@@ -208,7 +219,8 @@ class Follower:
             else:
                 future.set_result(outcome)
 
-        self._worker.submit(wait)
+        worker = self._worker if self._shared is None or self._shared.closed else self._shared
+        worker.submit(wait)
         return future
 
     def mean(
@@ -220,12 +232,22 @@ class Follower:
         """
         if detector is not None:
             detector.advance()
-        work = dist.all_reduce(flat.div_(group.size()), group=group, async_op=True)
-        assert work is not None
+        work = _start_mean(flat, group)
         if flat.device.type != "cpu":
             # The future does not wait for the device: the callback runs here and now.
             return work.get_future().then(lambda future: future.value()[0])
         return self.follow(PendingWork(work, "the all-reduce", group_timeout(group), detector=detector), lambda: flat)
+
+
+def start_mean(flat: Tensor, group: dist.ProcessGroup) -> Pending:
+    """Start what `Follower.mean` does, for a caller that waits for it in its own thread."""
+    return PendingWork(_start_mean(flat, group), "the all-reduce", group_timeout(group))
+
+
+def _start_mean(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    work = dist.all_reduce(flat.div_(group.size()), group=group, async_op=True)
+    assert work is not None
+    return work
 
 
 def followed_by(

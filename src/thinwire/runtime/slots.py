@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -34,6 +35,51 @@ _EXACT = MaxAbs(bits=_PACKED_BITS, bucket=128, rounding="nearest")
 """Coder with the same levels: what was packed once is packed again without an error, as a resumed run needs it."""
 
 
+def returned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros whose memory goes back to the system when they are freed.
+
+    An allocator keeps freed memory for later, and puts smaller tensors that stay into it: a whole model's state, once
+    or several times more, until the process ends.
+    """
+    num_bytes = numel * dtype.itemsize
+    if device.type != "cpu" or num_bytes < 1 << 20:
+        return torch.zeros(numel, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE), dtype=dtype)
+
+
+class Scratch:
+    """Memory in fp32 for packed slots while they are open, which those that open next use again."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self._lock = threading.Lock()
+
+    def take(self, numel: int, device: torch.device) -> Tensor:
+        """Return a tensor of at least ``numel`` elements, which are zero."""
+        with self._lock:
+            fitting = [i for i, memory in enumerate(self._free) if memory.numel() >= numel and memory.device == device]
+            memory = self._free.pop(min(fitting, key=lambda i: self._free[i].numel())) if fitting else None
+        if memory is None:
+            return returned_zeros(numel, torch.float32, device)  # memory that nobody writes takes none
+        memory[:numel].zero_()
+        return memory
+
+    def give_back(self, memory: Tensor) -> None:
+        """Keep a tensor that `take` has returned: the largest ones, of two buffers, present and next values of each.
+
+        A device's allocator knows by itself which stream still uses it.
+        """
+        if memory.device.type != "cpu":
+            return
+        with self._lock:
+            self._free = sorted([*self._free, memory], key=Tensor.numel)[-4:]
+
+    def free(self) -> None:
+        """Free what is kept: DDP's first bucket has all layers, and those that take its place are smaller."""
+        with self._lock:
+            self._free.clear()
+
+
 class FlatSlot:
     """A slot's values in this step, and those that it leaves to the next one."""
 
@@ -45,6 +91,11 @@ class FlatSlot:
     def num_bytes(self) -> int:
         """Bytes of memory in use between two steps."""
         return self.now.nbytes + self.next.nbytes
+
+    @property
+    def opened_bytes(self) -> int:
+        """Bytes of memory that are in use from `open` to `close` alone."""
+        return 0
 
     def open(self) -> None:
         """Make ``now`` and ``next`` usable, until `close`."""
@@ -79,51 +130,70 @@ class PackedSlot(FlatSlot):
     are in memory from `open` to `close` only.
     """
 
-    def __init__(self, numel: int, pieces: Iterable[LayerSpan], device: torch.device) -> None:
+    def __init__(self, numel: int, pieces: Iterable[LayerSpan], device: torch.device, scratch: Scratch) -> None:
         placed, end = [], 0
         for name, start, count in pieces:
             placed.append(Piece(name, start, count, 0, end, (count,)))
             end += packed_bytes(count)
         self._segments = Segments.build(placed)
-        self._numel, self._device = numel, device
+        self._numel, self._device, self._scratch = numel, device, scratch
         self._packed = [torch.zeros(end, dtype=torch.uint8, device=device) for _ in range(2)]
-        for after in (False, True):
-            self.write(self._zeros(), after=after)
-        self.now = self.next = torch.empty(0, dtype=torch.float32, device=device)
+        self.write(self._zeros())
+        self._packed[1].copy_(self._packed[0])
+        self._is_zero = True
+        self._forget_opened()
 
     @property
     def num_bytes(self) -> int:
         return sum(packed.nbytes for packed in self._packed)
 
+    @property
+    def opened_bytes(self) -> int:
+        return self.now.nbytes + self.next.nbytes
+
     def open(self) -> None:
+        self._opened = tuple(self._scratch.take(self._numel, self._device) for _ in range(2))
         # Under FSDP2 nothing writes what a rank owns itself: it stays zero.
-        self.now, self.next = self.read(), self._zeros()
+        self.now, self.next = (memory[: self._numel] for memory in self._opened)
+        if not self._is_zero:
+            self._decode(self.now)
 
     def close(self, key: int) -> None:
         if not self.next.numel():  # nothing was opened: a step before compression starts
             return
         self._pack(_PACKED, self.next, self._packed[1], key)
-        self.now = self.next = torch.empty(0, dtype=torch.float32, device=self._device)
+        for memory in self._opened:
+            self._scratch.give_back(memory)
+        self._forget_opened()
 
     def swap(self) -> None:
         self._packed.reverse()
+        self._is_zero = False
 
     def forget_next(self) -> None:
         self._packed[1] = self._packed[0]
 
     def read(self, *, after: bool = False) -> Tensor:
         values = self._zeros()
-        _PACKED.decode(self._packed[after], values, CodecCall(self._segments))
+        self._decode(values, after=after)
         return values
 
     def write(self, values: Tensor, *, after: bool = False) -> None:
+        self._is_zero = False
         self._pack(_EXACT, values, self._packed[after], 0)
+
+    def _forget_opened(self) -> None:
+        self._opened: tuple[Tensor, ...] = ()
+        self.now = self.next = torch.empty(0, dtype=torch.float32, device=self._device)
+
+    def _decode(self, values: Tensor, *, after: bool = False) -> None:
+        _PACKED.decode(self._packed[after], values, CodecCall(self._segments))
 
     def _pack(self, coder: Coded, values: Tensor, message: Tensor, key: int) -> None:
         coder.encode(values, message, CodecCall(self._segments, Key(key, key)))
 
     def _zeros(self) -> Tensor:
-        return torch.zeros(self._numel, dtype=torch.float32, device=self._device)
+        return returned_zeros(self._numel, torch.float32, self._device)
 
 
 def opened(slots: Mapping[str, FlatSlot]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -145,12 +215,15 @@ def is_packed(slot: Slot, compressors: Iterable[Compressor]) -> bool:
 
 
 def flat_slot(
-    slot: Slot, placement: Placement, compressors: Mapping[str, Compressor], device: torch.device
+    slot: Slot, placement: Placement, compressors: Mapping[str, Compressor], device: torch.device, scratch: Scratch
 ) -> FlatSlot:
-    """Return a slot of zeros for a buffer in which the layers with these compressors have it."""
+    """Return a slot of zeros for a buffer in which the layers with these compressors have it.
+
+    ``scratch`` is memory that packed slots share while they are open.
+    """
     if not is_packed(slot, compressors.values()):
         return FlatSlot(placement.numel, slot.dtype, device)
-    return PackedSlot(placement.numel, [span for name in compressors for span in placement.spans(name)], device)
+    return PackedSlot(placement.numel, [s for name in compressors for s in placement.spans(name)], device, scratch)
 
 
 @dataclass
@@ -194,6 +267,7 @@ class Slots:
         self._kept: dict[tuple[str, str], Tensor] = {}
         self.touched: set[Hashable] = set()
         """Keys of the buffers whose slots the present step writes."""
+        self._scratch = Scratch()
 
     @property
     def num_bytes(self) -> int:
@@ -223,6 +297,11 @@ class Slots:
         place = self._places[key]
         self.touched.add(key)
         return State(*opened(place.flat), loss_scale, place.states())
+
+    def opened_bytes(self, key: Hashable) -> int:
+        """Return the bytes of memory that the buffer ``key`` takes until `close`, in addition to `num_bytes`."""
+        place = self._places.get(key)
+        return 0 if place is None else sum(slot.opened_bytes for slot in place.flat.values())
 
     def close(self, key: Hashable, draws: int) -> None:
         """Keep what a step has written to the slots of the buffer ``key``, until it is committed or discarded.
@@ -380,6 +459,7 @@ class Slots:
 
     def _release(self, keys: Iterable[Hashable]) -> None:
         """Free the slots of buffers that are not used any more; the values of their layers are kept."""
+        self._scratch.free()
         for key in keys:
             self.touched.discard(key)
             place = self._places.pop(key, None)
@@ -394,7 +474,7 @@ class Slots:
                 for slot in compressor.slots:
                     held = place.held(name, slot.name)
                     if held is not None and not slot.scratch:
-                        self._kept[name, slot.name] = _parked(held)
+                        self._kept[name, slot.name] = returned_zeros(held.numel(), held.dtype, held.device).copy_(held)
 
     def _leave(self, layer: str) -> None:
         """Take a layer out of its buffer, which is freed if no other layer of it has slots there."""
@@ -411,7 +491,9 @@ class Slots:
         shapes = {name: placement.by_name[name].shape for name in compressors}
         for slot in {s.name: s for c in compressors.values() for s in c.slots if s.shape is None}.values():
             having = {name: c for name, c in compressors.items() if _has_flat_slot(c, slot.name)}
-            made = place.flat[slot.name] = flat_slot(slot, placement, having, device)
+            made = place.flat[slot.name] = flat_slot(slot, placement, having, device, self._scratch)
+            if slot.initial is None and not any((name, slot.name) in self._kept for name in having):
+                continue
             values = made.read()
             for name in having:
                 kept = self._kept.pop((name, slot.name), None)
@@ -439,16 +521,6 @@ def _has_flat_slot(compressor: Compressor, name: str) -> bool:
 def _is_steady(slot: Slot, placement: Placement) -> bool:
     """Whether a slot with a shape of its own has one value, which is written in place."""
     return slot.learned or slot.scratch or placement.num_ranks > 1
-
-
-def _parked(values: Tensor) -> Tensor:
-    """Return a copy of a flat tensor that gives its memory back to the system when it is freed.
-
-    The allocator keeps freed memory for later: that of a whole model's state, once more, until the process ends.
-    """
-    if values.device.type != "cpu" or values.nbytes < 1 << 20:
-        return values.clone()
-    return torch.frombuffer(mmap.mmap(-1, values.nbytes, flags=mmap.MAP_PRIVATE), dtype=values.dtype).copy_(values)
 
 
 def slot_bytes(placement: Placement, compressors: Mapping[str, Compressor]) -> int:
