@@ -22,7 +22,7 @@ from thinwire_tools.results import OutputFile, Results
 
 RANKS, CHUNKS, BATCH, LENGTH, WIDTH = 4, 8, 2, 128, 512
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-METHODS: dict[str, dict[str, str] | None] = {
+METHODS: dict[str, dict[str, Any] | None] = {
     "PyTorch": None,
     "raw": {"forward": "raw", "backward": "raw"},
     "fw3 bw6": {"forward": "delta(maxabs(bits=3))", "backward": "maxabs(bits=6)"},
@@ -68,7 +68,7 @@ def even_stages(schedule: str, times: float) -> list[list[list[float]]]:
 
 
 def run(
-    method: dict[str, str] | None,
+    method: dict[str, Any] | None,
     schedule: str,
     stages: Sequence[Sequence[Sequence[float]]],
     steps: int,
@@ -161,7 +161,7 @@ class Recorder:
 
 
 def measure(
-    method: dict[str, str] | None,
+    method: dict[str, Any] | None,
     schedule: str,
     stages: list[list[list[float]]],
     chunks: int,

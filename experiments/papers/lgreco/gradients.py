@@ -45,7 +45,7 @@ class Training:
         """By layer, the index of its DDP bucket in the order in which buckets are sent: the last layers fill the first
         one."""
         buckets, bucket, filled = {}, 0, 0
-        for name, gradient in reversed(self.snapshots[0].gradients.items()):
+        for name, gradient in reversed(list(self.snapshots[0].gradients.items())):
             buckets[name] = bucket
             filled += 4 * gradient.numel()
             if filled >= self.bucket_cap_mb * 2**20:

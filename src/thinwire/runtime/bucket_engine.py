@@ -83,7 +83,8 @@ class Bucket(Exchange):
 
     @property
     def held_bytes(self) -> int:
-        return self.engine.slots.opened_bytes(self.contents.key)
+        opened = self._state is not None and self._state.now
+        return self.engine.slots.opened_bytes(self.contents.key) if opened else 0
 
     def begin(self) -> None:
         engine = self.engine
