@@ -84,17 +84,17 @@ def register_gloo(group: Any, backend: Any) -> None:
 
 
 def gloo_backend(
-    store: Any, rank: int, size: int, timeout: timedelta, *, beside: Any = None, num_threads: int = 2
+    store: Any, rank: int, size: int, timeout: timedelta, *, threads_of: Any = None, num_threads: int = 2
 ) -> Any:
     """Return a ``torch.distributed.ProcessGroupGloo``, connected through ``store``.
 
     Args:
         store, rank, size, timeout: as PyTorch takes them.
-        beside: another gloo backend, or a process group that may have one, whose thread for connections this one uses.
+        threads_of: another gloo backend, or a process group that may have one: its thread for connections is used.
         num_threads: number of collectives that may run at a time, each in a thread. Messages need none.
     """
     gloo: Any = torch.distributed.ProcessGroupGloo
-    devices = _gloo_devices(beside)
+    devices = _gloo_devices(threads_of)
     if not devices:
         return gloo(store, rank, size, timeout)
     options = gloo._Options()
@@ -107,12 +107,12 @@ _OWN_DEVICE = ("TORCH_GLOO_LAZY_INIT", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
 connections would be taken for each other's."""
 
 
-def _gloo_devices(beside: Any) -> list[Any]:
+def _gloo_devices(threads_of: Any) -> list[Any]:
     """Return the devices of gloo, each a thread with connections, that a backend or a process group has."""
     if any(os.environ.get(name) for name in _OWN_DEVICE):
         return []
     try:
-        backend = beside._get_backend(torch.device("cpu")) if hasattr(beside, "_get_backend") else beside
+        backend = threads_of._get_backend(torch.device("cpu")) if hasattr(threads_of, "_get_backend") else threads_of
         return list(backend.options._devices)
     except (AttributeError, RuntimeError):  # it has no gloo, or this PyTorch does not tell
         return []
@@ -128,7 +128,7 @@ def missing_member(error: RuntimeError) -> int | None:
 
 
 def gloo_group(
-    store: Any, rank: int, size: int, timeout: timedelta, *, beside: Any = None, num_threads: int = 2
+    store: Any, rank: int, size: int, timeout: timedelta, *, threads_of: Any = None, num_threads: int = 2
 ) -> Any:
     """Return a gloo process group that ``torch.distributed`` does not list; it ends when nobody references it.
 
@@ -136,7 +136,7 @@ def gloo_group(
     """
     group = torch.distributed.ProcessGroup(store, rank, size)
     # The key has the name of the device, as in groups that PyTorch lists: see `missing_member`.
-    backend = gloo_backend(prefixed("cpu", store), rank, size, timeout, beside=beside, num_threads=num_threads)
+    backend = gloo_backend(prefixed("cpu", store), rank, size, timeout, threads_of=threads_of, num_threads=num_threads)
     register_gloo(group, backend)
     return group
 

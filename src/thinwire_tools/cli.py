@@ -114,7 +114,7 @@ class Program:
         except BrokenPipeError:
             if not {"-h", "--help"} & set(args):
                 raise
-            # Whoever reads the help, such as `head`, has read enough; Python flushes once more when it ends.
+            # A reader such as `head` has read enough of the help; Python flushes once more when it ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         except Exception as error:

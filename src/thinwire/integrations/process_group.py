@@ -99,7 +99,7 @@ class ProcessGroup(dist.ProcessGroup):
                 setattr(self, name, partial(getattr(self._exact, name)))
         self._contents = BufferContents(self.options, size)
         self._follower = Follower("thinwire exact")
-        messages = gloo_group(prefixed("messages", creation.store), rank, size, timeout, beside=backend)
+        messages = gloo_group(prefixed("messages", creation.store), rank, size, timeout, threads_of=backend)
         bare = ProcessGroupTransport(messages, timeout, detector=detector)
         transport: Transport = bare
         try:

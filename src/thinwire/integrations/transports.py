@@ -124,7 +124,7 @@ def _new_groups(
     after one of them was destroyed, would find the addresses of the group that had it before.
     """
     doing = "making process groups"
-    shared: dict[str, Any] = {} if num_threads is None else {"beside": group, "num_threads": num_threads}
+    shared: dict[str, Any] = {} if num_threads is None else {"threads_of": group, "num_threads": num_threads}
     stores = [prefixed(f"{meeting.key}, group {i}", meeting.store) for i in range(num)]
 
     def make() -> list[dist.ProcessGroup]:
