@@ -220,7 +220,10 @@ class Demonstration(Comparison):
             "median over all turns. Training alone: nothing is sent, which bounds the speed from above, and a method "
             "that ends at a higher loss is worse than that."
         )
-        yield ("2 bits in AdamW: thinwire.optim.CompressedAdamW at twice the learning rate of AdamW, its control.")
+        yield (
+            "2 bits in AdamW: thinwire.optim.CompressedAdamW at twice the learning rate of AdamW; fp32 in AdamW is its "
+            "control."
+        )
         yield (
             f"Local, every {LOCAL_EVERY}: ranks train alone for {LOCAL_EVERY} steps, then average what they have "
             "learned, sent in 2 bits (thinwire.local.DiLoCo). With Muon: thinwire.optim.Muon in place of AdamW, at "

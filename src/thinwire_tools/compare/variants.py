@@ -207,15 +207,19 @@ def local_updates(title: str, optimizer: str = "task", **options: Any) -> Varian
     return Variant("local", title=title, local=options, optimizer=optimizer, rate_factor=factor)
 
 
+def in_optimizer(spec: str, title: str, *, on_link: bool = True) -> Variant:
+    """Return `CompressedAdamW` at its own learning rate, twice that of AdamW."""
+    return Variant(spec, title=title, optimizer="compressed-adamw", rate_factor=2.0, on_link=on_link)
+
+
 VARIANTS = {
     BASELINE: Variant(BASELINE, title="DDP fp32"),
     "thinwire": Variant("minmax(bits=4, bucket=128)", title="thinwire 4-bit"),
     "bf16": Variant("bf16", title="DDP bf16"),
     "powersgd": Variant("torch-powersgd", title="torch PowerSGD", one_bucket=True),
     "low-rank": low_rank(f"thinwire rank {POWERSGD_RANK}", "fp32"),
-    "in-optimizer": Variant(
-        "gaussian(bits=2, bucket=64)", title="2 bits in AdamW", optimizer="compressed-adamw", rate_factor=2.0
-    ),
+    "in-optimizer": in_optimizer("gaussian(bits=2, bucket=64)", "2 bits in AdamW"),
+    "in-optimizer-fp32": in_optimizer(BASELINE, "fp32 in AdamW", on_link=False),
     "local": local_updates(f"local, every {LOCAL_EVERY}"),
     "muloco": local_updates("local with Muon", "muon"),
     "muon": Variant(BASELINE, title="DDP fp32, Muon", optimizer="muon", rate_factor=_MUON_RATE_FACTOR, on_link=False),
