@@ -160,6 +160,10 @@ OPTIONS = {
     "mixing": {"every": 12, "fragments": 3, "overlap": 1, "mix": 0.5, "compressor": "minmax(bits=4)"},
     "streaming": {"every": 10, "fragments": 2, "overlap": 2, "compressor": "minmax(bits=4)"},
 }
+OPTIONS["in few bits"] = OPTIONS["streaming"] | {
+    "outer": Nesterov(dtype=torch.bfloat16),
+    "compressor": "ef(minmax(bits=4), bits=8)",
+}
 OPTIONS["on the CPU"] = OPTIONS["streaming"] | {"outer_device": "cpu"}
 
 
@@ -203,11 +207,11 @@ def test_quantizers_with_feedback_take_biases_and_small_layers_too() -> None:
 def test_a_training_that_streams_resumes_bit_for_bit_before_and_after_an_exchange_and_while_one_is_under_way(
     rank: int,
 ) -> None:
-    straight = Training(rank, **OPTIONS["streaming"])
+    straight = Training(rank, **OPTIONS["in few bits"])
     straight.run(37)
     straight.local.finish()
     for at in (19, 20, 21, 24):
-        stopped, again = (Training(rank, **OPTIONS["streaming"]) for _ in range(2))
+        stopped, again = (Training(rank, **OPTIONS["in few bits"]) for _ in range(2))
         stopped.run(at)
         saved = stopped.local.state_dict()
         parts = copy.deepcopy((stopped.model.state_dict(), stopped.optimizer.state_dict()))

@@ -72,7 +72,8 @@ class ManagedDiLoCo(LocalUpdates):
             raise TypeError(f"group must be the torchft.ProcessGroupGloo of the manager, not {group!r}")
         options = {"every": every, "outer": outer, "weighted": weighted, "total_steps": total_steps}
         super().__init__(model, inner_optimizer, compressor, feedback=feedback, **options)
-        self._fragment = Fragment(self._parameters, device=None if outer_device is None else torch.device(outer_device))
+        device = None if outer_device is None else torch.device(outer_device)
+        self._fragment = Fragment(self._parameters, device=device, dtype=self.outer.dtype)
         self._fragments = [self._fragment]
         self._steps = 0
         self._rounds = 0
@@ -187,15 +188,15 @@ class ManagedDiLoCo(LocalUpdates):
             self._unsettled = None
         fragment, number, buffers = self._fragment, 0, []
         weights = fragment.read()
-        torch.sub(fragment.anchor, weights, out=fragment.mean)
+        mean = fragment.mean = fragment.anchor - weights
         try:
             work = self._work if self.weighted else int(self._work > 0)
             shared = signed_checksum(fragment.anchor.cpu()) ^ signed_checksum(fragment.momentum.cpu())
             share, number, self._steps = self.members.meet(work, shared, self._steps)
-            fragment.mean.mul_(share)
+            mean.mul_(share)
             self.wire.engine.begin_step()
             self._unsettled = number, weights, self._work
-            self.wire.engine.reduce(fragment.mean, fragment.layers).wait()
+            self.wire.engine.reduce(mean, fragment.layers).wait()
             buffers = self.members.average(self._buffers, share)
         except CommunicationError as error:
             self.members.give_up(error)
