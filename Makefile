@@ -15,8 +15,8 @@ WORKERS := -n 3 --dist worksteal --max-worker-restart 0
 
 # Under four minutes on two cores, with tests of every part.
 test: .venv/ready
-	$(PYTEST) $(WORKERS) -m "not slow and not smoke and not alone"
 	$(PYTEST) -m "alone and not slow and not smoke"
+	$(PYTEST) $(WORKERS) -m "not slow and not smoke and not alone"
 
 # The rest: whole trainings, killed ranks, emulated networks, small versions of the experiments.
 test-slow: .venv/ready
