@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from thinwire_tools import lab
 
 # PyTorch's stores ask for the names of addresses to write them into logs, and wait 5 s for each answer that is lost.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -32,6 +35,14 @@ def pytest_configure() -> None:
     those ignore Ctrl-C, and whoever ignores it hands that on."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Thirty files ask whether networks can be made, which makes one: the answer to the first is that to all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lab, "unavailable", functools.cache(lab.unavailable))
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

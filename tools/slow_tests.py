@@ -66,7 +66,7 @@ def _is_listable(unit: str) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("logs", nargs="+", type=Path, help="what pytest printed with --durations=0")
-    parser.add_argument("--budget", type=float, default=260.0, help="seconds of the other tests, of both workers")
+    parser.add_argument("--budget", type=float, default=260.0, help="seconds of the other tests, of all workers")
     options = parser.parse_args()
     units = durations(line for log in options.logs for line in log.read_text().splitlines())
     units = {unit: seconds for unit, seconds in units.items() if _is_listable(unit)}

@@ -175,13 +175,8 @@ WRONG = [
     ("bench allreduce --algorithm mesh", "'mesh' is not a collective algorithm"),
 ]
 NOT_THERE = [
-    "doctor -- nosuch.py",
-    "doctor --rate 1gbit -- python nosuch.py --epochs 1",
-    "doctor -- -m nosuch.py",
-    "run -- nosuch.py",
-    "run -- -m nosuch.py.train",
-    "lab -- python nosuch.py",
-    "compare 4bit -- nosuch.py",
+    *("doctor -- nosuch.py", "doctor --rate 1gbit -- python nosuch.py --epochs 1", "doctor -- -m nosuch.py"),
+    *("run -- nosuch.py", "run -- -m nosuch.py.train", "lab -- python nosuch.py", "compare 4bit -- nosuch.py"),
 ]
 
 

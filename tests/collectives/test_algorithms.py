@@ -31,16 +31,9 @@ from thinwire.collectives.algorithms import balanced_shares
 from thinwire.compressors import RESIDUAL, State
 
 SPECS = [
-    "sra",
-    "sra(rates=(4, 1, 2, 1, 8))",
-    "ring",
-    "tree",
-    "tree(root=0)",
-    "parameter_server(server=1)",
-    "hierarchical(inside=dense, across=slices)",
-    "hierarchical(inside=dense, across=leaders)",
-    "hierarchical(inside=minmax(bits=8, bucket=128), across=leaders)",
-    "hierarchical(inside=same, across=slices)",
+    *("sra", "sra(rates=(4, 1, 2, 1, 8))", "ring", "tree", "tree(root=0)", "parameter_server(server=1)"),
+    *("hierarchical(inside=dense, across=slices)", "hierarchical(inside=dense, across=leaders)"),
+    *("hierarchical(inside=minmax(bits=8, bucket=128), across=leaders)", "hierarchical(inside=same, across=slices)"),
     "hierarchical(inside=minmax(bits=8, bucket=2048), across=slices)",
 ]
 
@@ -254,10 +247,10 @@ def _train(rank: int, spec: str, nodes: Sequence[str] = ()):
         os.environ["THINWIRE_NODE"] = nodes[rank]
     model, network = make(rank), thinwire.Network(algorithm=spec)
     wire = thinwire.compress(model, "ef(minmax(bits=4))", network=network, skip_if_slower=False)
-    losses = train(model, rank, 4)
+    losses = train(model, rank, 3)
     assert losses[-1] < losses[0]
     assert_replicas_identical(model)
-    assert wire.stats.payload_sent_bytes > 3 * wire.sent_bytes() > 0
+    assert wire.stats.payload_sent_bytes > 2 * wire.sent_bytes() > 0
     return str(wire.algorithm), wire.sent_bytes()
 
 

@@ -63,14 +63,17 @@ def test_a_step_that_is_not_finite_moves_nothing_and_a_resumed_run_goes_on_bit_f
         for step in range(3):
             step_on(straight, gradient(transport.rank, step))
         before, poisoned = straight.state_dict(), gradient(transport.rank, 3)
-        if transport.rank == 1:
-            poisoned["late"][3, 3] = math.nan
-        assert not step_on(straight, poisoned)["late"].isfinite().all()
-        state = straight.state_dict()
-        assert same({key: value for key, value in before.items() if "/" in key}, state)
+        kept = {key: value for key, value in before.items() if "/" in key}
+        for poison, loss_scale in ((math.nan, 1.0), (math.inf, 1024.0)):
+            if transport.rank == 1:
+                poisoned["late"][3, 3] = poison
+            assert not step_on(straight, poisoned, loss_scale)["late"].isfinite().all()
+            state = straight.state_dict()
+            assert same(kept, state)
+        assert straight.stats.nonfinite_steps == 2 or not kept
         resumed, arrived = wire_of(spec, transport), []
         resumed.load_state_dict(state)
-        for step in (4, 5):
+        for step in (5, 6):
             arrived.append(step_on(straight, gradient(transport.rank, step)))
             assert same(arrived[-1], step_on(resumed, gradient(transport.rank, step)))
         return arrived

@@ -198,17 +198,9 @@ def _statistics(parts: Iterable[Tensor]) -> list[float]:
 
 
 ALGORITHMS = (
-    "sra",
-    "sra(rates=(4, 1, 2, 1))",
-    "ring",
-    "tree",
-    "tree(root=0)",
-    "allgather",
-    "parameter_server(server=1)",
-    "hierarchical(inside=dense, across=slices)",
-    "hierarchical(inside=dense, across=leaders)",
-    "hierarchical(inside=minmax(bits=8, bucket=128), across=leaders)",
-    "hierarchical(inside=same, across=slices)",
+    *("sra", "sra(rates=(4, 1, 2, 1))", "ring", "tree", "tree(root=0)", "allgather", "parameter_server(server=1)"),
+    *("hierarchical(inside=dense, across=slices)", "hierarchical(inside=dense, across=leaders)"),
+    *("hierarchical(inside=minmax(bits=8, bucket=128), across=leaders)", "hierarchical(inside=same, across=slices)"),
 )
 LAYERS = (
     ("first.weight", (90, 70), "minmax(bits=4, bucket=128)"),

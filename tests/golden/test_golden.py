@@ -13,31 +13,16 @@ from test_laws import SPECS
 
 WORLDS = (2, 3, 4)
 POLICIES = (
-    "lgreco",
-    "lgreco(steps=5000, error='squared', alpha=1.5)",
-    "lgreco(objective='error')",
-    "lgreco(objective='time')",
-    "lgreco(objective='link', alpha=8.0)",
-    "lgreco(reference=accordion(eta=0.5))",
-    "accordion",
-    "kmeans",
-    "auto",
+    *("lgreco", "lgreco(steps=5000, error='squared', alpha=1.5)", "lgreco(objective='error')"),
+    *("lgreco(objective='time')", "lgreco(objective='link', alpha=8.0)", "lgreco(reference=accordion(eta=0.5))"),
+    *("accordion", "kmeans", "auto"),
 )
 REFERENCES = ("minmax(bits=4, bucket=128)", "ef(topk(density=0.02))", "qsgd(bits=4)", "maxabs(bits=4)")
 RULES = ("minmax(bits=4)", {"embed*": "topk(density=0.1)"})
 TRAININGS = (
-    "minmax(bits=4)",
-    "ef(minmax(bits=2))",
-    "ef(topk(density=0.05))",
-    "ef(powersgd(rank=2))",
-    "dgc(topk(density=0.05))",
-    "intsgd(bits=8)",
-    "intdiana(bits=2)",
-    "heuristic_intsgd(bits=8)",
-    "levels(bits=4, min_numel=0)",
-    "lattice(bits=8, bucket=1024)",
-    "sign(majority=True)",
-    "raw",
+    *("minmax(bits=4)", "ef(minmax(bits=2))", "ef(topk(density=0.05))", "ef(powersgd(rank=2))"),
+    *("dgc(topk(density=0.05))", "intsgd(bits=8)", "intdiana(bits=2)", "heuristic_intsgd(bits=8)"),
+    *("levels(bits=4, min_numel=0)", "lattice(bits=8, bucket=1024)", "sign(majority=True)", "raw"),
 )
 
 

@@ -24,7 +24,7 @@ from thinwire_tools.exits import UNAVAILABLE, USAGE
 from thinwire_tools.lab.command import lab as lab_command
 
 MISSING = lab.unavailable()
-pytestmark = [pytest.mark.alone, pytest.mark.network, pytest.mark.skipif(MISSING is not None, reason=MISSING or "")]
+pytestmark = [pytest.mark.network, pytest.mark.skipif(MISSING is not None, reason=MISSING or "")]
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 # A rank whose grandchild has a session of its own, as data loaders and servers may.

@@ -101,12 +101,7 @@ def place(kind: str, folder: Path, **more: Any) -> Any:
 
 @on_ranks(2)
 def test_a_resumed_run_is_the_run_that_was_not_stopped(rank: int, tmp_path: Path) -> None:
-    for kind, name, precision in (
-        ("memory", "interleaved", 4),
-        ("disk", "gpipe", 32),
-        ("disk", "interleaved", 4),
-        ("centers", "interleaved", 32),
-    ):
+    for kind, name, precision in (("memory", "interleaved", 4), ("disk", "gpipe", 32), ("centers", "interleaved", 32)):
         mine = tmp_path / f"{kind} {name}"
         mine.mkdir(exist_ok=True)
         options = {**FW3_BW6, "precision": precision}

@@ -1,4 +1,4 @@
-"""The Wire over threads: both ways of meeting, slots, checkpoints, other world sizes, steps that are not finite."""
+"""The Wire over threads: both ways of meeting, slots, checkpoints, other world sizes."""
 
 from __future__ import annotations
 
@@ -53,29 +53,13 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
 
 
 OWING = [
-    "ef(minmax(bits=2))",
-    "ef(minmax(bits=1, rounding=nearest))",
-    "ef(randk(density=0.1))",
-    "ef(qsgd(bits=6))",
-    "ef(maxabs(bits=2, scale=row))",
-    "ef(lattice(bits=1, bucket=128))",
-    "ef(terngrad)",
-    "onebit",
-    "sign",
-    "sign(bucket=128)",
-    "ef(natural)",
-    "ef(levels(bits=1, bucket=128, learn_at=(0, 3), min_numel=0))",
-    "ef(rangefloat(bits=4))",
-    "topk(density=0.05)",
-    "topk(density=0.05, select=sampled)",
-    "topk(density=0.05) | minmax(bits=4)",
-    "threshold(lam=1.5)",
-    "globaltopk(density=0.05)",
-    "fft(theta=0.9, block=256)",
-    "fft(theta=((0, 0.95), (3, 0.5)))",
-    "powersgd(rank=1)",
-    "ef(intsgd(bits=8, rounding=determ))",
-    "ef(heuristic_intsgd(bits=8))",
+    *("ef(minmax(bits=2))", "ef(minmax(bits=1, rounding=nearest))", "ef(randk(density=0.1))", "ef(qsgd(bits=6))"),
+    *("ef(maxabs(bits=2, scale=row))", "ef(lattice(bits=1, bucket=128))", "ef(terngrad)", "onebit", "sign"),
+    *("sign(bucket=128)", "ef(natural)", "ef(levels(bits=1, bucket=128, learn_at=(0, 3), min_numel=0))"),
+    *("ef(rangefloat(bits=4))", "topk(density=0.05)", "topk(density=0.05, select=sampled)"),
+    *("topk(density=0.05) | minmax(bits=4)", "threshold(lam=1.5)", "globaltopk(density=0.05)"),
+    *("fft(theta=0.9, block=256)", "fft(theta=((0, 0.95), (3, 0.5)))", "powersgd(rank=1)"),
+    *("ef(intsgd(bits=8, rounding=determ))", "ef(heuristic_intsgd(bits=8))"),
 ]
 """Rules under which there is a residual: error feedback, by name or by default."""
 
@@ -118,24 +102,6 @@ MANY = {
     "c.*": "globaltopk(density=0.1)",
 }
 SCHEDULES = {"*": "fft(theta=((0, 0.9), (4, 0.5)))", "b.weight": "powersgd(rank=((0, 6), (4, 2)))"}
-
-
-@pytest.mark.parametrize("rules", [*OWING, "dgc(topk(density=0.05))"])
-@on_threads(3)
-def test_no_slot_moves_in_a_step_that_is_not_finite(transport, rules: str) -> None:
-    """Law 5: every rank sees it, nobody's residual changes, and the next step is finite."""
-    for poison, loss_scale in ((math.nan, 1.0), (math.inf, 1024.0)):
-        wire = make(transport, {**MIXED, "b.weight": rules})
-        step_on(wire, gradients(transport.rank, 0), loss_scale=loss_scale)
-        before = wire.state_dict()
-        bad = step_on(wire, gradients(transport.rank, 1, poison if transport.rank == 1 else None))
-        after = wire.state_dict()  # lets slots take what a step left, if anything
-        good = step_on(wire, gradients(transport.rank, 2), loss_scale=loss_scale)
-        assert not bool(torch.isfinite(bad["b.weight"]).all())
-        assert wire.stats.nonfinite_steps == 1
-        learned = ("/levels", "/format", "/checksums")  # from what is finite of a gradient, or not at all
-        assert all(torch.equal(before[k], after[k]) for k in before if "/" in k and not any(x in k for x in learned))
-        assert all(bool(torch.isfinite(value).all()) for value in good.values())
 
 
 @pytest.mark.filterwarnings("ignore:load_state_dict.. continues with the compressors of the checkpoint")

@@ -33,7 +33,7 @@ _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(
     [
         *("torch", "torch.distributed", "torch.nn.parallel", "torch.distributed.fsdp", "thinwire"),
-        *("thinwire.pipeline.stage", "harness", "nets", "sklearn.datasets"),
+        *("thinwire.pipeline.stage", "harness", "attachments", "pytest", "hypothesis", "sklearn.datasets"),
     ]
 )
 
