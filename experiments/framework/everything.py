@@ -64,7 +64,7 @@ def repro_all(
     with ends_command():
         papers = read(from_ or out, judge=from_ is not None)
     path = out / "results.md"
-    path.write_text(f"# Results of the reproductions\n\n{page(papers, pages=None)}")
+    path.write_text(f"# Results of the reproductions\n\n{page(papers)}")
     console.print(Markdown(table(SUMMARY, summary(papers))))
     if unnamed := [name for paper in papers for name in paper.unnamed]:
         console.print(f"{UNNAMED.capitalize()}: {', '.join(unnamed)}.", markup=False)

@@ -70,6 +70,7 @@ def code_version() -> str:
 
 
 _TIMEOUT_S = 180.0
+_FOR_PEOPLE = ("name", "title", "color")
 
 OnStep = Callable[[int, float], None]
 """A function that is called with every step's number and loss."""
@@ -143,10 +144,6 @@ class Ranks:
 
 
 def described(task: Any) -> dict[str, Any]:
-    """Return a task, or a method, as a part of a key."""
-    return {"kind": type(task).__qualname__, **dataclasses.asdict(task)}
-
-
-def telling(on_step: OnStep) -> Callable[[dict[str, Any]], None]:
-    """Return a function that tells steps of training."""
-    return lambda event: on_step(event["step"], event["loss"])
+    """Return a task, or a method, as a part of a key: its name, title and color change no run."""
+    values = {name: value for name, value in dataclasses.asdict(task).items() if name not in _FOR_PEOPLE}
+    return {"type": type(task).__qualname__, **values}

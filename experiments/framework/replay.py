@@ -13,7 +13,7 @@ processor, too, and so must links.
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -190,6 +190,10 @@ class ReplayedTask:
     compute: Compute
     clock: Clock
     bucket_cap_mb: float
+    recorded: Sequence[Gradients] = ()
+
+    def batches(self, seed: int, rank: int, num_ranks: int) -> Sequence[Gradients]:
+        return self.recorded
 
     def build(self, seed: int) -> nn.Module:
         """Return the task's own model, with a forward pass that takes gradients and returns a scalar."""

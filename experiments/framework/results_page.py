@@ -1,4 +1,4 @@
-"""The papers that thinwire repeats, and the page ``docs/results.md``: how many of their claims hold, by which rules."""
+"""The papers that thinwire repeats, and the tables of ``docs/results.md``: how many of their claims hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.framework.claims import cell, results_of, table
-from experiments.framework.verdicts import RUN_SCATTER, WORDS, outcome
+from experiments.framework.verdicts import WORDS, outcome
 
 
 class Entry(NamedTuple):
@@ -89,61 +89,10 @@ CATALOG = (
     ),
 )
 
-LEFT_OUT = (
-    (
-        "AdaComp (thesis, section 3.7.3)",
-        'the thesis adapted it and found that it "did not converge to reasonable accuracy": there is no figure to hold '
-        "against",
-    ),
-    (
-        "Bagua and HiPress (thesis, figure 3.6)",
-        "other frameworks, on GPUs; HiPress did not run on the thesis's own GPUs either",
-    ),
-    ("TensorFlow and Horovod (thesis, figure A.1)", "thinwire is a library for PyTorch"),
-    (
-        "Comparisons of GPUs and servers (thesis, tables 3.1 and 3.2, figures 3.5, B.4 and B.5)",
-        "they are facts of machines that are not this one",
-    ),
-    ("Prices (thesis, table 3.10)", "a cost per token needs the price of an hour, which only who pays it knows"),
-    (
-        "FFT paper, figures 1 to 4, 7 to 9 and 11",
-        "they show schemes, histograms of a training's gradients, number formats and the latency of NCCL's all-gather; "
-        "what they argue for is measured in figures 5, 10 and 16",
-    ),
-    (
-        "Data sets and models of the papers",
-        "pictures are scikit-learn's digits (CIFAR-10 where a folder of it is given), text is the source of Python's "
-        "standard library, models have up to a few million parameters: what two CPU cores train in minutes. Each page "
-        "says in what its experiments differ",
-    ),
-)
-"""Experiments that no row stands for, and reasons."""
-
-
 _WORDS = WORDS | {False: "**does not hold**"}
 _NOT_RUN = "not measured yet"
 UNNAMED = "recorded before records named their commit"
 
-_RULES = f"""\
-Each claim is judged *holds*, *does not hold* or *inconclusive*, by one-sided 95 % t-bounds over seeds.
-
-- **Equality** ("ends at the same loss") is asked of the paired difference. It does not hold if the lower bound is
-  beyond the margin. If half of the interval is wider than the margin, the claim is inconclusive, whatever its center.
-  Otherwise it holds if the upper bound is within the margin. It is inconclusive, too, if a method is better by more
-  than the margin (the baseline is not tuned), or if the control, a setting that must be worse, is not clearly worse.
-- **Superiority** ("ends at a lower loss") does not hold if the upper bound is at most half of the paper's effect, or
-  zero if the paper gives none. Otherwise it holds if the lower bound is above zero.
-- **Speed** under DDP is judged by ratios of times over separate runs of [replayed steps](#how-steps-are-timed).
-  Elsewhere it is judged over the rounds of one run, in which all methods take turns; those intervals contain the
-  scatter of such ratios between runs, a standard deviation of {100 * RUN_SCATTER:.1f} %. A claim is inconclusive if the
-  interval contains its bound, such as 1 for "is faster". Time to a loss is the steps to it, from seeds trained without
-  a clock, by the time of a step; its interval contains the scatter of both.
-- A single training or measurement has no interval, and is inconclusive.
-
-What was found is the difference or the ratio that is judged, with its bounds: of an equality, a positive difference is
-what is lost; otherwise a positive difference, or a ratio above the bound, is what the claim says.
-
-*Interval* in the tables is half the width of the interval of what is judged: smaller differences cannot be seen."""
 _ONCE = ("one training", "one measurement")
 _WIDE = ("a ratio within", "a difference below", "the interval")
 """Beginnings of recorded reasons: of a single run, and of an interval that was too wide."""
@@ -277,29 +226,18 @@ def summary(papers: Sequence[RecordedPaper]) -> list[list[str]]:
     return rows
 
 
-def page(papers: Sequence[RecordedPaper], *, pages: str | None = "repro-{}.md") -> str:
-    """Return the page in Markdown, from its first table on. ``pages`` is where each paper has one of its own."""
-    return "\n\n".join(_sections(papers, pages)) + "\n"
+def page(papers: Sequence[RecordedPaper]) -> str:
+    """Return the page of a run in Markdown: all claims of all papers."""
+    parts = [overview(papers), *(part for paper in papers for part in _section(paper)), changes(papers)]
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _sections(papers: Sequence[RecordedPaper], pages: str | None) -> Iterator[str]:
-    def link(entry: Entry) -> str:
-        return f"[{entry.name}]({pages.format(entry.name) if pages else f'#{_anchor(entry)}'})"
-
-    links = {paper.entry.name: link(paper.entry) for paper in papers}
-    yield _totals(papers)
-    yield table(SUMMARY, [[links[row[0]], *row[1:]] for row in summary(papers)])
-    yield "## How a claim is judged"
-    yield _RULES
-    if pages is None:
-        for paper in papers:
-            yield from _section(paper)
-    yield from _changes(papers)
-    if unnamed := [name for paper in papers for name in paper.unnamed]:
-        yield "## Records without a commit"
-        yield f"{UNNAMED.capitalize()}: {', '.join(unnamed)}."
-    yield "## What is left out"
-    yield "\n".join(f"- **{what}**: {why}." for what, why in LEFT_OUT)
+def overview(papers: Sequence[RecordedPaper], pages: str | None = None) -> str:
+    """Return the totals and a row for each paper; ``pages`` is where each has a page of its own."""
+    rows = summary(papers)
+    for paper, row in zip(papers, rows, strict=True):
+        row[0] = f"[{row[0]}]({pages.format(row[0]) if pages else f'#{_anchor(paper.entry)}'})"
+    return f"{_totals(papers)}\n\n{table(SUMMARY, rows)}"
 
 
 def _totals(papers: Sequence[RecordedPaper]) -> str:
@@ -317,21 +255,24 @@ def _totals(papers: Sequence[RecordedPaper]) -> str:
     )
 
 
-def _changes(papers: Sequence[RecordedPaper]) -> Iterator[str]:
-    """Yield the verdicts that are not those of the run."""
+def changes(papers: Sequence[RecordedPaper]) -> str:
+    """Return the verdicts that are not those of the run, and the records that name no commit."""
+    parts = []
     changed = [(paper.entry.name, row) for paper in papers for row in paper.changed if row.before is not row.now]
     turned = [(name, row) for name, row in changed if None not in (row.before, row.now)]
-    if not changed:
-        return
-    yield "## Verdicts that have changed"
-    yield (
-        f"{len(changed)} claims were judged otherwise when they were measured, by earlier rules or settings. "
-        f"{len(turned)} of them turned from one verdict into the other. The others were inconclusive, or have become "
-        "so."
-    )
+    if changed:
+        parts += [
+            "## Verdicts that have changed",
+            f"{len(changed)} claims were judged otherwise when they were measured, by earlier rules or settings. "
+            f"{len(turned)} of them turned from one verdict into the other. The others were inconclusive, or have "
+            "become so.",
+        ]
     if turned:
         rows = [[name, row.figure, row.claim, _WORDS[row.before], _WORDS[row.now]] for name, row in turned]
-        yield table(["", "figure", "the paper", "before", "now"], rows)
+        parts.append(table(["", "figure", "the paper", "before", "now"], rows))
+    if unnamed := [name for paper in papers for name in paper.unnamed]:
+        parts += ["## Records without a commit", f"{UNNAMED.capitalize()}: {', '.join(unnamed)}."]
+    return "\n\n".join(parts)
 
 
 def _section(paper: RecordedPaper) -> Iterator[str]:

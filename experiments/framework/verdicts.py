@@ -33,7 +33,7 @@ JUDGED = (
     f"all take turns; their intervals contain what ratios differ from run to run ({RUN_SCATTER:.1%}), or are those of "
     "several separate runs of replayed steps. What was trained or timed once cannot be told"
 )
-"""The rules, as JSON files of runs keep them; `results_page` has them for readers."""
+"""The rules, as JSON files of runs keep them; the page ``docs/results.md`` has them for readers."""
 
 _REWORDED = (
     (r"a ratio within ([\d.]+) % of [\d.]+ cannot be told from it", "the interval (±\\1 %) contains the bound"),

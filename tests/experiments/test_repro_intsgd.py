@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments.__main__ import main as experiments_main
-from experiments.framework.methods import TimedReduction
+from experiments.framework.replicas import TimedReduction
 from experiments.papers.intsgd import datasets, world
 from experiments.papers.intsgd.convex import METHODS
 from experiments.papers.intsgd.paper import SMOKE

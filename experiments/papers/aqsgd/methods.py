@@ -3,11 +3,14 @@ the gradients of weights between replicas."""
 
 # No `from __future__ import annotations` here: ranks make methods again of plain values.
 
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import thinwire
+from experiments.papers.aqsgd.stages import Grid, Pipe
+from experiments.papers.aqsgd.tasks import FineTuning, Stacked
 
 ScheduleName = Literal["gpipe", "1f1b"]
 
@@ -30,12 +33,18 @@ class Method:
     schedule: ScheduleName = "gpipe"
     gradients: str = ""
     hook: Literal["", "bf16", "powersgd"] = ""
+    warm_up_steps: ClassVar[int] = 3
+    """The first visits of samples, and steps like all later ones."""
 
-    def place(self, folder: Path, num_samples: int) -> thinwire.store.Memory | thinwire.store.Disk:
-        """The store of one training, whose files are in ``folder``."""
+    def attached(self, task: FineTuning, seed: int, **options: Any) -> Pipe:
+        """Build this rank's stage of ``task``, and send what crosses its boundaries so."""
+        return (Grid if isinstance(task, Stacked) else Pipe)(task, self, seed, **options)
+
+    def place(self, folder: Path | None, num_samples: int) -> thinwire.store.Memory | thinwire.store.Disk:
+        """The store of one training, whose files are in a folder of ``folder``."""
         if self.store == "memory":
             return thinwire.store.Memory(num_samples=num_samples)
-        return thinwire.store.Disk(folder, num_samples=num_samples)
+        return thinwire.store.Disk(tempfile.mkdtemp(dir=folder), num_samples=num_samples)
 
 
 FP32 = Method("fp32", "FP32", "#222222")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Iterable, Iterator
+from itertools import count, islice
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,14 +17,18 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from experiments.papers.aqsgd.methods import Method
+from experiments.framework.rank import Attached
 from experiments.papers.aqsgd.tasks import FineTuning, Stacked
 from thinwire_tools.compare.gpt import GPT, Block, rotary_angles
 from thinwire_tools.compare.train import gradient_bytes, ring_factor
 from thinwire_tools.compare.variants import POWERSGD_RANK, send_bf16
 
+if TYPE_CHECKING:
+    from experiments.papers.aqsgd.methods import Method
+
 _SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_PROMPTS, _PROMPT_SHARE = 8, 0.5
 _FP16_SCALE = 1024.0
 """Of the loss, or gradients of activations would fall below what fp16 has; gradients of weights are divided by it."""
 
@@ -75,15 +79,28 @@ def build(task: FineTuning, weights: Path | None, seed: int = 0) -> GPT:
     return gpt
 
 
-class Pipe:
-    """This rank's stage of one training: network, schedule, optimizer, messages.
+class Pipe(Attached):
+    """This rank's stage of one training: network, schedule, optimizer, messages. ``weights`` is the file of those that
+    were first trained, ``folder`` has stores on disk; ``completions``: what the network makes of prompts is kept.
 
     It has process groups of its own, in which steps are counted from 0: what a training draws does not depend on those
     before it.
     """
 
-    def __init__(self, task: FineTuning, method: Method, seed: int, weights: Path | None, folder: Path) -> None:
-        self.task, self.method = task, method
+    stages: ClassVar[tuple[str, ...]] = ("encode_s", "decode_s", "store_s", "agree_s")
+
+    def __init__(
+        self,
+        task: FineTuning,
+        method: Method,
+        seed: int,
+        weights: Path | None = None,
+        folder: Path | None = None,
+        *,
+        completions: bool = False,
+    ) -> None:
+        super().__init__()
+        self.task, self.method, self._completions, self._step_bytes = task, method, completions, 0.0
         self.group = self._join()
         self.index, self.num_stages = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.part = Part(build(task, weights, seed), self.index, self.num_stages, half=task.half)
@@ -129,11 +146,17 @@ class Pipe:
         """Ids of each of this pipeline's batches of an epoch: shape (batch,)."""
         return self.task.order(seed, epoch)
 
-    def step(self, ids: Tensor, rate: float) -> float | None:
+    @property
+    def probes(self) -> tuple[int]:
+        return (self.task.steps,)
+
+    def batches(self, seed: int) -> Iterator[Tensor]:
+        return (ids for epoch in count() for ids in self.order(seed, epoch))
+
+    def step(self, ids: Tensor) -> float | None:
         """Train on some samples; the loss, where the last stage is."""
+        before = self.sent_bytes
         x, y = self.task.tuned_on(ids)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
         if self.stage.is_first:
             self.stage.set_sample_ids(ids)
         self.optimizer.zero_grad(set_to_none=True)
@@ -145,10 +168,11 @@ class Pipe:
                 if parameter.grad is not None:
                     parameter.grad.div_(self._scale)
         self.optimizer.step()
+        self._step_bytes = self.sent_bytes - before
         return float(torch.stack(losses).detach().sum()) / self._scale if self.is_last else None
 
     @torch.no_grad()
-    def held_out(self) -> tuple[float, float] | None:
+    def score(self) -> tuple[float, float] | None:
         """Loss on what is held out, and the share of what is classified right, where the last stage is; activations
         are sent as they are."""
         scores: list[tuple[float, float]] = []
@@ -180,9 +204,21 @@ class Pipe:
         """By this rank until now."""
         return self.stage.stats.sent_bytes
 
-    def stats(self) -> dict[str, Any]:
-        """What this rank counted."""
+    def counters(self) -> dict[str, Any]:
         return self.stage.stats.to_dict()
+
+    def settled(self) -> dict[str, Any]:
+        return {"payload_bytes": float(self._step_bytes), "layers": []}
+
+    def result(self) -> dict[str, Any]:
+        """Return what this rank counted, and completions."""
+        found: dict[str, Any] = {"stats": self.counters(), "digests": self.kept()}
+        if self._completions:
+            tokens, _ = next(self.task.held_out())
+            at = round(_PROMPT_SHARE * self.task.model.context)
+            completed = self.complete(tokens, at)
+            found |= {"prompted": at, "text": tokens[:_PROMPTS].tolist(), "completions": completed[:_PROMPTS].tolist()}
+        return found
 
     def kept(self) -> dict[str, str]:
         """Hashes of what other ranks hold, too, by what it is: of the messages on this stage's side of each boundary,
@@ -199,6 +235,7 @@ class Pipe:
 
     def close(self) -> None:
         """Let go of files and of process groups."""
+        super().close()
         self.stage.close()
         self._disband()
 
@@ -227,9 +264,7 @@ class Grid(Pipe):
     task: Stacked
     method: Method
 
-    def __init__(self, task: Stacked, method: Method, seed: int, weights: Path | None, folder: Path) -> None:
-        self._steps = 0
-        super().__init__(task, method, seed, weights, folder)
+    _steps = 0
 
     def _join(self) -> dist.ProcessGroup:
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -255,7 +290,7 @@ class Grid(Pipe):
         if method.hook:
             hook(self.ddp, method.hook, self.replicas)
         plain = task.optimizer(self.part)
-        self.optimizer, self.wire = plain, None
+        self.optimizer = plain
         if method.gradients:
             group = plain.param_groups[0]
             self.optimizer = thinwire.optim.QuantizedAdam(
@@ -289,12 +324,12 @@ class Grid(Pipe):
     def order(self, seed: int, epoch: int) -> tuple[Tensor, ...]:
         return self.task.share(seed, epoch, self.replica)
 
-    def step(self, ids: Tensor, rate: float) -> float | None:
+    def step(self, ids: Tensor) -> float | None:
         self._steps += 1
-        return self._mean(super().step(ids, rate))
+        return self._mean(super().step(ids))
 
-    def held_out(self) -> tuple[float, float] | None:
-        score = super().held_out()
+    def score(self) -> tuple[float, float] | None:
+        score = super().score()
         if score is None:
             return None
         loss, right = map(self._mean, score)
@@ -328,10 +363,10 @@ class Grid(Pipe):
     def sent_bytes(self) -> float:
         return self.stage.stats.sent_bytes + self.gradient_sent_bytes
 
-    def stats(self) -> dict[str, Any]:
+    def counters(self) -> dict[str, Any]:
         stage = self.stage.stats
         return {
-            **super().stats(),
+            **super().counters(),
             "sent_bytes": self.sent_bytes,
             "dense_bytes": stage.dense_bytes + self.gradient_dense_bytes,
         }
@@ -339,11 +374,6 @@ class Grid(Pipe):
     def kept(self) -> dict[str, str]:
         own = {f"replica {self.replica}, {name}": value for name, value in super().kept().items()}
         return {**own, f"parameters of stage {self.index}": digest(self.part.parameters())}
-
-    def close(self) -> None:
-        if self.wire is not None:
-            self.wire.detach()
-        super().close()
 
     def _disband(self) -> None:
         """Groups stay: PyTorch names a part of the world's groups, which `thinwire.compress` makes, by how many groups

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Literal
 
+from experiments.framework.training import Trainings
 from experiments.framework.verdicts import Course
 from experiments.papers.aqsgd import tasks
 from experiments.papers.aqsgd.methods import FP32, Method
 from experiments.papers.aqsgd.tasks import FineTuning
 from experiments.papers.aqsgd.timing import Computed, LinkedScale, OverLinks, PipelineTiming
-from experiments.papers.aqsgd.trainings import Trained, Trainings
+from experiments.papers.aqsgd.trainings import Trained
 from thinwire_tools.compare.data import standard_library
 from thinwire_tools.compare.statistics import Estimate, estimate, relative_differences
 
@@ -167,17 +168,14 @@ class AQSGDStudy(OverLinks[AQSGDScale]):
 
     def trainings(self, num_stages: int = NUM_STAGES) -> Trainings:
         """Ranks that train, over loopback."""
-        return self.kept(num_stages, lambda: Trainings(num_stages, self.first(), cache=self.cache))
+        return self.kept(("trainings", num_stages), lambda: Trainings(num_stages, cache=self.cache))
 
-    def train(self, name: TaskName, method: Method, num_stages: int = NUM_STAGES) -> list[Trained]:
-        """A training from every seed, unless it has been.
-
-        Raises:
-            RankFailedError: a rank did not make it.
-        """
-        task = self.scale.task(name)
-        made, title = self.trainings(num_stages), f"{TITLES[name]}, {method.title}"
-        return [made.train(task, method, seed, self.reporter(title)) for seed in self.seeds]
+    def train(
+        self, name: TaskName, method: Method, num_stages: int = NUM_STAGES, *, completions: bool = False
+    ) -> list[Trained]:
+        """A training from every seed, unless it has been."""
+        title = f"{TITLES[name]}, {method.title}"
+        return self.run(self.trainings(num_stages), self.scale.task(name), method, title, completions=completions)
 
     def timing(self) -> PipelineTiming:
         """Ranks that are timed."""

@@ -7,21 +7,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
-from experiments.framework.rank import Call, Rank, Timed
+from experiments.framework.rank import Rank
 from experiments.framework.study import Scale, ScaleT, Study
 from experiments.framework.timing import Timing, rate_text, shown_rate
+from experiments.framework.training import Trainings
 from experiments.papers.aqsgd.methods import Method
-from experiments.papers.aqsgd.stages import Part, Pipe, build
+from experiments.papers.aqsgd.stages import Part, build
 from experiments.papers.aqsgd.tasks import FineTuning
-from experiments.papers.aqsgd.trainings import BURST_BYTES, FirstTraining
+from experiments.papers.aqsgd.trainings import FirstTraining, Trained
 from experiments.tasks.images import Model
 from thinwire_tools import plots
 from thinwire_tools.lab import parse_rate
@@ -30,40 +30,6 @@ _REPEATS, _WIRE_REPEATS = 12, 9
 _WARM_UP_STEPS = 2
 
 # --- on a rank
-
-
-class TimedPipe(Timed):
-    """One pipeline, past its first visits of samples."""
-
-    stages: ClassVar[tuple[str, ...]] = ("encode_s", "decode_s", "store_s", "agree_s")
-
-    def __init__(self, pipe: Pipe) -> None:
-        self._pipe = pipe
-        self._batches = cycle([ids for epoch in range(4) for ids in pipe.order(0, epoch)])
-        self.train(_WARM_UP_STEPS)
-        before = pipe.sent_bytes
-        self.train(1)
-        self._step_bytes = float(pipe.sent_bytes - before)
-
-    def train(self, steps: int) -> None:
-        for ids in islice(self._batches, steps):
-            self._pipe.step(ids, self._pipe.task.learning_rate)
-
-    def counters(self) -> dict[str, Any]:
-        return self._pipe.stage.stats.to_dict()
-
-    def payload_bytes(self) -> float:
-        return self._step_bytes
-
-    def close(self) -> None:
-        self._pipe.close()
-
-
-def enter(rank: Rank, task: FineTuning, methods: Sequence[Method], kind: type[Pipe], folder: Path) -> dict[str, Any]:
-    """Build a pipeline for each of ``methods`` and train it for a few steps."""
-    folders = (folder / f"timed{number}" for number in range(len(methods)))
-    pipes = (kind(task, method, 0, None, own) for method, own in zip(methods, folders, strict=True))
-    return rank.entered([TimedPipe(pipe) for pipe in pipes])
 
 
 def compute(rank: Rank, task: FineTuning, num_stages: int, repeats: int) -> dict[str, Any]:
@@ -126,21 +92,10 @@ class Computed:
 class PipelineTiming(Timing):
     """A `Timing` of methods between stages, one on each rank, ``num_stages`` in a pipeline."""
 
-    _enters: ClassVar[Call] = staticmethod(enter)
-    _burst_bytes: ClassVar[int | None] = BURST_BYTES
-
-    def __init__(
-        self, *, emulated: bool, num_ranks: int, num_stages: int | None = None, pipe: type[Pipe] = Pipe
-    ) -> None:
-        super().__init__("links", emulated=emulated, num_ranks=num_ranks)
-        self._num_stages, self._pipe = num_stages or num_ranks, pipe
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        # Stores on disk, of every timed model its own.
-        self._stores = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="thinwire-aqsgd-"))
-        self._entries = 0
-        return self
+    def __init__(self, *, emulated: bool, num_ranks: int, num_stages: int | None = None) -> None:
+        # The burst of a slow link is two full frames, so that no part of a message is free.
+        super().__init__("links", emulated=emulated, num_ranks=num_ranks, links={"burst_bytes": 2 * 1514})
+        self._num_stages = num_stages or num_ranks
 
     def compute(self, task: FineTuning) -> Computed:
         """What stages take by themselves.
@@ -162,8 +117,7 @@ class PipelineTiming(Timing):
         return float(answers[0]["seconds"])
 
     def _entering(self, model: Model) -> dict[str, Any]:
-        self._entries += 1
-        return {"kind": self._pipe, "folder": Path(self._stores) / str(self._entries)}
+        return {"folder": self.folder}
 
 
 # --- links that stand for the paper's
@@ -207,6 +161,21 @@ class OverLinks(Study[ScaleT], ABC):
         """Weights that trainings start from."""
         folder = self.kept("folder", lambda: tempfile.TemporaryDirectory(prefix="thinwire-aqsgd-"))
         return self.kept("first", lambda: nullcontext(FirstTraining(Path(folder))))
+
+    def run(
+        self, trainings: Trainings, task: FineTuning, method: Method, title: str, *, completions: bool = False
+    ) -> list[Trained]:
+        """A training from every seed, unless it has been.
+
+        Raises:
+            RankFailedError: a rank did not make it.
+            ParityError: both sides of a boundary, or replicas, do not hold the same.
+        """
+        on_step, last = self.reporter(title), trainings.num_ranks - 1
+        options: dict[str, Any] = {"on_step": on_step, "teller": last, "completions": completions}
+        options["more"] = lambda: {"weights": self.first().weights(task, on_step)}
+        answers = (trainings.train(task, method, seed, **options) for seed in self.seeds)
+        return [Trained.of(task, one) for one in answers]
 
     @property
     def model(self) -> Model:

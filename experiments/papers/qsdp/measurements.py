@@ -10,7 +10,8 @@ from typing import Any
 
 from experiments.framework.claims import Row
 from experiments.framework.study import Scale, Study, draw_bars
-from experiments.framework.timing import RANKS_PER_NODE, Place, Times, shown_rate
+from experiments.framework.timing import RANKS_PER_NODE, Place, Times, Timing, shown_rate
+from experiments.framework.training import Trainings
 from experiments.framework.verdicts import Course, Rounds, courses, sooner
 from experiments.papers.qsdp.methods import (
     BITS,
@@ -49,7 +50,7 @@ from experiments.papers.qsdp.methods import (
     timed,
     uniform,
 )
-from experiments.papers.qsdp.trainings import ShardedTiming, Trained, Trainings
+from experiments.papers.qsdp.trainings import Trained
 from experiments.tasks.images import Model
 from thinwire_tools import plots
 from thinwire_tools.compare.data import standard_library
@@ -142,15 +143,15 @@ class QSDPStudy(Study[QSDPScale]):
             RankFailedError: a rank did not make it.
         """
         size = self.scale.size(name)
+        options: dict[str, Any] = {"on_step": self.reporter(f"{size.title}, {method.title}"), "num_micro": num_micro}
         trainings = self.kept(("trainings", num_ranks), lambda: Trainings(num_ranks, cache=self.cache))
-        reporter = self.reporter(f"{size.title}, {method.title}")
-        return [trainings.train(size.task, method, seed, reporter, num_micro=num_micro) for seed in self.seeds]
+        answers = (trainings.train(size.task, method, seed, **options) for seed in self.seeds)
+        return [Trained.of(size.task, one) for one in answers]
 
-    def timing(self, place: Place = "links", num_ranks: int = NUM_RANKS) -> ShardedTiming:
+    def timing(self, place: Place = "links", num_ranks: int = NUM_RANKS) -> Timing:
         """Ranks that are timed."""
-        options: dict[str, Any] = {"emulated": self.emulated, "num_ranks": num_ranks}
-        key = "timing", place, num_ranks
-        return self.kept(key, lambda: ShardedTiming(place, num_micro=self.scale.num_micro, **options))
+        options: dict[str, Any] = {"num_ranks": num_ranks, "num_micro": self.scale.num_micro}
+        return self.kept(("timing", place, num_ranks), lambda: Timing(place, emulated=self.emulated, **options))
 
 
 def where(rate: str | None) -> str:

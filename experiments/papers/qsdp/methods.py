@@ -6,12 +6,12 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import nn
 
 import thinwire
-from experiments.papers.qsdp.sharding import cut_short, quantize_flat
+from experiments.papers.qsdp.sharding import Shards, cut_short, quantize_flat
 from experiments.tasks import words
 from experiments.tasks.images import Model
 from thinwire.compressors import parse
@@ -53,11 +53,16 @@ class Method:
     transport: Literal["auto", "group", "shared"] = "group"
     adapt: str | None = None
     """The policy that gives layers compressors of their own while training."""
+    warm_up_steps: ClassVar[int] = 3
 
     @property
     def exact(self) -> bool:
         """Whether its loss is a result: False where a part of what was to be sent is missing."""
         return self.weights_ratio == self.gradients_ratio == 1.0
+
+    def attached(self, task: GPTTask, seed: int, *, num_micro: int = 1) -> Shards:
+        """Shard the model of ``task``, and send its weights and gradients so; steps have ``num_micro`` micro-batches."""
+        return Shards(task, self, seed, num_micro)
 
     def attach(self, model: nn.Module, seed: int = 0) -> thinwire.Wire | None:
         """Send the weights and gradients of a sharded ``model`` so; the Wire where there is one."""
