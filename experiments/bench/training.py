@@ -23,7 +23,7 @@ from thinwire.optim import CompressedAdamW, Muon, QuantizedAdam
 from thinwire_tools.compare.gpt import GPTConfig
 from thinwire_tools.compare.statistics import estimate, relative_differences
 from thinwire_tools.compare.tasks import GPTTask
-from thinwire_tools.compare.train import digest, gradient_bytes, learning_rate, ring_factor
+from thinwire_tools.compare.train import digest, gradient_bytes, learning_rate, ring_factor, train as steps_of
 from thinwire_tools.ranks import run_ranks
 from thinwire_tools.results import OutputFile, Results
 
@@ -211,12 +211,8 @@ def train(method: dict[str, Any], task: dict[str, Any], lr: float, seed: int) ->
                 skip_if_slower=False,
                 min_numel=method["least"],
             )
-    for step, batch in enumerate(made.batches(seed, rank, num_ranks)):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(lr, step, made.steps)
-        optimizer.zero_grad(set_to_none=True)
-        made.loss(trained, batch).backward()
-        optimizer.step()
+    rate = partial(learning_rate, lr, steps=made.steps)
+    for _ in steps_of(made, trained, optimizer, made.batches(seed, rank, num_ranks), rate):
         if local is not None:
             local.step()
     if local is not None:

@@ -123,7 +123,7 @@ class Rank:
         """Train ``task`` from ``seed`` by ``method``; return the seconds, loss and bytes of every step, the scores at
         the start and after each of the probed steps, and `Attached.result`."""
         model = method.attached(task, seed, **options)
-        scores, steps, taken = [model.score()], self.steps(model, seed), []
+        scores, steps, taken = [model.score()], self._steps(model, seed), []
         for until in model.probes:
             self.channel.hold("train")
             taken += islice(steps, until - len(taken))
@@ -136,16 +136,11 @@ class Rank:
         gc.collect()
         return found
 
-    def steps(
-        self, model: Attached, seed: int, before: Callable[[int, Any], None] | None = None
-    ) -> Iterator[tuple[float, float | None, float]]:
-        """Train step by step; yield the seconds, loss and bytes of each. ``before`` is called with every step's number
-        and batch."""
+    def _steps(self, model: Attached, seed: int) -> Iterator[tuple[float, float | None, float]]:
+        """Train step by step; yield the seconds, loss and bytes of each."""
         # Random draws of training (dropout) are the same for every method.
         torch.manual_seed(seed * self.num_ranks + self.rank)
         for step, batch in enumerate(model.batches(seed)):
-            if before is not None:
-                before(step, batch)
             sent, started = model.sent_bytes, time.perf_counter()
             for group in model.optimizer.param_groups:
                 group["lr"] = model.rate(step)

@@ -4,13 +4,11 @@
 
 import gc
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -192,22 +190,3 @@ def _replica(rank: Rank, which: int) -> Replica:
     chosen = rank.timed[which]
     assert isinstance(chosen, Replica)
     return chosen
-
-
-def gradients(
-    rank: Rank, task: ScoredTask, method: "Method", seed: int, at: Collection[int], folder: Path
-) -> dict[str, Any]:
-    """Train and write this rank's own gradients at the steps ``at`` to ``folder``: fp32 ``[steps, parameters]``, layer
-    after layer."""
-    replica, recorded = Replica(task, method, seed), []
-
-    def keep(step: int, batch: Any) -> None:
-        if step in at:
-            own = torch.autograd.grad(task.loss(replica.model, batch), list(replica.model.parameters()))
-            recorded.append(torch.cat([gradient.flatten() for gradient in own]))
-
-    for _ in rank.steps(replica, seed, keep):
-        pass
-    np.save(folder / f"gradients-{rank.rank}.npy", torch.stack(recorded).numpy(), allow_pickle=False)
-    replica.close()
-    return {}

@@ -17,7 +17,7 @@ from experiments.framework.claims import Row
 from experiments.framework.methods import Method
 from experiments.framework.ranks import OnStep, RunCache
 from experiments.framework.replicas import ScoredTask
-from experiments.framework.training import Gradients, Trained, Trainings
+from experiments.framework.training import Gradients, Trained, Trainings, record
 from experiments.tasks.images import ImageTask
 from thinwire_tools import lab
 from thinwire_tools.compare.paired import Watcher
@@ -248,6 +248,6 @@ class ImageStudy(Study[ImageScaleT]):
         """Return gradients recorded ten times, evenly, along an uncompressed training."""
         if seed not in self._gradients:
             at = sorted({self.task.steps * i // 10 for i in range(10)})
-            trainings = self.trainings(self.scale.num_ranks)
-            self._gradients[seed] = trainings.record(self.task, seed, at, self.reporter("gradients"))
+            on_step = self.reporter("gradients")
+            self._gradients[seed] = record(self.task, seed, self.scale.num_ranks, at, on_step)
         return self._gradients[seed]

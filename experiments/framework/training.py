@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Self
@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.framework import replicas
-from experiments.framework.methods import FP32
 from experiments.framework.rank import Attaching, Rank
 from experiments.framework.ranks import OnStep, Ranks, described
 from experiments.framework.replicas import ScoredTask
@@ -165,22 +163,27 @@ class Trainings(Ranks):
             raise ParityError(f"{method.title}: ranks hold different parameters or messages after {task.steps} steps")
         return answers
 
-    def record(self, task: ScoredTask, seed: int, at: Sequence[int], on_step: OnStep) -> Gradients:
-        """Train uncompressed and keep every rank's own gradient at the steps ``at``."""
-        self.shape(None)
-        arguments: dict[str, Any] = {"task": task, "method": FP32, "seed": seed, "at": at, "folder": self.folder}
-        self.call(replicas.gradients, hear=lambda event: on_step(event["step"], event["loss"]), **arguments)
-        shapes = {name: parameter.shape for name, parameter in task.build(seed).named_parameters()}
-        # The filter is thinwire's own: the other layers are sent raw.
-        taken = [name for name, shape in shapes.items() if len(shape) > 1 and shape.numel() >= 1024]
-        by_rank = []
-        for rank in range(self.num_ranks):
-            flat = torch.from_numpy(np.load(self.folder / f"gradients-{rank}.npy", allow_pickle=False))
-            parts = flat.split([shape.numel() for shape in shapes.values()], dim=1)
-            layers = dict(zip(shapes, parts, strict=True))
-            by_rank.append([[layers[name][i].view(shapes[name]) for name in taken] for i in range(len(at))])
-        by_step = tuple(tuple(tuple(by_rank[rank][i]) for rank in range(self.num_ranks)) for i in range(len(at)))
-        return Gradients(tuple(at), tuple(taken), by_step)
+
+def record(task: ScoredTask, seed: int, num_ranks: int, at: Collection[int], on_step: OnStep) -> Gradients:
+    """Train uncompressed, on all ranks' batches in this process, and keep every rank's own gradient at the steps
+    ``at``."""
+    model, kept = task.build(seed), []
+    optimizer, (names, parameters) = task.optimizer(model), zip(*model.named_parameters(), strict=True)
+    # The filter is thinwire's own: the other layers are sent raw.
+    taken = [i for i, parameter in enumerate(parameters) if parameter.ndim > 1 and parameter.numel() >= 1024]
+    by_rank = (task.batches(seed, rank, num_ranks) for rank in range(num_ranks))
+    for step, batches in enumerate(zip(*by_rank, strict=True)):
+        losses = [task.loss(model, batch) for batch in batches]
+        own = [torch.autograd.grad(loss, parameters) for loss in losses]
+        if step in at:
+            kept.append(tuple(tuple(gradients[i] for i in taken) for gradients in own))
+        for parameter, *gradients in zip(parameters, *own, strict=True):
+            parameter.grad = torch.stack(gradients).mean(0)
+        for group in optimizer.param_groups:
+            group["lr"] = task.rate(step)
+        optimizer.step()
+        on_step(step + 1, losses[0].item())
+    return Gradients(tuple(sorted(at)), tuple(names[i] for i in taken), tuple(kept))
 
 
 def _pooled(parts: Sequence[tuple[float, int, int]]) -> tuple[float, float]:

@@ -220,7 +220,7 @@ def test_a_rank_that_fails_costs_its_figure_only(tmp_path: Path, monkeypatch: py
     run = RankProcesses.run
 
     def run_and_kill(ranks: RankProcesses, function: Any, *args: Any) -> list[dict[str, Any]]:
-        if function.__qualname__ == "train":
+        if function.__qualname__ == "Rank.train":
             ranks.process(1).kill()
         return run(ranks, function, *args)
 

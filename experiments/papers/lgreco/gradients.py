@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinwire.compressors import Compressor, Raw
 from thinwire.plan import Plan, sent_bytes
 from thinwire.policies import Evidence, Policy, Sync
-from thinwire_tools.compare.train import learning_rate
+from thinwire_tools.compare.train import learning_rate, train
 
 NUM_RANKS = 2
 """For whose training batches are drawn, and bytes are counted."""
@@ -76,30 +76,18 @@ def along(task: Any, *, count: int, window: int, on_step: Callable[[], None], se
     ends = {task.steps * (i + 1) // count for i in range(count)}
     snapshots: list[Snapshot] = []
     sums: dict[str, Tensor] = {}
-    for step, batch in enumerate(task.batches(seed, 0, NUM_RANKS), 1):
-        rate = learning_rate(task.learning_rate, step - 1, task.steps)
-        take_step(task, model, optimizer, batch, rate)
+    rate = partial(learning_rate, task.learning_rate, steps=task.steps)
+    for step, _ in enumerate(train(task, model, optimizer, task.batches(seed, 0, NUM_RANKS), rate), 1):
         if any(end - window < step <= end for end in ends):
             for name, parameter in model.named_parameters():
                 if parameter.grad is not None:
                     before = sums.get(name)
                     sums[name] = parameter.grad.clone() if before is None else before + parameter.grad
         if step in ends:
-            snapshots.append(Snapshot(step, sums, rate))
+            snapshots.append(Snapshot(step, sums, rate(step - 1)))
             sums = {}
         on_step()
     return snapshots
-
-
-def take_step(task: Any, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, rate: float) -> float:
-    """One step of training; the loss before it."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    optimizer.zero_grad(set_to_none=True)
-    loss = task.loss(model, batch)
-    loss.backward()
-    optimizer.step()
-    return float(loss.detach())
 
 
 def reference_of(spec: str, snapshot: Snapshot) -> Mapping[str, Compressor]:

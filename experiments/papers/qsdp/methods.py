@@ -61,7 +61,7 @@ class Method:
         return self.weights_ratio == self.gradients_ratio == 1.0
 
     def attached(self, task: GPTTask, seed: int, *, num_micro: int = 1) -> Shards:
-        """Shard the model of ``task``, and send its weights and gradients so; steps have ``num_micro`` micro-batches."""
+        """Shard the model of ``task``, and send its weights and gradients so, in ``num_micro`` parts a step."""
         return Shards(task, self, seed, num_micro)
 
     def attach(self, model: nn.Module, seed: int = 0) -> thinwire.Wire | None:
