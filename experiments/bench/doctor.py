@@ -15,6 +15,7 @@ from torch import nn
 
 import thinwire
 from experiments.framework.pages import show
+from thinwire.local import send_nothing
 from thinwire.plan import DEFAULT_RULES
 from thinwire_tools import lab
 from thinwire_tools.bench.step import Turns, gpt, token_batch
@@ -167,17 +168,11 @@ def compressed_model(setting: Setting, cap_mb: float) -> tuple[nn.Module, Callab
     """A DDP model that trains like this, and what ends its communication."""
     model = gpt(cap_mb)
     if setting == NOTHING:
-        model.register_comm_hook(None, _noop)
+        send_nothing(model)
     if setting.spec is None:
         return model, lambda: None
     wire = thinwire.compress(model, setting.spec, skip_if_slower=False)
     return model, wire.detach
-
-
-def _noop(state, bucket):
-    future = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
 
 
 def _taken(setting: Setting, specs: Sequence[str]) -> bool:

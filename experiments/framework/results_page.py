@@ -100,9 +100,8 @@ _WIDE = ("a ratio within", "a difference below", "the interval")
 
 @dataclass(frozen=True)
 class RecordedClaim:
-    """One row: a paper's statement and the finding."""
+    """One row: a paper's statement, the finding, and what was found when it was measured, if that was another."""
 
-    entry: Entry
     figure: str
     claim: str
     text: str
@@ -110,21 +109,16 @@ class RecordedClaim:
     why: str
     detectable: float | None
     machine: str
+    before: dict[str, Any] | None
 
     @property
-    def shown_detectable(self) -> str:
-        """Size of differences that are too small to be seen, for people."""
-        return "" if self.detectable is None else f"{100 * self.detectable:.2g} %"
+    def changed(self) -> bool:
+        return self.before is not None and self.before["holds"] is not self.holds
 
-
-@dataclass(frozen=True)
-class Changed:
-    """A claim whose verdict is another one than when it was measured."""
-
-    figure: str
-    claim: str
-    before: bool | None
-    now: bool | None
+    @property
+    def turned(self) -> bool:
+        """Whether one verdict has become the other."""
+        return self.before is not None and self.changed and None not in (self.before["holds"], self.holds)
 
 
 @dataclass(frozen=True)
@@ -133,7 +127,6 @@ class RecordedPaper:
 
     entry: Entry
     claims: tuple[RecordedClaim, ...]
-    changed: tuple[Changed, ...]
     failures: tuple[str, ...]
     """Parts that ended in an error, and the error."""
     machines: tuple[str, ...]
@@ -170,10 +163,8 @@ def _recorded(entry: Entry, folder: Path, judge: bool) -> RecordedPaper:
         results = _judged(entry, record) if judge else record["results"]
         rows |= {row["name"]: (row, machine) for row in results}
         failures += [f"{part}: {why}" for part, why in record.get("about", {}).get("failures", {}).items()]
-    judged = [(row, machine) for row, machine in rows.values() if row.get("claim")]
-    claims = tuple(_claim(entry, row, machine) for row, machine in judged)
-    changed = tuple(_changed(row) for row, _ in judged if "judged_before" in row)
-    return RecordedPaper(entry, claims, changed, tuple(failures), tuple(machines), tuple(unnamed))
+    claims = tuple(_claim(row, machine) for row, machine in rows.values() if row.get("claim"))
+    return RecordedPaper(entry, claims, tuple(failures), tuple(machines), tuple(unnamed))
 
 
 def _judged(entry: Entry, record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -183,14 +174,10 @@ def _judged(entry: Entry, record: dict[str, Any]) -> list[dict[str, Any]]:
     return [row | ({"judged_before": before[row["name"]]} if row["name"] in before else {}) for row in rows]
 
 
-def _claim(entry: Entry, row: dict[str, Any], machine: str) -> RecordedClaim:
+def _claim(row: dict[str, Any], machine: str) -> RecordedClaim:
     figure, claim, text = (str(row[key]) for key in ("figure", "claim", "found"))
-    return RecordedClaim(entry, figure, claim, text, row["holds"], row.get("why", ""), row.get("detectable"), machine)
-
-
-def _changed(row: dict[str, Any]) -> Changed:
-    before = row["judged_before"]
-    return Changed(str(row["figure"]), str(before["claim"]), before["holds"], row["holds"])
+    more = row.get("why", ""), row.get("detectable"), machine, row.get("judged_before")
+    return RecordedClaim(figure, claim, text, row["holds"], *more)
 
 
 def _record(path: Path) -> dict[str, Any]:
@@ -258,18 +245,20 @@ def _totals(papers: Sequence[RecordedPaper]) -> str:
 def changes(papers: Sequence[RecordedPaper]) -> str:
     """Return the verdicts that are not those of the run, and the records that name no commit."""
     parts = []
-    changed = [(paper.entry.name, row) for paper in papers for row in paper.changed if row.before is not row.now]
-    turned = [(name, row) for name, row in changed if None not in (row.before, row.now)]
+    changed = [(paper.entry.name, claim) for paper in papers for claim in paper.claims if claim.changed]
     if changed:
+        rows = [
+            [name, c.figure, str(c.before["claim"]), _WORDS[c.before["holds"]], _WORDS[c.holds]]
+            for name, c in changed
+            if c.before and c.turned
+        ]
         parts += [
             "## Verdicts that have changed",
             f"{len(changed)} claims were judged otherwise when they were measured, by earlier rules or settings. "
-            f"{len(turned)} of them turned from one verdict into the other. The others were inconclusive, or have "
-            "become so.",
+            f"{len(rows)} of them turned from one verdict into the other. The others were inconclusive, or have become "
+            "so.",
+            *([table(["", "figure", "the paper", "before", "now"], rows)] if rows else []),
         ]
-    if turned:
-        rows = [[name, row.figure, row.claim, _WORDS[row.before], _WORDS[row.now]] for name, row in turned]
-        parts.append(table(["", "figure", "the paper", "before", "now"], rows))
     if unnamed := [name for paper in papers for name in paper.unnamed]:
         parts += ["## Records without a commit", f"{UNNAMED.capitalize()}: {', '.join(unnamed)}."]
     return "\n\n".join(parts)
@@ -287,17 +276,14 @@ def _section(paper: RecordedPaper) -> Iterator[str]:
         yield "Parts that ended in an error:\n\n" + "\n".join(f"- {cell(failure)}" for failure in paper.failures)
     rows = []
     for claim in paper.claims:
-        mark = "" if claim.machine == paper.machines[0] else f" ({_note(paper, claim)})"
-        text = outcome(claim.text, claim.why) + mark
-        rows.append([claim.figure, claim.claim, text, _WORDS[claim.holds], claim.shown_detectable])
+        at = paper.machines.index(claim.machine)
+        text = outcome(claim.text, claim.why) + (f" ({at + 1})" if at else "")
+        interval = "" if claim.detectable is None else f"{100 * claim.detectable:.2g} %"
+        rows.append([claim.figure, claim.claim, text, _WORDS[claim.holds], interval])
     yield table(["figure", "the paper", "here", "", "interval"], rows)
     yield f"{paper.machines[0]}."
     for i, machine in enumerate(paper.machines[1:], 2):
         yield f"({i}) on {machine}."
-
-
-def _note(paper: RecordedPaper, claim: RecordedClaim) -> str:
-    return str(paper.machines.index(claim.machine) + 1)
 
 
 def _heading(entry: Entry) -> str:

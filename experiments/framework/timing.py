@@ -95,16 +95,6 @@ class Timing(Ranks):
         self._options = options
 
     def times(
-        self, model: Model, methods: Sequence[Attaching], *, rounds: int, steps: int, rate: str | None, on_turn: OnTurn
-    ) -> Times:
-        """Train with ``methods`` in turns of ``steps`` steps over links of ``rate``, after a turn that does not count.
-
-        Raises:
-            RankFailedError: a rank failed. The timing is useless then.
-        """
-        return self.times_by_rate(model, methods, rounds=rounds, steps=steps, rates=(rate,), on_turn=on_turn)[0]
-
-    def times_by_rate(
         self,
         model: Model,
         methods: Sequence[Attaching],
@@ -114,9 +104,13 @@ class Timing(Ranks):
         rates: Sequence[str | None],
         on_turn: OnTurn,
     ) -> list[Times]:
-        """Return `times` over links of each of ``rates``, by models that continue to learn.
+        """Train with ``methods`` in turns of ``steps`` steps over links of each of ``rates``, after turns that do not
+        count, by models that continue to learn.
 
         Every round goes through all rates, so that what a machine has to do besides is the same at all of them.
+
+        Raises:
+            RankFailedError: a rank failed. The timing is useless then.
         """
         entered = self._enter(model, methods)
         found = self._turns(methods, entered, rounds=rounds, steps=steps, rates=rates, on_turn=on_turn)
@@ -300,7 +294,7 @@ class SeparateRuns:
             RankFailedError: a rank did not make it.
         """
         turns: dict[str, Any] = {"rounds": rounds, "steps": steps, "rates": rates, "on_turn": on_turn}
-        found = self.each(lambda timing: timing.times_by_rate(model, methods, **turns))
+        found = self.each(lambda timing: timing.times(model, methods, **turns))
         return [joined(at_rate) for at_rate in zip(*found, strict=True)]
 
     def each(self, measure: Callable[[Timing], FoundT]) -> list[FoundT]:

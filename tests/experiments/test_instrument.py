@@ -158,7 +158,7 @@ def test_links_are_as_much_slower_as_time() -> None:
     runs = SeparateRuns("links", True, num_ranks=2, runs=1, num_cores=1)
 
     def link(timing: Any) -> Any:
-        timing.times(GPT, (NOTHING,), rounds=1, steps=1, rate="100mbit", on_turn=lambda *_: None)
+        timing.times(GPT, (NOTHING,), rounds=1, steps=1, rates=("100mbit",), on_turn=lambda *_: None)
         return timing.link
 
     assert runs.each(link)[0]["rate_bps"] == [50_000_000] * 2

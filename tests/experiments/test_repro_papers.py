@@ -90,7 +90,7 @@ class Version(NamedTuple):
 VERSIONS = {
     # Errors have several steps.
     "cgx": Version(CGX, r"(?!3\.4/)", cgx),
-    "fft": Version(FFT, r"table 2/accuracy/fft$|14/speedup/fft$", fft),
+    "fft": Version(FFT, r"table 2/accuracy/fft$|14/speedup/fft$", fft, missing="10/"),
     "fullstack": Version(FULLSTACK, "figure 5/(loss|faster)|adam/|figure 10/loss", fullstack, missing="appendix"),
     "intsgd": Version(INTSGD, "[23]/(quality/intsgd|communication/intsgd over sgd)$"),
     # Too few plans predict no times.
@@ -115,5 +115,7 @@ def test_the_small_version_makes_every_part_and_judges_every_claim(name: str, tm
         assert row["holds"] is None or not re.match(undecided, row_name), row_name
     drawn, recorded = ({p.stem for p in folder.glob("*.svg")} for folder in (tmp_path, BENCHMARKS / name))
     # Of some figures there is the record alone.
-    assert not [stem for stem in drawn ^ recorded if not stem.startswith(("6-", "C.5", "B.6a", "equal-bytes"))]
+    assert not [
+        stem for stem in drawn ^ recorded if not stem.startswith(("6-", "C.5", "B.6a", "equal-bytes")) and stem != "10"
+    ]
     check_rows(small)

@@ -91,10 +91,6 @@ class StackTrainings(Trainings):
 
 @dataclass
 class StackStudy(OverLinks[StackScale]):
-    @property
-    def timed(self) -> Stacked:
-        return self.scale.timed
-
     def timing(self) -> PipelineTiming:
         """Ranks that are timed; others use their network, too."""
         grid: dict[str, Any] = {"num_ranks": NUM_RANKS, "num_stages": NUM_STAGES}
@@ -169,7 +165,7 @@ def _throughput(study: StackStudy) -> Row:
     """All methods in turns, over links of each rate."""
     scale, task = study.scale, study.scale.timed
     links = {rate: study.scaled(rate) for rate in scale.rates}
-    times = study.timing().times_by_rate(
+    times = study.timing().times(
         study.model, TIMED, rounds=scale.rounds, steps=1, rates=list(links.values()), on_turn=study.advance
     )
     by_rate = dict(zip(scale.rates, times, strict=True))
@@ -219,8 +215,8 @@ def adam(study: StackStudy) -> list[Row]:
     # What turns train is past its warm-up.
     model = Model("gpt", "GPT", "", replace(task, exact_steps=1), task.batch, "sequences/s", 0)
     timed = (*OPTIMIZERS, WARMING)
-    times = study.timing().times(
-        model, timed, rounds=study.scale.rounds, steps=_ADAM_STEPS, rate=rate, on_turn=study.advance
+    (times,) = study.timing().times(
+        model, timed, rounds=study.scale.rounds, steps=_ADAM_STEPS, rates=(rate,), on_turn=study.advance
     )
     runs = {m.name: [at_steps(run, m, times, task.exact_steps) for run in trained[m.name]] for m in OPTIMIZERS}
     targets = [max(own[seed].loss for own in runs.values()) for seed in study.seeds]

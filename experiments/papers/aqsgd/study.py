@@ -113,7 +113,6 @@ class AQSGDScale(LinkedScale):
     large: FineTuning = tasks.LARGE
     labels: FineTuning = tasks.LABELS
     deep: FineTuning = tasks.DEEP
-    timed: FineTuning = tasks.TIMED
     to_loss: FineTuning = tasks.TO_LOSS
     margin: float = 0.01
     breakdown_rates: tuple[str, ...] = ("100mbit", "200mbit", "300mbit", "500mbit")
@@ -151,15 +150,11 @@ SMOKE = AQSGDScale(
 class AQSGDStudy(OverLinks[AQSGDScale]):
     """Trainings and timings, which parts share."""
 
-    @property
-    def timed(self) -> FineTuning:
-        return self.scale.timed
-
     def computed(self) -> Computed:
         """In a step: messages over loopback take the cores, too, and links are what is left to make the proportion."""
         if self._computed is None:
             alone = super().computed()
-            (times,) = self.timing().times_by_rate(
+            (times,) = self.timing().times(
                 self.model, (FP32,), rounds=_COMPUTE_ROUNDS, steps=1, rates=[None], on_turn=lambda *_: None
             )
             share = times.step_s(FP32.name) / (self.timed.num_micro + NUM_STAGES - 1) / alone.seconds

@@ -9,18 +9,18 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from experiments.framework.rank import Rank
-from experiments.framework.study import Scale, ScaleT, Study
+from experiments.framework.study import Scale, Study
 from experiments.framework.timing import Timing, rate_text, shown_rate
 from experiments.framework.training import Trainings
 from experiments.papers.aqsgd.methods import Method
 from experiments.papers.aqsgd.stages import Part, build
-from experiments.papers.aqsgd.tasks import FineTuning
+from experiments.papers.aqsgd.tasks import TIMED, FineTuning
 from experiments.papers.aqsgd.trainings import FirstTraining, Trained
 from experiments.tasks.images import Model
 from thinwire_tools import plots
@@ -133,6 +133,7 @@ class LinkedScale(Scale):
     """``rounds`` turns of every method that is timed, over links of ``rates``: the paper's, the slowest first, which
     links have scaled (`OverLinks.scaled`)."""
 
+    timed: FineTuning = TIMED
     rounds: int = 6
     rates: tuple[str, ...] = ("100mbit", "300mbit", "500mbit", "1gbit", "10gbit")
 
@@ -142,16 +143,19 @@ class LinkedScale(Scale):
         return super().adapted(**options)
 
 
+LinkedScaleT = TypeVar("LinkedScaleT", bound=LinkedScale)
+
+
 @dataclass
-class OverLinks(Study[ScaleT], ABC):
+class OverLinks(Study[LinkedScaleT], ABC):
     """A study with links of scaled rates."""
 
     _computed: Computed | None = None
 
     @property
-    @abstractmethod
     def timed(self) -> FineTuning:
         """What is timed, and what rates are scaled by."""
+        return self.scale.timed
 
     @abstractmethod
     def timing(self) -> PipelineTiming:

@@ -73,15 +73,6 @@ def speed(study: LGrecoStudy) -> list[Row]:
     return rows
 
 
-def profile(row: Mapping[str, Any]) -> dict[str, float]:
-    """Share of a step by PowerSGD that each stage takes, in the mean of runs; much of it while backward goes on."""
-    steps_s = row["step_s"][POWERSGD.name]
-    return {
-        stage: fmean(s / step_s for s, step_s in zip(seconds, steps_s, strict=True))
-        for stage, seconds in row["stages_s"][POWERSGD.name].items()
-    }
-
-
 def compressing_shares(row: Mapping[str, Any], name: str, step: str) -> list[float]:
     """By run, the seconds that method ``name`` compresses, as a share of a step by ``step``."""
     by_stage = [seconds for stage, seconds in row["stages_s"][name].items() if stage != "wire_s"]

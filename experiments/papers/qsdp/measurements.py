@@ -455,15 +455,15 @@ def figure_5_3(study: QSDPStudy) -> list[Row]:
     scale, times_by_rate = study.scale, {}
     for steps in sorted({_turn(scale, rate) for rate in study.rates}):
         rates = [rate for rate in study.rates if _turn(scale, rate) == steps]
-        times = study.timing().times_by_rate(
+        times = study.timing().times(
             study.model, METHODS, rounds=scale.rounds, steps=steps, rates=rates, on_turn=study.advance
         )
         times_by_rate |= dict(zip(rates, times, strict=True))
     by_rate = {rate: times_by_rate[rate] for rate in study.rates}
     _draw_5_3_bandwidth(study, by_rate)
     rate = study.rate_or(scale.slow_rate)
-    nodes = study.timing("nodes", MORE_RANKS).times(
-        study.model, NODE_METHODS, rounds=scale.rounds, steps=1, rate=rate, on_turn=study.advance
+    (nodes,) = study.timing("nodes", MORE_RANKS).times(
+        study.model, NODE_METHODS, rounds=scale.rounds, steps=1, rates=(rate,), on_turn=study.advance
     )
     data = {
         "step_s": {method.name: nodes.step_s(method.name) for method in NODE_METHODS},
@@ -517,8 +517,8 @@ def table_c_2(study: QSDPStudy) -> list[Row]:
     """All pairs of ratios in turns."""
     methods, rate = {key: shortened(*key) for key in THESIS_RATIOS}, study.rate_or(study.scale.ratio_rate)
     chosen = [*methods.values(), NOTHING]
-    times = study.timing().times(
-        study.model, chosen, rounds=study.scale.ratio_rounds, steps=1, rate=rate, on_turn=study.advance
+    (times,) = study.timing().times(
+        study.model, chosen, rounds=study.scale.ratio_rounds, steps=1, rates=(rate,), on_turn=study.advance
     )
     _draw_c_1(study, times, methods, rate)
     return ratio_rows(times, where(rate))
@@ -574,8 +574,8 @@ def figure_5_2(study: QSDPStudy) -> list[Row]:
     turns over the slow link."""
     scale, size, rate = study.scale, study.scale.size("small"), study.rate_or(study.scale.slow_rate)
     trained = {name: study.train("small", method, num_micro=scale.num_micro) for name, method in IN_TIME.items()}
-    times = study.timing().times(
-        timed(size.task), (FP16, W8G8), rounds=scale.rounds, steps=_TIME_STEPS, rate=rate, on_turn=study.advance
+    (times,) = study.timing().times(
+        timed(size.task), (FP16, W8G8), rounds=scale.rounds, steps=_TIME_STEPS, rates=(rate,), on_turn=study.advance
     )
     found = {name: course(runs, IN_TIME[name]) for name, runs in trained.items()}
     _draw_5_2_time(study, found, times.rounds, rate)
