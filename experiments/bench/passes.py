@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from experiments.tasks.images import ImageTask
 from thinwire.compressors import (
     CodecCall,
     Coded,
@@ -63,20 +63,8 @@ class Gradients:
 
 
 def make_task(name: TaskName, *, smoke: bool = False) -> Task:
-    """The training whose gradients are recorded: the demo's GPT, or the CNN on digits of ``python -m experiments fft``.
-
-    Raises ``ImportError`` where what it trains on is missing.
-    """
-    if name == "gpt":
-        return SIZES["smoke" if smoke else "demo"]
-    try:
-        task: Task = importlib.import_module("experiments.tasks.images").ImageTask()
-        task.build(0)
-    except ImportError as error:
-        raise ImportError(
-            f"--task digits is the training of `python -m experiments fft`, which is missing: {error}"
-        ) from error
-    return task
+    """The training whose gradients are recorded: the demo's GPT, or the CNN of ``python -m experiments fft``."""
+    return SIZES["smoke" if smoke else "demo"] if name == "gpt" else ImageTask()
 
 
 def record(task: Task, steps: Sequence[int]) -> Gradients:

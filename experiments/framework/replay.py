@@ -20,7 +20,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,10 +43,6 @@ class Compute:
     """Seconds of the backward pass until each parameter's gradient is ready, from the one before, in that order."""
     optimizer_s: float
     """Seconds from the last gradient to the end of the optimizer's step."""
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Self:
-        return cls(**record)
 
     @property
     def step_s(self) -> float:

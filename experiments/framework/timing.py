@@ -334,7 +334,7 @@ class PinnedTiming(Timing):
         if self._computes is None:
             return self._options
         if model not in self._computes:
-            self._computes[model] = Compute.from_json(self.call(replicas.record, task=model.task)[0]["compute"])
+            self._computes[model] = Compute(**self.call(replicas.record, task=model.task)[0]["compute"])
         return {**self._options, "compute": self._computes[model]}
 
     def _order(self, methods: Sequence[Attaching], round_: int) -> list[tuple[int, Attaching]]:

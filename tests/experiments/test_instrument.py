@@ -96,7 +96,7 @@ def test_a_recorded_step_has_all_gradients_in_the_order_in_which_they_come() -> 
     # The embedding is the output's matrix, too, and is done last.
     assert list(compute.gradients_s)[-1] == names[0]
     assert compute.step_s > 0
-    assert Compute.from_json(json.loads(json.dumps(vars(compute)))) == compute
+    assert Compute(**json.loads(json.dumps(vars(compute)))) == compute
 
 
 def test_replayed_steps_hand_out_what_they_are_given() -> None:
