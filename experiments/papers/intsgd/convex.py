@@ -103,10 +103,6 @@ class Minimized:
     known: Known
     traces: dict[str, Trace]
 
-    @property
-    def num_workers(self) -> int:
-        return NUM_WORKERS
-
 
 @functools.lru_cache(maxsize=1)
 def _problem(source: Source) -> Logistic:
@@ -171,7 +167,7 @@ def describe(minimized: Minimized) -> dict[str, object]:
         "origin": known.origin,
         "rows": known.rows,
         "coordinates": known.coordinates,
-        "workers": minimized.num_workers,
+        "workers": NUM_WORKERS,
         "samples_of_a_worker": known.samples,
         "batch_share": BATCH_SHARE,
         "penalty": known.penalty,
@@ -265,7 +261,7 @@ def bound(coordinates: int, workers: int) -> float:
 
 def bound_bits(minimized: Minimized) -> float:
     """Of an integer that is `bound`, maybe rounded up."""
-    return 1.0 + math.log2(math.ceil(bound(minimized.known.coordinates, minimized.num_workers)))
+    return 1.0 + math.log2(math.ceil(bound(minimized.known.coordinates, NUM_WORKERS)))
 
 
 def gaps(minimized: Minimized, name: str) -> Array:
@@ -360,7 +356,7 @@ def _draw(study: IntSGDStudy, minimized: Minimized) -> None:
             panels[2].plot(trace.steps[1:], trace.largest_sent[1:].mean(1), **style)
             low, high = trace.largest_sent[1:].min(1), trace.largest_sent[1:].max(1)
             panels[2].fill_between(trace.steps[1:], low, high, color=color, alpha=0.2, linewidth=0)
-    most = bound(known.coordinates, minimized.num_workers)
+    most = bound(known.coordinates, NUM_WORKERS)
     panels[2].axhline(most, color="#333333", linewidth=0.8, linestyle=":", label="√(d/2n), section 4.2")
     panels[0].set(xlabel="bits per coordinate that a worker has sent", xscale="log", yscale="log")
     panels[1].set(xlabel="gradients over a worker's data", yscale="log")
