@@ -16,7 +16,6 @@ from rich.console import Console
 from experiments.framework.claims import Claim, Finding, Row, judge, recorded, results_of, table_of_claims
 from experiments.framework.ranks import RunCache
 from experiments.framework.study import Scale, Study
-from experiments.framework.verdicts import JUDGED
 from thinwire.runtime import ParityError
 from thinwire_tools import lab, plots
 from thinwire_tools.compare.statistics import need_scipy
@@ -111,11 +110,6 @@ class Paper(Generic[ScaleT]):
     study: Callable[[ScaleT, Path, Console, bool, RunCache], Study[ScaleT]]
     source: Literal["paper", "thesis"] = "paper"
 
-    @property
-    def rules(self) -> str:
-        """Rules by which claims are judged."""
-        return f"{JUDGED}. {self.judged}"
-
     def judge(self, record: Mapping[str, Any]) -> list[Finding]:
         """Return the claims, judged again by the rows of a JSON file that this paper's command wrote."""
         return judge(self.claims, recorded(record), emulated=record["about"]["emulated"])
@@ -151,7 +145,7 @@ def command(paper: Paper[Any], summary: str) -> Callable[..., int]:
         out.mkdir(parents=True, exist_ok=True)
         path = json or out / "all.json"
         if record is not None:
-            write_again(console, paper.judge(record), record, paper.rules, path, paper.title)
+            write_again(console, paper.judge(record), record, paper.judged, path, paper.title)
             return 0
         missing = lab.unavailable()
         if missing:
@@ -175,7 +169,7 @@ def command(paper: Paper[Any], summary: str) -> Callable[..., int]:
             "smoke": smoke,
             "times": None if times is None else times.name,
             f"differs_from_the_{paper.source}": paper.differs,
-            "judged": paper.rules,
+            "judged": paper.judged,
         }
         if failures:
             about["failures"] = failures

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from statistics import fmean
 from typing import Any
 
@@ -66,12 +67,21 @@ def laboratory(study: LGrecoStudy) -> list[Row]:
 
 
 def _replay(study: LGrecoStudy, name: Name, family: str) -> Bench:
-    return replay(
-        study.recorded(name),
-        [method for method in METHODS if method.name in _REPLAYED[name, family]],
-        next(one for one in FAMILIES if one.name == family),
-        on_step=lambda now: study.advance(1, now),
-    )
+    """What policies decide, replayed once."""
+
+    def make() -> AbstractContextManager[Bench]:
+        chosen = [method for method in METHODS if method.name in _REPLAYED[name, family]]
+        members = next(one for one in FAMILIES if one.name == family)
+        return nullcontext(replay(study.recorded(name), chosen, members, lambda now: study.advance(1, now)))
+
+    return study.kept(("replayed", name, family), make)
+
+
+def bytes_of_buckets(study: LGrecoStudy) -> dict[str, list[float]]:
+    """What uniform PowerSGD and each policy send in each DDP bucket, in the mean over trainings."""
+    data = of_buckets(_replay(study, "gpt", "powersgd"))[0].data
+    means = {name: [fmean(at) for at in zip(*each, strict=True)] for name, each in data["bytes_per_bucket"].items()}
+    return {"uniform": data["uniform"], **means}
 
 
 def _row(figure: str, name: str, ratios: Mapping[str, Sequence[float] | None]) -> Row:
