@@ -32,7 +32,7 @@ _WARM_UP_STEPS = 2
 # --- on a rank
 
 
-def compute(rank: Rank, task: FineTuning, num_stages: int, repeats: int) -> dict[str, Any]:
+def compute(rank: Rank, task: FineTuning, num_stages: int) -> dict[str, Any]:
     """Median seconds of this stage's forward and backward pass over a micro-batch, as in a step: all micro-batches
     forward, then all back, all stages at once; without messages, but with as many cores for each."""
     index = rank.rank % num_stages
@@ -41,7 +41,7 @@ def compute(rank: Rank, task: FineTuning, num_stages: int, repeats: int) -> dict
     first = index == 0
     x = tokens if first else torch.randn(*tokens.shape, task.model.width)
     seconds: list[tuple[float, float]] = []
-    for _ in range(_WARM_UP_STEPS + repeats):
+    for _ in range(_WARM_UP_STEPS + _REPEATS):
         rank.channel.hold("compute")
         begun = time.perf_counter()
         outs = [part(x if first else x.detach().requires_grad_()) for _ in range(task.num_micro)]
@@ -54,22 +54,22 @@ def compute(rank: Rank, task: FineTuning, num_stages: int, repeats: int) -> dict
     return {"forward_s": median(forward), "backward_s": median(backward)}
 
 
-def wire(rank: Rank, num_bytes: int, sender: int, receiver: int, repeats: int) -> dict[str, Any]:
-    """Median seconds, on the sender, by which a message of so many bytes and its answer take longer than a message
-    of one byte and its answer: processes that wake up are no communication."""
+def wire(rank: Rank, num_bytes: int) -> dict[str, Any]:
+    """Median seconds, on the first rank, by which a message of so many bytes to the second one and its answer take
+    longer than a message of one byte and its answer: processes that wake up are no communication."""
     answer = torch.zeros(1, dtype=torch.uint8)
     seconds: dict[int, list[float]] = {num_bytes: [], 1: []}
     rank.channel.hold("wire")
-    for _ in range(1 + repeats):
+    for _ in range(1 + _WIRE_REPEATS):
         for size, times in seconds.items():
             message = torch.zeros(size, dtype=torch.uint8)
             started = time.perf_counter()
-            if rank.rank == sender:
-                dist.send(message, receiver)
-                dist.recv(answer, receiver)
-            elif rank.rank == receiver:
-                dist.recv(message, sender)
-                dist.send(answer, sender)
+            if rank.rank == 0:
+                dist.send(message, 1)
+                dist.recv(answer, 1)
+            elif rank.rank == 1:
+                dist.recv(message, 0)
+                dist.send(answer, 0)
             times.append(time.perf_counter() - started)
     return {"seconds": max(0.0, median(seconds[num_bytes][1:]) - median(seconds[1][1:]))}
 
@@ -103,7 +103,7 @@ class PipelineTiming(Timing):
         Raises:
             RankFailedError: a rank did not make it.
         """
-        answers = self.call(compute, task=task, num_stages=self._num_stages, repeats=_REPEATS)
+        answers = self.call(compute, task=task, num_stages=self._num_stages)
         return Computed(*(max(answer[name] for answer in answers) for name in ("forward_s", "backward_s")))
 
     def wire(self, num_bytes: int, rate: str | None) -> float:
@@ -113,8 +113,7 @@ class PipelineTiming(Timing):
             RankFailedError: a rank did not make it.
         """
         self.shape(rate)
-        answers = self.call(wire, num_bytes=num_bytes, sender=0, receiver=1, repeats=_WIRE_REPEATS)
-        return float(answers[0]["seconds"])
+        return float(self.call(wire, num_bytes=num_bytes)[0]["seconds"])
 
     def _entering(self, model: Model) -> dict[str, Any]:
         return {"folder": self.folder}

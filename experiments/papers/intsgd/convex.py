@@ -11,7 +11,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -160,27 +160,6 @@ def _gather(jobs: dict[Future[_V], _K], title: Callable[[_K], str], on_done: Cal
     return results
 
 
-def describe(minimized: Minimized) -> dict[str, object]:
-    """What the JSON file keeps of a data set."""
-    known, source = minimized.known, minimized.source
-    return {
-        "origin": known.origin,
-        "rows": known.rows,
-        "coordinates": known.coordinates,
-        "workers": NUM_WORKERS,
-        "samples_of_a_worker": known.samples,
-        "batch_share": BATCH_SHARE,
-        "penalty": known.penalty,
-        "smoothness": known.smoothness,
-        "least_value": known.optimum.value,
-        "descent_ended_above_it": known.optimum.descent - known.optimum.value,
-        "descent_iterations": known.optimum.iterations,
-        "steps": source.steps,
-        "steps_of_lsvrg": source.reference_steps,
-        "seeds": source.seeds,
-    }
-
-
 if TYPE_CHECKING:
     from experiments.papers.intsgd.paper import IntSGDStudy
 
@@ -208,7 +187,8 @@ def part_a(study: IntSGDStudy) -> list[Row]:
     """Logistic regression on every data set by every method, with a picture of each."""
     minimized_sources = minimize(study.scale.sources, lambda title: study.advance(1, title))
     for minimized in minimized_sources:
-        study.datasets[minimized.source.name] = describe(minimized)
+        facts = {**asdict(minimized.source), **asdict(minimized.known)}
+        study.datasets[minimized.source.name] = {**facts, "workers": NUM_WORKERS, "batch_share": BATCH_SHARE}
         _draw(study, minimized)
     return measured(minimized_sources)
 
