@@ -22,9 +22,6 @@ class Entry(NamedTuple):
     title: str
     minutes: int
     """Minutes, roughly, on two cores of a 2020s server."""
-    protocol: str
-    """The paper's way of taking times, where it says so, and its scaled form here."""
-
     module: str = "paper"
     """Module of its package that holds its claims, where that is not `paper`."""
     package: str = ""
@@ -45,47 +42,24 @@ CATALOG = (
         "aqsgd",
         "AQ-SGD: Fine-tuning Language Models over Slow Networks (Wang et al., NeurIPS 2022), and its blog post",
         55,
-        "the paper gives throughputs and the times of a micro-batch's parts; here medians over rounds in which all "
-        "methods take turns",
     ),
     Entry(
         "fullstack",
         "AQ-SGD's full stack: QuantizedAdam, split learning, appendices F and G (the same paper)",
         20,
-        "as for AQ-SGD",
         "stack_paper",
         "aqsgd",
     ),
     Entry(
-        "cgx",
-        "CGX: Adaptive System Support for Communication-Efficient Deep Learning (Markov's thesis, chapter 3)",
-        15,
-        "means of 300 steps after 10 to warm up (section 3.7.1); here medians over rounds in which methods take turns, "
-        "two steps a turn, after steps to warm up",
+        "cgx", "CGX: Adaptive System Support for Communication-Efficient Deep Learning (Markov's thesis, chapter 3)", 15
     ),
     Entry(
-        "lgreco",
-        "L-GreCo: Layerwise-Adaptive Gradient Compression (Markov's thesis, section 3.6 and chapter 4)",
-        15,
-        "as for CGX",
+        "lgreco", "L-GreCo: Layerwise-Adaptive Gradient Compression (Markov's thesis, section 3.6 and chapter 4)", 15
     ),
+    Entry("qsdp", "QSDP: Quantized Distributed Training of Large Models (Markov's thesis, chapter 5)", 20),
+    Entry("fft", "FFT-based Gradient Sparsification for the Distributed Training of DNNs (Wang et al., HPDC 2020)", 15),
     Entry(
-        "qsdp",
-        "QSDP: Quantized Distributed Training of Large Models (Markov's thesis, chapter 5)",
-        20,
-        "means of 50 steps after 10 to warm up (section 5.7); here medians over rounds in which all methods take turns",
-    ),
-    Entry(
-        "fft",
-        "FFT-based Gradient Sparsification for the Distributed Training of DNNs (Wang et al., HPDC 2020)",
-        15,
-        "wall time of whole trainings; here wall time of whole, smaller trainings",
-    ),
-    Entry(
-        "intsgd",
-        "IntSGD: Adaptive Floatless Compression of Stochastic Gradients (Mishchenko et al., ICLR 2022)",
-        20,
-        "the paper breaks the time of a step down into parts; here medians over rounds in which all methods take turns",
+        "intsgd", "IntSGD: Adaptive Floatless Compression of Stochastic Gradients (Mishchenko et al., ICLR 2022)", 20
     ),
 )
 
@@ -268,7 +242,7 @@ def _section(paper: RecordedPaper) -> Iterator[str]:
     entry = paper.entry
     yield f"## {_heading(entry)}"
     yield f"{entry.title}."
-    yield f"`{entry.command}`: about {entry.minutes} minutes. Times: {entry.protocol}."
+    yield f"`{entry.command}`: about {entry.minutes} minutes."
     if not paper.machines:
         yield f"{_NOT_RUN.capitalize()}: `{entry.command}`."
         return

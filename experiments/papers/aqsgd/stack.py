@@ -96,15 +96,15 @@ class StackStudy(OverLinks[StackScale]):
         grid: dict[str, Any] = {"num_ranks": NUM_RANKS, "num_stages": NUM_STAGES}
         return self.kept("timing", lambda: PipelineTiming(emulated=self.emulated, **grid))
 
-    def trainings(self) -> StackTrainings:
+    def trainings(self, num_ranks: int) -> Trainings:
         """Training over the links of those that are timed, without a limit."""
         timing = self.timing()
         timing.shape(None)
-        return self.kept("trainings", lambda: StackTrainings(NUM_RANKS, nullcontext(timing.network), self.cache))
+        return self.kept("trainings", lambda: StackTrainings(num_ranks, nullcontext(timing.network), self.cache))
 
     def train(self, method: Method, task: Stacked) -> list[Trained]:
         """A training of ``task`` from every seed, unless it has been."""
-        return self.run(self.trainings(), task, method, method.title)
+        return self.run(NUM_RANKS, task, method, method.title)
 
     def split(self, methods: Mapping[str, Method]) -> dict[str, list[dict[str, Any]]]:
         """What split learning by each method found, by seed: every rank takes its share of these trainings.

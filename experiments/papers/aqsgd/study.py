@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, Literal
 
-from experiments.framework.training import Trainings
 from experiments.framework.verdicts import Course
 from experiments.papers.aqsgd import tasks
 from experiments.papers.aqsgd.methods import FP32, Method
@@ -161,16 +160,12 @@ class AQSGDStudy(OverLinks[AQSGDScale]):
             self._computed = Computed(share * alone.forward_s, share * alone.backward_s)
         return self._computed
 
-    def trainings(self, num_stages: int = NUM_STAGES) -> Trainings:
-        """Ranks that train, over loopback."""
-        return self.kept(("trainings", num_stages), lambda: Trainings(num_stages, cache=self.cache))
-
     def train(
         self, name: TaskName, method: Method, num_stages: int = NUM_STAGES, *, completions: bool = False
     ) -> list[Trained]:
         """A training from every seed, unless it has been."""
         title = f"{TITLES[name]}, {method.title}"
-        return self.run(self.trainings(num_stages), self.scale.task(name), method, title, completions=completions)
+        return self.run(num_stages, self.scale.task(name), method, title, completions=completions)
 
     def timing(self) -> PipelineTiming:
         """Ranks that are timed."""

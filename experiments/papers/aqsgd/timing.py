@@ -17,7 +17,6 @@ import torch.distributed as dist
 from experiments.framework.rank import Rank
 from experiments.framework.study import Scale, Study
 from experiments.framework.timing import Timing, rate_text, shown_rate
-from experiments.framework.training import Trainings
 from experiments.papers.aqsgd.methods import Method
 from experiments.papers.aqsgd.stages import Part, build
 from experiments.papers.aqsgd.tasks import TIMED, FineTuning
@@ -166,7 +165,7 @@ class OverLinks(Study[LinkedScaleT], ABC):
         return self.kept("first", lambda: nullcontext(FirstTraining(Path(folder))))
 
     def run(
-        self, trainings: Trainings, task: FineTuning, method: Method, title: str, *, completions: bool = False
+        self, num_ranks: int, task: FineTuning, method: Method, title: str, *, completions: bool = False
     ) -> list[Trained]:
         """A training from every seed, unless it has been.
 
@@ -174,8 +173,8 @@ class OverLinks(Study[LinkedScaleT], ABC):
             RankFailedError: a rank did not make it.
             ParityError: both sides of a boundary, or replicas, do not hold the same.
         """
-        on_step, last = self.reporter(title), trainings.num_ranks - 1
-        options: dict[str, Any] = {"on_step": on_step, "teller": last, "completions": completions}
+        on_step, trainings = self.reporter(title), self.trainings(num_ranks)
+        options: dict[str, Any] = {"on_step": on_step, "teller": num_ranks - 1, "completions": completions}
         options["more"] = lambda: {"weights": self.first().weights(task, on_step)}
         answers = (trainings.train(task, method, seed, **options) for seed in self.seeds)
         return [Trained.of(task, one) for one in answers]

@@ -11,7 +11,6 @@ from typing import Any
 from experiments.framework.claims import Row
 from experiments.framework.study import Scale, Study, draw_bars
 from experiments.framework.timing import RANKS_PER_NODE, Place, Times, Timing, shown_rate
-from experiments.framework.training import Trainings
 from experiments.framework.verdicts import Course, Rounds, courses, sooner
 from experiments.papers.qsdp.methods import (
     BITS,
@@ -144,7 +143,7 @@ class QSDPStudy(Study[QSDPScale]):
         """
         size = self.scale.size(name)
         options: dict[str, Any] = {"on_step": self.reporter(f"{size.title}, {method.title}"), "num_micro": num_micro}
-        trainings = self.kept(("trainings", num_ranks), lambda: Trainings(num_ranks, cache=self.cache))
+        trainings = self.trainings(num_ranks)
         answers = (trainings.train(size.task, method, seed, **options) for seed in self.seeds)
         return [Trained.of(size.task, one) for one in answers]
 
