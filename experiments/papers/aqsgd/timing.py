@@ -1,5 +1,6 @@
 """Methods of sending activations timed against each other, and the parts of a step by themselves."""
-# No `from __future__ import annotations` here: methods and tasks are made of plain values.
+
+from __future__ import annotations
 
 import tempfile
 import time
