@@ -83,11 +83,6 @@ class Extent:
             on_step()
 
 
-def reference_of(spec: str, snapshot: Snapshot) -> Mapping[str, Compressor]:
-    """What each layer has where ``spec`` is the rule."""
-    return Plan.build({name: tuple(g.shape) for name, g in snapshot.gradients.items()}, spec).layers
-
-
 def choose(
     policy: Policy, spec: str, snapshots: Sequence[Snapshot], bucket_of: Mapping[str, int], syncs: Sequence[Sync] = ()
 ) -> list[Mapping[str, Compressor]]:
@@ -95,7 +90,7 @@ def choose(
     memory: Mapping[str, tuple[float, ...]] = {}
     plans = []
     for snapshot in snapshots:
-        whole = reference_of(spec, snapshot)
+        whole = Plan.build({name: tuple(g.shape) for name, g in snapshot.gradients.items()}, spec).layers
         reference = {name: c for name, c in whole.items() if not isinstance(c, Raw)}
         shown = Evidence(
             reference,
