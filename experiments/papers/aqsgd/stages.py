@@ -147,9 +147,8 @@ class Pipe(Attached):
             Variant(method.hook).attach(ddp, self.optimizer, seed)
         if method.gradients:
             adam = self.optimizer.param_groups[0]
-            self.optimizer = thinwire.optim.QuantizedAdam(
-                self.part.parameters(), betas=adam["betas"], weight_decay=adam["weight_decay"], warmup=task.exact_steps
-            )
+            options = {"betas": adam["betas"], "weight_decay": adam["weight_decay"], "warmup": task.exact_steps}
+            self.optimizer = thinwire.optim.QuantizedAdam(self.part.parameters(), adam["lr"], **options)
             self.wire = thinwire.compress(
                 ddp,
                 method.gradients,
