@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from experiments.framework.pages import show
 from thinwire_tools import lab
@@ -57,12 +56,10 @@ def algorithms(
     results = Results(
         "python -m experiments bench algorithms", about={"compressor": compressor, "sizes_mb": list(sizes_mb)}
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=len(worlds))
-        for num_ranks, each_node, rate, rtt in worlds:
+    with console.status("") as status:
+        for number, (num_ranks, each_node, rate, rtt) in enumerate(worlds, 1):
             where = _where(num_ranks, each_node, rate, rtt)
-            progress.update(task, description=where)
+            status.update(f"{number} of {len(worlds)}: {where}")
             if each_node == 1:
                 methods = [(algorithm, "group") for algorithm in FLAT]
             elif num_ranks == each_node:
@@ -86,7 +83,6 @@ def algorithms(
             except ValueError as error:
                 # What adds the latency cannot carry every rate.
                 console.print(f"{where}: left out: {error}")
-                progress.advance(task)
                 continue
             for size, answer in zip(sizes_mb, answers, strict=True):
                 prefix = f"{num_ranks} ranks/{each_node} a node/{rate}/{rtt}/{size:g} MB/"
@@ -94,7 +90,6 @@ def algorithms(
             results.about[where] = link
             if json:
                 results.write(json)
-            progress.advance(task)
     show("algorithms", results, json)
     return 0
 

@@ -78,7 +78,7 @@ def compressors(
     with ends_command(ValueError, TypeError, ImportError):
         if turns < 1:
             raise ValueError(f"--turns {turns}: at least 1")
-        chosen = _parsed(specs or (families.SMOKE if smoke else families.default_specs()))
+        chosen = list(dict.fromkeys(map(parse, specs or (families.SMOKE if smoke else families.default_specs()))))
         training, steps = make_task(task, smoke=smoke), _SMOKE_STEPS if smoke else _STEPS
         with console.status(f"training for {steps[-1] + 1} steps ..."):
             gradients = record(training, steps)
@@ -92,10 +92,6 @@ def compressors(
     _record(results, rows)
     show("measured", results, json)
     return 0
-
-
-def _parsed(specs: Sequence[str]) -> list[Compressor]:
-    return list(dict.fromkeys(parse(spec) for spec in specs))
 
 
 def measure(chosen: Sequence[Compressor], gradients: Gradients, *, turns: int, tell=None) -> list[Row]:

@@ -15,6 +15,7 @@ from torch import nn
 
 import thinwire
 from experiments.framework.pages import show
+from thinwire.local import send_nothing
 from thinwire.plan import DEFAULT_RULES
 from thinwire_tools import lab
 from thinwire_tools.bench.step import Turns, gpt, token_batch
@@ -128,23 +129,6 @@ def sharded_gpt(*, halved: bool = False, kept: bool = False) -> nn.Module:
     return model
 
 
-def sharded_way(setting: Setting) -> tuple[nn.Module, Callable[[], object]]:
-    """A model that trains like this, and what ends its communication."""
-    if not isinstance(setting, ShardedSetting):
-        from experiments.papers.qsdp.sharding import cut_short
-
-        model = sharded_gpt()
-        cut_short(model, math.inf, math.inf)
-        return model, lambda: None
-    model = sharded_gpt(halved=setting.halved, kept=setting.kept)
-    if setting.spec is None:
-        return model, lambda: None
-    gradients = setting.gradients or setting.spec
-    wire = thinwire.compress(model, weights=setting.spec, gradients=gradients, skip_if_slower=False)
-    thinwire.prefetch(model)
-    return model, wire.detach
-
-
 NOTHING = Setting("nothing sent")
 
 
@@ -163,21 +147,24 @@ def look(model: nn.Module, batch: int, steps: int, specs: Sequence[str]) -> tupl
     return measured[0]
 
 
-def compressed_model(setting: Setting, cap_mb: float) -> tuple[nn.Module, Callable[[], object]]:
-    """A DDP model that trains like this, and what ends its communication."""
-    model = gpt(cap_mb)
-    if setting == NOTHING:
-        model.register_comm_hook(None, _noop)
+def trained_by(setting: Setting, cap_mb: float, *, sharded: bool) -> tuple[nn.Module, Callable[[], object]]:
+    """A model that trains like this, and what ends its communication."""
+    of_shards = setting if isinstance(setting, ShardedSetting) else ShardedSetting(setting.title)
+    model = sharded_gpt(halved=of_shards.halved, kept=of_shards.kept) if sharded else gpt(cap_mb)
+    if setting == NOTHING and sharded:
+        from experiments.papers.qsdp.sharding import cut_short
+
+        cut_short(model, math.inf, math.inf)
+    elif setting == NOTHING:
+        send_nothing(model)
     if setting.spec is None:
         return model, lambda: None
-    wire = thinwire.compress(model, setting.spec, skip_if_slower=False)
+    if not sharded:
+        return model, thinwire.compress(model, setting.spec, skip_if_slower=False).detach
+    gradients = of_shards.gradients or setting.spec
+    wire = thinwire.compress(model, weights=setting.spec, gradients=gradients, skip_if_slower=False)
+    thinwire.prefetch(model)
     return model, wire.detach
-
-
-def _noop(state, bucket):
-    future = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
 
 
 def _taken(setting: Setting, specs: Sequence[str]) -> bool:
@@ -196,7 +183,7 @@ def predict_and_take(
     predictions = {setting.title: {"step": asdict(predict_step(setting, measured).step)} for setting in settings}
     models, ends = {}, []
     for setting in (*settings, NOTHING):
-        models[setting.title], end = sharded_way(setting) if sharded else compressed_model(setting, cap_mb)
+        models[setting.title], end = trained_by(setting, cap_mb, sharded=sharded)
         ends.append(end)
     times = Turns(models).seconds(token_batch(batch), rounds, steps)
     for end in ends:

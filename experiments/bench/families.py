@@ -6,11 +6,11 @@ import inspect
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 from thinwire.compressors import Chain, Coded, Compressor, Summed, Wrapper
+from thinwire_tools import plots
 
 SERIES: tuple[tuple[str, tuple[object, ...]], ...] = (
     ("minmax(bits={}, bucket=128)", (1, 2, 3, 4, 6, 8)),
@@ -135,10 +135,6 @@ _LOOKS = {
 _NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?")
 _LEADING = ("bits", "density", "theta", "rank", "lam", "gamma", "to")
 _UNSAID = ("scaled",)
-_FONT_POINTS = 7.0
-_REACH = (0, 7, -7, 14, -14, 21, -21, 28, -28, 36, -36, 44, -44, 54, -54)
-_NEAR = 14
-_SHADE = 0.72
 _ROUNDING = 2.0**-23
 
 
@@ -152,46 +148,36 @@ class Point:
 
 
 def draw(points: Sequence[Point], path: Path, title: str) -> None:
-    """Write the picture to ``path``: SVG, or what its ending says. Points with no error beyond rounding are left out.
+    """Write the picture to ``path``, as SVG. Points with no error beyond rounding are left out.
 
     Raises ``ImportError`` that says how to install matplotlib, ``ValueError`` where there is nothing to draw.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-        from matplotlib.patheffects import withStroke
-    except ImportError as error:
-        raise ImportError("--plot takes matplotlib: pip install '.[plot]'") from error
     shown = [point for point in points if point.error > _ROUNDING and point.bytes_per_element > 0]
     if not shown:
         raise ValueError("no compressor has an error to draw")
-    figure = Figure(figsize=(12, 8), layout="constrained")
-    axes: Any = figure.add_subplot()
-    for name in [*FAMILIES, "other"]:
-        mine = [point for point in shown if family(point.compressor) == name]
-        color, marker = _LOOKS[name]
-        for line in _lines(mine):
-            axes.plot(*_places(line), color=color, linewidth=1, alpha=0.55, zorder=1)
-        if mine:
-            look = {
-                "color": color,
-                "marker": marker,
-                "linestyle": "",
-                "markersize": 11 if name == "FFT" else 7,
-                "markeredgecolor": "white",
-            }
-            axes.plot(*_places(mine), label=name, markeredgewidth=0.5, zorder=2, **look)
-    axes.set(xscale="log", yscale="log", title=title)
-    axes.set(xlabel="bytes per element, indices and bitmaps counted", ylabel="relative L2 error of one message")
+    x = "bytes per element, indices and bitmaps counted"
+    figure, (axes,) = plots.canvas(1, titles=[title], x=x, y="relative L2 error of one message")
+    figure.set_size_inches(12, 8)
+    ends: list[tuple[Point, str]] = []
+    for name, (color, marker) in _LOOKS.items():
+        lines = list(_lines([point for point in shown if family(point.compressor) == name]))
+        for line in lines:
+            places = [point.bytes_per_element for point in line], [point.error for point in line]
+            label = name if line is lines[0] else None
+            axes.plot(*places, color=color, marker=marker, linewidth=1, markeredgecolor="white", label=label)
+            ends.append((line[-1], color))
+    axes.set(xscale="log", yscale="log")
     axes.margins(0.08)
-    axes.grid(alpha=0.25, which="both", linewidth=0.5)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower left")
-    for text in _label(figure, axes, shown):
-        text.set_path_effects([withStroke(linewidth=2, foreground="white")])
-    with matplotlib.rc_context({"svg.hashsalt": "thinwire"}):
-        metadata = {"Date": None} if path.suffix == ".svg" else None
-        figure.savefig(path, format=path.suffix.removeprefix(".") or "svg", metadata=metadata, dpi=130)
+    figure.draw_without_rendering()
+    taken: list[Any] = []
+    for point, color in ends:
+        at, style = (point.bytes_per_element, point.error), {"fontsize": 7, "color": color}
+        text = axes.annotate(short(point.compressor), at, xytext=(5, 3), textcoords="offset points", **style)
+        box = text.get_window_extent()
+        # Those for which there is no room are in the table.
+        text.set_visible(not any(box.overlaps(other) for other in taken))
+        taken += [box] if text.get_visible() else []
+    plots.save(figure, path)
 
 
 def short(compressor: Compressor) -> str:
@@ -219,67 +205,3 @@ def _lines(points: Sequence[Point]) -> Iterator[list[Point]]:
         alike.setdefault(key, []).append(point)
     for line in alike.values():
         yield sorted(line, key=lambda point: point.bytes_per_element)
-
-
-def _places(points: Sequence[Point]) -> tuple[list[float], list[float]]:
-    return [point.bytes_per_element for point in points], [point.error for point in points]
-
-
-def _names(points: Sequence[Point]) -> list[tuple[Point, str]]:
-    """What stands beside each point: a spec at the end of a line, along it only the number that changes."""
-    named = []
-    for line in _lines(points):
-        for point in line[:-1]:
-            number = _NUMBER.search(str(point.compressor))
-            named.append((point, number[0] if number else short(point.compressor)))
-        named.append((line[-1], short(line[-1].compressor)))
-    return named
-
-
-def _label(figure: Any, axes: Any, points: Sequence[Point]) -> Iterator[Any]:
-    """Name every point where the least of other names and points is covered; yields the texts."""
-    figure.draw_without_rendering()
-    scale = figure.dpi / 72
-    edge, legend = axes.get_window_extent(), axes.get_legend().get_window_extent()
-    taken = [(legend.x0, legend.y0, legend.x1, legend.y1)]
-    named = _names(points)
-    marks = [tuple(axes.transData.transform((p.bytes_per_element, p.error))) for p, _ in named]
-    taken += [(x - 4 * scale, y - 4 * scale, x + 4 * scale, y + 4 * scale) for x, y in marks]
-    for (point, name), (x, y) in zip(named, marks, strict=True):
-        color = _darker(_LOOKS[family(point.compressor)][0])
-        trial = axes.text(0, 0, name, fontsize=_FONT_POINTS)
-        size = trial.get_window_extent()
-        trial.remove()
-        places = []
-        for up, side in product(_REACH, (1, 0, -1)):
-            if side or up:
-                left = x + side * 6 * scale - (1 - side) / 2 * size.width
-                low = y + up * scale - size.height / 2
-                box = (left, low, left + size.width, low + size.height)
-                outside = left < edge.x0 or box[2] > figure.bbox.width or low < edge.y0 or box[3] > edge.y1
-                cost = sum(_shared(box, other) for other in taken) + abs(up) * scale + (1e9 if outside else 0)
-                places.append((cost, up, box))
-        _, up, box = min(places)
-        taken.append(box)
-        leader = {"arrowstyle": "-", "color": color, "linewidth": 0.4, "shrinkA": 0, "shrinkB": 3}
-        yield axes.annotate(
-            name,
-            (point.bytes_per_element, point.error),
-            xytext=((box[0] - x) / scale, (box[1] - y) / scale),
-            textcoords="offset points",
-            fontsize=_FONT_POINTS,
-            color=color,
-            arrowprops=leader if abs(up) > _NEAR else None,
-        )
-
-
-def _darker(color: str) -> str:
-    """Small letters take more contrast than markers."""
-    return "#" + "".join(f"{int(int(color[at : at + 2], 16) * _SHADE):02x}" for at in (1, 3, 5))
-
-
-def _shared(one: tuple[float, ...], other: tuple[float, ...]) -> float:
-    """Area that two rectangles (left, bottom, right, top) share."""
-    wide = min(one[2], other[2]) - max(one[0], other[0])
-    high = min(one[3], other[3]) - max(one[1], other[1])
-    return wide * high if wide > 0 and high > 0 else 0.0

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
+from torch.optim import AdamW
 
 from experiments.framework.pages import show
 from thinwire import kernels
@@ -77,9 +79,9 @@ def measure(count: int, turns: int) -> Mapping[str, tuple[float, int]]:
     """Median CPU seconds of each row, for ``count`` matrices and vectors, and the values it touches for each weight."""
     shapes = {f"{kind}{i}": shape for i in range(count) for kind, shape in (("w", (_WIDTH, _WIDTH)), ("b", (_WIDTH,)))}
     numel = sum(math.prod(shape) for shape in shapes.values())
-    rows = {_COPY: _Row(_copy(shapes), 2), _FUSED: _Row(_fused(shapes), 7)}
+    rows = {_COPY: _Row(_copy(shapes), 2), _FUSED: _Row(_stepping(shapes, partial(AdamW, lr=1e-3, fused=True)), 7)}
     for order in ("pre", "update"):
-        rows[f"CompressedAdamW, {order}"] = _Row(_compressed(shapes, order), 9)
+        rows[f"CompressedAdamW, {order}"] = _Row(_stepping(shapes, partial(CompressedAdamW, lr=1e-3, order=order)), 9)
     for bits in (2, 4):
         rows[f"encoding in {bits} bits, with error feedback"] = _Row(_encoding(numel, Format(bits, 128)), 3)
     for how, together in (("apart", False), ("together", True)):
@@ -104,37 +106,19 @@ def _copy(shapes: Mapping[str, Sequence[int]]) -> _Turns:
         yield
 
 
-def _parameters(shapes: Mapping[str, Sequence[int]]) -> list[Tensor]:
-    return [nn.Parameter(torch.randn(*shape)) for shape in shapes.values()]
-
-
-def _renew_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        if parameter.grad is None:
-            parameter.grad = torch.empty_like(parameter)
-        parameter.grad.copy_(gradient)
-
-
-def _fused(shapes: Mapping[str, Sequence[int]]) -> _Turns:
-    parameters = _parameters(shapes)
+def _stepping(shapes: Mapping[str, Sequence[int]], make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> _Turns:
+    parameters: list[Tensor] = [nn.Parameter(torch.randn(*shape)) for shape in shapes.values()]
     gradients = [torch.randn_like(parameter) for parameter in parameters]
-    torch_adamw = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+    optimizer = make(parameters)
     while True:
-        _renew_gradients(parameters, gradients)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.copy_(gradient)
         yield
-        torch_adamw.step()
-        yield
-
-
-def _compressed(shapes: Mapping[str, Sequence[int]], order: Literal["pre", "update"]) -> _Turns:
-    parameters = _parameters(shapes)
-    gradients = [torch.randn_like(parameter) for parameter in parameters]
-    ours = CompressedAdamW(parameters, lr=1e-3, order=order)
-    while True:
-        _renew_gradients(parameters, gradients)
-        yield
-        ours.outgoing([(p, p.grad) for p in parameters if p.grad is not None], 1.0)
-        ours.step()
+        if isinstance(optimizer, CompressedAdamW):
+            optimizer.outgoing([(p, p.grad) for p in parameters if p.grad is not None], 1.0)
+        optimizer.step()
         yield
 
 

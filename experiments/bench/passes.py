@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from experiments.tasks.images import ImageTask
 from thinwire.compressors import (
     CodecCall,
     Coded,
@@ -34,7 +35,7 @@ from thinwire.compressors import (
 )
 from thinwire.plan import Filter, Plan
 from thinwire_tools.compare.tasks import SIZES, Task
-from thinwire_tools.compare.train import learning_rate
+from thinwire_tools.compare.train import learning_rate, train
 
 TaskName = Literal["gpt", "digits"]
 
@@ -62,20 +63,8 @@ class Gradients:
 
 
 def make_task(name: TaskName, *, smoke: bool = False) -> Task:
-    """The training whose gradients are recorded: the demo's GPT, or the CNN on digits of ``python -m experiments fft``.
-
-    Raises ``ImportError`` where what it trains on is missing.
-    """
-    if name == "gpt":
-        return SIZES["smoke" if smoke else "demo"]
-    try:
-        task: Task = importlib.import_module("experiments.tasks.images").ImageTask()
-        task.build(0)
-    except ImportError as error:
-        raise ImportError(
-            f"--task digits is the training of `python -m experiments fft`, which is missing: {error}"
-        ) from error
-    return task
+    """The training whose gradients are recorded: the demo's GPT, or the CNN of ``python -m experiments fft``."""
+    return SIZES["smoke" if smoke else "demo"] if name == "gpt" else ImageTask()
 
 
 def record(task: Task, steps: Sequence[int]) -> Gradients:
@@ -90,16 +79,11 @@ def record(task: Task, steps: Sequence[int]) -> Gradients:
         raise ValueError(f"steps {list(steps)}: ascending, from 1 to {task.steps - 1}")
     model, keep = task.build(0), Filter()
     chosen = {n: p for n, p in model.named_parameters() if not keep.keeps_raw(n, p.shape)}
-    optimizer, wanted = task.optimizer(model), {at for step in steps for at in (step - 1, step)}
-    kept: dict[int, Tensor] = {}
-    for step, batch in enumerate(islice(task.batches(0, 0, 1), steps[-1] + 1)):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(task.learning_rate, step, task.steps)
-        optimizer.zero_grad(set_to_none=True)
-        task.loss(model, batch).backward()
+    wanted, kept = {at for step in steps for at in (step - 1, step)}, {}
+    batches, rate = islice(task.batches(0, 0, 1), steps[-1] + 1), partial(learning_rate, task.learning_rate)
+    for step, _ in enumerate(train(task, model, task.optimizer(model), batches, partial(rate, steps=task.steps))):
         if step in wanted:
             kept[step] = torch.cat([_gradient(p).flatten() for p in chosen.values()])
-        optimizer.step()
     layers = {name: tuple(p.shape) for name, p in chosen.items()}
     return Gradients(layers, tuple(Moment(step, kept[step - 1], kept[step]) for step in steps))
 
@@ -119,28 +103,34 @@ class Sizes(NamedTuple):
 
 
 @dataclass
-class _Coded:
-    """Layers of one coded compressor: one message."""
+class _Group:
+    """Layers of one compressor, and its state."""
 
-    compressor: Coded
+    compressor: Any
     segments: Segments
-    message: Tensor
-    state: State | None = None
+    state: State | None = field(default=None, init=False)
 
     def start(self, x: Tensor) -> None:
         self.state = first_state(self.compressor, x, self.segments)
-
-    def encode(self, x: Tensor, y: Tensor, key: Key) -> None:
-        self.compressor.encode(x, self.message, CodecCall(self.segments, key, state=self.state))
-
-    def decode(self, y: Tensor, key: Key) -> None:
-        self.compressor.decode(self.message, y, CodecCall(self.segments))
 
     def end_step(self) -> None:
         if self.state is not None:
             if (deciding := find_mixin(self.compressor, StepEnd)) is not None:
                 deciding.end_step(list(self.state.layers.values()), self.state.loss_scale)
             self.state = self.state.swapped()
+
+
+@dataclass
+class _Coded(_Group):
+    """Layers of one coded compressor: one message."""
+
+    message: Tensor
+
+    def encode(self, x: Tensor, y: Tensor, key: Key) -> None:
+        self.compressor.encode(x, self.message, CodecCall(self.segments, key, state=self.state))
+
+    def decode(self, y: Tensor, key: Key) -> None:
+        self.compressor.decode(self.message, y, CodecCall(self.segments))
 
     def sizes(self) -> Sizes:
         pieces = self.segments.pieces
@@ -150,17 +140,11 @@ class _Coded:
 
 
 @dataclass
-class _Summed:
+class _Summed(_Group):
     """Layers of one summed compressor: a buffer for the sum of each round."""
 
-    compressor: Summed
-    segments: Segments
     rounds: list[tuple[Tensor, Parts]]
-    state: State | None = None
     running: Iterator[None] = field(default_factory=lambda: iter(()))
-
-    def start(self, x: Tensor) -> None:
-        self.state = first_state(self.compressor, x, self.segments)
 
     def encode(self, x: Tensor, y: Tensor, key: Key) -> None:
         buffers, parts = zip(*self.rounds, strict=True)
@@ -170,12 +154,6 @@ class _Summed:
 
     def decode(self, y: Tensor, key: Key) -> None:
         next(self.running, None)
-
-    def end_step(self) -> None:
-        if self.state is not None:
-            if (deciding := find_mixin(self.compressor, StepEnd)) is not None:
-                deciding.end_step(list(self.state.layers.values()), self.state.loss_scale)
-            self.state = self.state.swapped()
 
     def sizes(self) -> Sizes:
         return Sizes(sum(buffer.numel() * buffer.element_size() for buffer, _ in self.rounds), 0)

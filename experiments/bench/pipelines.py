@@ -75,8 +75,7 @@ def run(
     network: lab.Network | None,
 ) -> list[float]:
     """Return the seconds of the steps that `measure` takes; ``network`` None: over loopback."""
-    config = {"method": method, "schedule": schedule, "stages": stages, "chunks": CHUNKS, "batch": BATCH}
-    config |= {"length": LENGTH, "width": WIDTH, "steps": steps}
+    config = {"method": method, "schedule": schedule, "stages": stages, "steps": steps}
     return run_ranks(measure, config, RANKS, network)["step_s"]
 
 
@@ -161,14 +160,7 @@ class Recorder:
 
 
 def measure(
-    method: dict[str, Any] | None,
-    schedule: str,
-    stages: list[list[list[float]]],
-    chunks: int,
-    batch: int,
-    length: int,
-    width: int,
-    steps: int,
+    method: dict[str, Any] | None, schedule: str, stages: Sequence[Sequence[Sequence[float]]], steps: int
 ) -> dict[str, Any]:
     """Train, and return the seconds of each step, from the first task of any rank to the end of the last.
 
@@ -176,23 +168,19 @@ def measure(
         method: options of `thinwire.compress_stage`; None for PyTorch's own stages.
         schedule: a key of `_SCHEDULES`.
         stages: by stage, for each of its layers the seconds forward, backward, and of the weights.
-        chunks: micro-batches of a step.
-        batch: samples of a micro-batch.
-        length: of a sample.
-        width: of each position.
         steps: to take.
     """
     rank, num_ranks, cpu = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
     mine: list[Any] = []
     for index in range(rank, len(stages), num_ranks):
-        module = nn.Sequential(*(Emulated(width, *times) for times in stages[index]))
+        module = nn.Sequential(*(Emulated(WIDTH, *times) for times in stages[index]))
         stage = PipelineStage(module, index, len(stages), cpu)
         mine.append(stage if method is None else thinwire.compress_stage(stage, **method))
     recorder = Recorder(mine)
     kind = getattr(pipelining, _SCHEDULES[schedule])
     single = schedule in ("gpipe", "1f1b")
-    plan = kind(mine[0] if single else mine, chunks, loss_fn=nn.functional.mse_loss)
-    x = torch.randn(chunks * batch, length, width, generator=torch.Generator().manual_seed(0))
+    plan = kind(mine[0] if single else mine, CHUNKS, loss_fn=nn.functional.mse_loss)
+    x = torch.randn(CHUNKS * BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
     first, last = mine[0].is_first, mine[-1].is_last
     optimizer = torch.optim.SGD([p for stage in mine for p in stage.submod.parameters()], lr=1e-3)
     taken: list[float] = []

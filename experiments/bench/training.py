@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf, isfinite
 from pathlib import Path
@@ -19,18 +19,19 @@ from torch import nn
 import thinwire
 from thinwire.local import DiLoCo
 from thinwire.local.fragments import FEW_BITS
-from thinwire.optim import CompressedAdamW, Muon, QuantizedAdam
+from thinwire.optim import CompressedAdamW
 from thinwire_tools.compare.gpt import GPTConfig
 from thinwire_tools.compare.statistics import estimate, relative_differences
-from thinwire_tools.compare.tasks import GPTTask
-from thinwire_tools.compare.train import digest, gradient_bytes, learning_rate, ring_factor
+from thinwire_tools.compare.tasks import BETAS, WEIGHT_DECAY, GPTTask
+from thinwire_tools.compare.train import digest, gradient_bytes, learning_rate, ring_factor, train as steps_of
+from thinwire_tools.compare.variants import OPTIMIZERS
 from thinwire_tools.ranks import run_ranks
 from thinwire_tools.results import OutputFile, Results
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to train. ``optimizer``: AdamW, QuantizedAdam, Muon, or the order of a `CompressedAdamW`; ``every``:
+    """A way to train. ``optimizer``: one of the tools' `OPTIMIZERS`, or the order of a `CompressedAdamW`; ``every``:
     steps between two exchanges of `thinwire.local.DiLoCo`, 0 for DDP; ``least``: the smallest layer that is compressed;
     ``start``: the first step that is.
     """
@@ -45,14 +46,14 @@ class Method:
 
 REFERENCE = "AdamW, fp32"
 METHODS = (
-    Method(REFERENCE, "AdamW", "raw"),
-    Method("alone", "AdamW", "raw"),
-    Method("AdamW, 4 bits", "AdamW", "minmax(bits=4)"),
-    Method("AdamW, feedback on gradients, 2 bits", "AdamW", "ef(gaussian(bits=2))"),
-    Method("AdamW, feedback on gradients, 1 bit", "AdamW", "ef(onebit(bucket=256))"),
-    Method("AdamW, feedback on gradients, top 1 %", "AdamW", "ef(topk(density=0.01))"),
-    Method("1-bit Adam, the first 15 % of steps in fp32", "QuantizedAdam", "onebit(bucket=layer)"),
-    Method("QuantizedAdam, 4 bits, the first 15 % of steps in fp32", "QuantizedAdam", "minmax(bits=4)"),
+    Method(REFERENCE, "task", "raw"),
+    Method("alone", "task", "raw"),
+    Method("AdamW, 4 bits", "task", "minmax(bits=4)"),
+    Method("AdamW, feedback on gradients, 2 bits", "task", "ef(gaussian(bits=2))"),
+    Method("AdamW, feedback on gradients, 1 bit", "task", "ef(onebit(bucket=256))"),
+    Method("AdamW, feedback on gradients, top 1 %", "task", "ef(topk(density=0.01))"),
+    Method("1-bit Adam, the first 15 % of steps in fp32", "one-bit-adam", "onebit(bucket=layer)"),
+    Method("QuantizedAdam, 4 bits, the first 15 % of steps in fp32", "one-bit-adam", "minmax(bits=4)"),
     Method("CompressedAdamW, fp32", "pre", "raw"),
     Method("CompressedAdamW, 2 bits", "pre", "gaussian(bits=2)"),
     Method("CompressedAdamW, 2 bits, buckets of 64", "pre", "gaussian(bits=2, bucket=64)"),
@@ -61,9 +62,9 @@ METHODS = (
     Method("CompressedAdamW update, 2 bits", "update", "gaussian(bits=2)"),
     Method("CompressedAdamW update, 1 bit", "update", "onebit(bucket=256)"),
     Method("CompressedAdamW update, top 1 %", "update", "topk(density=0.01)"),
-    Method("Muon, fp32", "Muon", "raw"),
-    Method("Muon, 2 bits", "Muon", "ef(gaussian(bits=2))"),
-    Method("Muon, rank 4", "Muon", "powersgd(rank=4)"),
+    Method("Muon, fp32", "muon", "raw"),
+    Method("Muon, 2 bits", "muon", "ef(gaussian(bits=2))"),
+    Method("Muon, rank 4", "muon", "powersgd(rank=4)"),
     Method("DiLoCo, AdamW, 2 bits, every 25", "AdamW", FEW_BITS, every=25),
     Method("DiLoCo, Muon, 2 bits, every 10", "Muon", FEW_BITS, every=10),
     Method("DiLoCo, Muon, 2 bits, every 25", "Muon", FEW_BITS, every=25),
@@ -71,11 +72,11 @@ METHODS = (
 )
 
 SHORT = (
-    Method("AdamW, 4 bits, the first 10 steps in fp32", "AdamW", "minmax(bits=4)", start=10),
-    Method("AdamW, 4 bits, rounded to nearest", "AdamW", "minmax(bits=4, rounding=nearest)"),
-    Method("AdamW, feedback on gradients, 4 bits", "AdamW", "ef(minmax(bits=4))"),
-    Method("AdamW, 8 bits", "AdamW", "minmax(bits=8)"),
-    Method("AdamW, 1 bit", "AdamW", "minmax(bits=1, rounding=nearest)"),
+    Method("AdamW, 4 bits, the first 10 steps in fp32", "task", "minmax(bits=4)", start=10),
+    Method("AdamW, 4 bits, rounded to nearest", "task", "minmax(bits=4, rounding=nearest)"),
+    Method("AdamW, feedback on gradients, 4 bits", "task", "ef(minmax(bits=4))"),
+    Method("AdamW, 8 bits", "task", "minmax(bits=8)"),
+    Method("AdamW, 1 bit", "task", "minmax(bits=1, rounding=nearest)"),
 )
 """What short trainings show is asked of these, by their names; the last is a control."""
 
@@ -163,7 +164,7 @@ def best_of(tried: Mapping[float, Mapping[str, float]]) -> float:
 
 
 def _run(method: Method, task: GPTTask, workers: int, seed: int, rate: float) -> dict[str, float]:
-    config = {"method": asdict(method), "task": asdict(task), "lr": rate, "seed": seed}
+    config = {"method": method, "task": replace(task, learning_rate=rate), "seed": seed}
     return run_ranks(train, config, workers, None)
 
 
@@ -179,78 +180,53 @@ def _against(losses: Mapping[str, list[float]], name: str, results: Results) -> 
 
 # --- on a rank
 
-_BETAS, _WEIGHT_DECAY = (0.9, 0.99), 0.1
-_WARM_UP = 0.15
-"""The share of steps that 1-bit Adam takes in fp32, before its variance is frozen (Tang et al. 2021, section 7)."""
 
-
-def train(method: dict[str, Any], task: dict[str, Any], lr: float, seed: int) -> dict[str, Any]:
-    """Train by a method of `experiments.bench.training` from ``seed``; the held-out loss, and bytes that were sent."""
+def train(method: Method, task: GPTTask, seed: int) -> dict[str, Any]:
+    """Train ``task`` by ``method`` from ``seed``; the held-out loss, and bytes that were sent."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    made = GPTTask(**{**task, "model": GPTConfig(**task["model"])})
-    model = made.build(seed)
-    optimizer = _optimizer(method, model, lr, made.steps)
+    model = task.build(seed)
+    if method.optimizer in OPTIMIZERS:
+        optimizer = OPTIMIZERS[method.optimizer](task, model)
+    else:
+        options: Any = {"betas": BETAS, "weight_decay": WEIGHT_DECAY, "order": method.optimizer}
+        optimizer = CompressedAdamW(model.parameters(), task.learning_rate, **options)
     local = wire = None
     trained: nn.Module = model
     dense = 0.0
-    if method["every"]:
-        local = DiLoCo(
-            model, optimizer, every=method["every"], compressor=method["spec"], seed=seed, total_steps=made.steps
-        )
-    elif method["name"] != "alone":
-        trained = made.distribute(model)
-        if method["spec"] == "raw":
+    if method.every:
+        local = DiLoCo(model, optimizer, every=method.every, compressor=method.spec, seed=seed, total_steps=task.steps)
+    elif method.name != "alone":
+        trained = task.distribute(model)
+        if method.spec == "raw":
             dense = gradient_bytes(model) * ring_factor(num_ranks)
         else:
             wire = thinwire.compress(
                 trained,
-                method["spec"],
+                method.spec,
                 optimizer=optimizer,
                 seed=seed,
-                start=method["start"],
+                start=method.start,
                 skip_if_slower=False,
-                min_numel=method["least"],
+                min_numel=method.least,
             )
-    for step, batch in enumerate(made.batches(seed, rank, num_ranks)):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(lr, step, made.steps)
-        optimizer.zero_grad(set_to_none=True)
-        made.loss(trained, batch).backward()
-        optimizer.step()
+    rate = partial(learning_rate, task.learning_rate, steps=task.steps)
+    for _ in steps_of(task, trained, optimizer, task.batches(seed, rank, num_ranks), rate):
         if local is not None:
             local.step()
     if local is not None:
         local.finish()
     used = local.wire if local else wire
-    sent = used.stats.payload_sent_bytes if used else dense * made.steps
+    sent = used.stats.payload_sent_bytes if used else dense * task.steps
     model.eval()
     with torch.no_grad():
-        if method["name"] == "alone":
+        if method.name == "alone":
             # Each of its own: rank 0's is the answer.
-            total, count = made.evaluate(model, 0, 1, probe=False)
+            total, count = task.evaluate(model, 0, 1, probe=False)
         else:
-            total, count = made.evaluate(model, rank, num_ranks, probe=False)
+            total, count = task.evaluate(model, rank, num_ranks, probe=False)
             both = torch.tensor([total, count], dtype=torch.float64)
             dist.all_reduce(both)
             total, count = both.tolist()
     digests: list[Any] = [None] * num_ranks
     dist.all_gather_object(digests, digest(model))
-    return {"loss": total / count, "sent_bytes": sent / made.steps, "replicas_differ": len(set(digests)) > 1}
-
-
-def _optimizer(method: dict[str, Any], model: nn.Module, lr: float, steps: int) -> torch.optim.Optimizer:
-    match method["optimizer"]:
-        case "AdamW":
-            return torch.optim.AdamW(model.parameters(), lr, _BETAS, weight_decay=_WEIGHT_DECAY)
-        case "QuantizedAdam":
-            options: dict[str, Any] = {
-                "betas": _BETAS,
-                "weight_decay": _WEIGHT_DECAY,
-                "warmup": round(_WARM_UP * steps),
-            }
-            return QuantizedAdam(model.parameters(), lr, **options)
-        case "Muon":
-            return Muon(model, lr, weight_decay=_WEIGHT_DECAY, betas=_BETAS)
-        case order:
-            options = {"betas": _BETAS, "weight_decay": _WEIGHT_DECAY, "order": order}
-            return CompressedAdamW(model.parameters(), lr, **options)
+    return {"loss": total / count, "sent_bytes": sent / task.steps, "replicas_differ": len(set(digests)) > 1}

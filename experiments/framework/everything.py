@@ -64,7 +64,7 @@ def repro_all(
     with ends_command():
         papers = read(from_ or out, judge=from_ is not None)
     path = out / "results.md"
-    path.write_text(f"# Results of the reproductions\n\n{page(papers, pages=None)}")
+    path.write_text(f"# Results of the reproductions\n\n{page(papers)}")
     console.print(Markdown(table(SUMMARY, summary(papers))))
     if unnamed := [name for paper in papers for name in paper.unnamed]:
         console.print(f"{UNNAMED.capitalize()}: {', '.join(unnamed)}.", markup=False)
@@ -79,16 +79,15 @@ def repro_all(
 
 def _run_all(console: Console, chosen: list[Entry], out: Path, *, smoke: bool) -> dict[str, int]:
     """Return the exit code of each repetition, by name."""
-    minutes = {entry.name: _SMOKE_MINUTES if smoke else float(entry.minutes) for entry in chosen}
-    console.print(f"{len(chosen)} repetitions, about {sum(minutes.values()):.0f} minutes on two quiet cores.")
+    left = sum(_SMOKE_MINUTES if smoke else entry.minutes for entry in chosen)
+    console.print(f"{len(chosen)} repetitions, about {left:.0f} minutes on two quiet cores.")
     codes = {}
     for i, entry in enumerate(chosen, 1):
         console.rule(f"{i} of {len(chosen)}: {entry.command}")
-        started = time.monotonic()
-        codes[entry.name] = _run(entry, out, smoke=smoke, minutes=minutes[entry.name])
-        took = (time.monotonic() - started) / 60
+        started, minutes = time.monotonic(), _SMOKE_MINUTES if smoke else entry.minutes
+        codes[entry.name] = _run(entry, out, smoke=smoke, minutes=minutes)
+        took, left = (time.monotonic() - started) / 60, left - minutes
         word = "done" if codes[entry.name] == 0 else f"failed, with exit code {codes[entry.name]},"
-        left = sum(minutes[other.name] for other in chosen[i:])
         console.print(f"{entry.command}: {word} in {took:.1f} minutes; about {left:.0f} minutes to go.", markup=False)
     return codes
 

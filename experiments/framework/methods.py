@@ -3,11 +3,10 @@
 # No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from experiments.framework.replicas import Replica
 from experiments.policies.baselines import ByPriority
 from thinwire.collectives.shared_memory import NODE_VARIABLE
 from thinwire.local import send_nothing
@@ -43,7 +43,7 @@ class Method:
     title: str
     color: str
     kind: Literal["ddp", "all-reduce", "all-gather", "thinwire", "blob", "nothing", "torch powersgd"] = "thinwire"
-    """``all-reduce`` and ``all-gather`` are plain fp32 by a hook that takes its time (`TimedReduction`)."""
+    """``all-reduce`` and ``all-gather`` are plain fp32 by a hook that takes its time."""
     spec: str = CGX
     algorithm: str = "sra"
     transport: Literal["auto", "group", "shared"] = "group"
@@ -89,6 +89,10 @@ class Method:
             return _SETTLED_STEPS
         first = policy.warmup if policy.warmup > policy.lag_steps else policy.warmup + policy.every
         return first + _SETTLED_STEPS
+
+    def attached(self, task: Any, seed: int, **options: Any) -> Replica:
+        """Build the model of ``task`` on this rank, and send its gradients by this method."""
+        return Replica(task, self, seed, **options)
 
     def attach(
         self,
@@ -139,33 +143,6 @@ def _grouped_in_nodes(ranks_per_node: int) -> Iterator[None]:
             os.environ.pop(NODE_VARIABLE, None)
         else:
             os.environ[NODE_VARIABLE] = before
-
-
-class TimedReduction:
-    """A communication hook's state: plain fp32 by an all-reduce or an all-gather, and the ``seconds`` that took."""
-
-    def __init__(self, ddp: DistributedDataParallel, *, gather: bool) -> None:
-        self.seconds, self._gather = 0.0, gather
-        ddp.register_comm_hook(self, _reduce_timed)
-
-    def reduce(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Replace the buffer by the mean of all ranks' buffers."""
-        started, num_ranks = time.perf_counter(), dist.get_world_size()
-        if self._gather:
-            gathered = [torch.empty_like(buffer) for _ in range(num_ranks)]
-            dist.all_gather(gathered, buffer)
-        else:
-            gathered = [buffer]
-            dist.all_reduce(buffer)
-        self.seconds += time.perf_counter() - started
-        return buffer.copy_(torch.stack(gathered).sum(0).div_(num_ranks))
-
-
-# No annotations: those that DDP accepts are private names.
-def _reduce_timed(state, bucket):
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(state.reduce(bucket.buffer()))
-    return future
 
 
 def compressed(spec: str) -> Method:

@@ -21,7 +21,7 @@ from rich.markdown import Markdown
 from experiments.framework import power, results_page
 from experiments.framework.claims import estimated
 from experiments.framework.results_page import CATALOG
-from experiments.framework.verdicts import WORDS, outcome, shown_difference
+from experiments.framework.verdicts import RUN_SCATTER, WORDS, outcome, shown_difference
 from thinwire_tools.compare.statistics import estimate, relative_differences
 from thinwire_tools.lab.units import format_rate, parse_rate
 from thinwire_tools.results import Results
@@ -185,7 +185,10 @@ _TEMPLATES.globals |= {"read": read, "against": _against, "head": _head, "claim"
 _TEMPLATES.globals |= {
     "beyond": lambda row, key: shown_difference(estimated(row, key)),
     "paper": lambda name: next(entry.paper for entry in CATALOG if entry.name == name),
-    "results": lambda: results_page.page(results_page.read(BENCHMARKS)).rstrip("\n"),
+    "recorded": lambda: results_page.read(BENCHMARKS),
+    "overview": results_page.overview,
+    "changes": results_page.changes,
+    "scatter": RUN_SCATTER,
     "power": lambda: [power.cells(one) for one in power.powers(BENCHMARKS)],
 }
 

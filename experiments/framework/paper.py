@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import json as json_module
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from rich.console import Console
 from experiments.framework.claims import Claim, Finding, Row, judge, recorded, results_of, table_of_claims
 from experiments.framework.ranks import RunCache
 from experiments.framework.study import Scale, Study
-from experiments.framework.verdicts import JUDGED
 from thinwire.runtime import ParityError
 from thinwire_tools import lab, plots
 from thinwire_tools.compare.statistics import need_scipy
@@ -38,32 +36,6 @@ def chosen_parts(asked: Sequence[str], known: Mapping[str, object]) -> list[str]
     return chosen
 
 
-def announce(console: Console) -> bool:
-    """Print what cannot be judged here; return whether slow links can be made."""
-    missing = lab.unavailable()
-    if missing:
-        console.print(f"No slow network can be made here, so times over links are not judged: {missing}", markup=False)
-    return missing is None
-
-
-def finish(
-    console: Console,
-    findings: Sequence[Finding],
-    failures: Mapping[str, str],
-    about: dict[str, Any],
-    *,
-    command: str,
-    title: str,
-    out: Path,
-    path: Path,
-) -> int:
-    """Show the findings, write them to ``path``, and print where the pictures are; return the command's exit code."""
-    console.print(table_of_claims(findings, title))
-    results_of(findings, command, about | ({"failures": dict(failures)} if failures else {})).write(path)
-    console.print(f"Pictures: {out}  Figures: {path}", soft_wrap=True, markup=False)
-    return 1 if failures else 0
-
-
 def write_again(
     console: Console, findings: Sequence[Finding], before: Mapping[str, Any], judged: str, path: Path, title: str
 ) -> None:
@@ -81,7 +53,7 @@ def write_again(
         if first["claim"] and (not row["claim"] or row["holds"] is not first["holds"]):
             row["judged_before"] = first
     again = {**before, "about": {**before["about"], "judged": judged}, "results": rows}
-    path.write_text(json.dumps(again, indent=1) + "\n")
+    path.write_text(json_module.dumps(again, indent=1) + "\n")
     console.print(f"Figures: {path}", soft_wrap=True, markup=False)
 
 
@@ -138,11 +110,6 @@ class Paper(Generic[ScaleT]):
     study: Callable[[ScaleT, Path, Console, bool, RunCache], Study[ScaleT]]
     source: Literal["paper", "thesis"] = "paper"
 
-    @property
-    def rules(self) -> str:
-        """Rules by which claims are judged."""
-        return f"{JUDGED}. {self.judged}"
-
     def judge(self, record: Mapping[str, Any]) -> list[Finding]:
         """Return the claims, judged again by the rows of a JSON file that this paper's command wrote."""
         return judge(self.claims, recorded(record), emulated=record["about"]["emulated"])
@@ -177,12 +144,15 @@ def command(paper: Paper[Any], summary: str) -> Callable[..., int]:
             record, timed = (None if file is None else json_module.loads(file.read_text()) for file in (from_, times))
         out.mkdir(parents=True, exist_ok=True)
         path = json or out / "all.json"
-        shown: dict[str, Any] = {"command": f"python -m experiments {paper.name}", "title": paper.title}
-        shown |= {"out": out, "path": path}
         if record is not None:
-            write_again(console, paper.judge(record), record, paper.rules, path, paper.title)
+            write_again(console, paper.judge(record), record, paper.judged, path, paper.title)
             return 0
-        emulated = announce(console)
+        missing = lab.unavailable()
+        if missing:
+            console.print(
+                f"No slow network can be made here, so times over links are not judged: {missing}", markup=False
+            )
+        emulated = missing is None
         cache = RunCache(None if smoke else out / "runs")
         study = paper.study(scale, out, console, emulated, cache)
         study.measured |= _by_name(recorded(timed) if timed else ())
@@ -199,9 +169,14 @@ def command(paper: Paper[Any], summary: str) -> Callable[..., int]:
             "smoke": smoke,
             "times": None if times is None else times.name,
             f"differs_from_the_{paper.source}": paper.differs,
-            "judged": paper.rules,
+            "judged": paper.judged,
         }
-        return finish(console, findings, failures, about, **shown)
+        if failures:
+            about["failures"] = failures
+        console.print(table_of_claims(findings, paper.title))
+        results_of(findings, f"python -m experiments {paper.name}", about).write(path)
+        console.print(f"Pictures: {out}  Figures: {path}", soft_wrap=True, markup=False)
+        return 1 if failures else 0
 
     run.__doc__ = f"""{summary}
 

@@ -29,9 +29,9 @@ class Task:
         title: the task, for people.
         metric: the value that is compared with the baseline's, seed by seed.
         file: the record of the runs, in benchmarks/.
-        rows: pattern of the methods' rows.
-        control: the row that must be worse; none was recorded where it is empty.
-        baseline: the row of the baseline, where the methods' rows do not have its values.
+        rows: what the names of the methods' rows begin with.
+        control: pattern of the rest of the name of the row that must be worse; none was recorded where it is empty.
+        baseline: the row of the baseline, where the methods' rows do not have its values: its name, or the rest of it.
     """
 
     title: str
@@ -68,57 +68,29 @@ class Power:
 
 
 TASKS = (
-    Task("GPT, fine-tuned in 2 stages", "loss", "aqsgd/all", "figure 3/*", "figure 3/direct/small/2 stages/fw2 bw4"),
-    Task("GPT, from scratch in 2 stages", "loss", "aqsgd/all", "figure 7/*", "figure 7/direct/*"),
-    Task("GPT, 8 stages", "loss", "aqsgd/more", "figure 9 (8 stages)/*", "figure 9 (8 stages)/direct/*"),
-    Task("labels of text, 2 stages", "loss", "aqsgd/more", "figure 3 (a, b)/*", "figure 3 (a, b)/direct/*fw2 bw4"),
-    Task(
-        "GPT, tensor parallel",
-        "loss",
-        "fullstack/appendices",
-        "appendix F/table/loss/*",
-        "appendix F/table/loss/direct3",
-        baseline="appendix F/table/loss/fp32",
-    ),
-    Task(
-        "split learning on digits",
-        "loss",
-        "fullstack/split",
-        "figure 10/table/loss/*",
-        "figure 10/table/loss/direct",
-        baseline="figure 10/table/loss/fp32",
-    ),
-    Task("GPT under DDP", "held-out loss", "cgx/quality", "3.5/lost/gpt/*"),
-    Task("CNN under DDP", "accuracy", "cgx/quality", "3.5/lost/cnn/*"),
-    Task("GPT, layerwise", "held-out loss", "lgreco/quality", "table 4.3/lost/gpt/*"),
-    Task("CNN, layerwise", "held-out loss", "lgreco/quality", "table 4.2/lost/cnn/*"),
-    Task(
-        "GPT under FSDP2",
-        "perplexity",
-        "qsdp/all",
-        "table 5.2/perplexity/*",
-        "table 5.2/perplexity/W4G4",
-        baseline="table 5.1/lost/small/2 ranks",
-    ),
-    Task("ConvNet on digits, FFT", "accuracy", "fft/quality", "13/accuracy/*", "13/accuracy/control"),
-    Task("ResNet on digits, IntSGD", "accuracy", "intsgd/quality", "2/quality/*", "2/quality/heuristic"),
-    Task("LSTM, IntSGD", "perplexity", "intsgd/quality", "3/quality/*", "3/quality/heuristic"),
+    Task("GPT, fine-tuned in 2 stages", "loss", "aqsgd/all", "figure 3/", "direct/small/2 stages/fw2 bw4"),
+    Task("GPT, from scratch in 2 stages", "loss", "aqsgd/all", "figure 7/", "direct/*"),
+    Task("GPT, 8 stages", "loss", "aqsgd/more", "figure 9 (8 stages)/", "direct/*"),
+    Task("labels of text, 2 stages", "loss", "aqsgd/more", "figure 3 (a, b)/", "direct/*fw2 bw4"),
+    Task("GPT, tensor parallel", "loss", "fullstack/appendices", "appendix F/table/loss/", "direct3", "fp32"),
+    Task("split learning on digits", "loss", "fullstack/split", "figure 10/table/loss/", "direct", "fp32"),
+    Task("GPT under DDP", "held-out loss", "cgx/quality", "3.5/lost/gpt/"),
+    Task("CNN under DDP", "accuracy", "cgx/quality", "3.5/lost/cnn/"),
+    Task("GPT, layerwise", "held-out loss", "lgreco/quality", "table 4.3/lost/gpt/"),
+    Task("CNN, layerwise", "held-out loss", "lgreco/quality", "table 4.2/lost/cnn/"),
+    Task("GPT under FSDP2", "perplexity", "qsdp/all", "table 5.2/perplexity/", "W4G4", "table 5.1/lost/small/2 ranks"),
+    Task("ConvNet on digits, FFT", "accuracy", "fft/quality", "13/accuracy/", "control"),
+    Task("ResNet on digits, IntSGD", "accuracy", "intsgd/quality", "2/quality/", "heuristic"),
+    Task("LSTM, IntSGD", "perplexity", "intsgd/quality", "3/quality/", "heuristic"),
     Task(
         "GPT under AdamW, 150 steps, every compressor",
         "held-out loss",
         "compressors/compare-every",
-        "held_out_loss/*",
-        "held_out_loss/control/*",
-        baseline="held_out_loss/fp32",
+        "held_out_loss/",
+        "control/*",
+        "fp32",
     ),
-    Task(
-        "GPT, 1000 steps, every way to train",
-        "held-out loss",
-        "optimizer/training",
-        "loss/*",
-        "loss/alone",
-        baseline="loss/AdamW, fp32",
-    ),
+    Task("GPT, 1000 steps, every way to train", "held-out loss", "optimizer/training", "loss/", "alone", "AdamW, fp32"),
 )
 
 
@@ -149,12 +121,14 @@ def measured(task: Task, rows: Rows) -> Power | None:
     """Return the power of a task by the recorded rows; None where a method has fewer than two seeds."""
     controls, methods = [], []
     for name, row in rows.items():
-        if not fnmatchcase(name, task.rows):
+        if not name.startswith(task.rows):
             continue
         relative = differences(task, row, rows)
         # Nothing but zeros is the baseline itself, or a method that sends the same bits.
         if len(relative) >= 2 and any(relative) and all(map(math.isfinite, relative)):
-            (controls if fnmatchcase(name, task.control) else methods).append(estimate(relative))
+            (controls if fnmatchcase(name.removeprefix(task.rows), task.control) else methods).append(
+                estimate(relative)
+            )
     every = [*methods, *controls]
     if not every:
         return None
@@ -186,7 +160,8 @@ def differences(task: Task, row: Mapping[str, Any], rows: Rows) -> list[float]:
 
 def _baseline(task: Task, row: Mapping[str, Any], rows: Rows, key: str) -> Sequence[float] | None:
     if task.baseline:
-        other = rows[task.baseline]
+        own = task.rows + task.baseline
+        other = rows[own if own in rows else task.baseline]
         return next((other[name] for name in (*_BASELINES, key) if isinstance(other.get(name), list)), None)
     if isinstance(row.get("baseline"), dict):
         return row["baseline"].get(key)

@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import thinwire
@@ -70,6 +69,7 @@ def code_version() -> str:
 
 
 _TIMEOUT_S = 180.0
+_FOR_PEOPLE = ("name", "title", "color")
 
 OnStep = Callable[[int, float], None]
 """A function that is called with every step's number and loss."""
@@ -99,9 +99,7 @@ class Ranks:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def call(
@@ -143,10 +141,6 @@ class Ranks:
 
 
 def described(task: Any) -> dict[str, Any]:
-    """Return a task, or a method, as a part of a key."""
-    return {"kind": type(task).__qualname__, **dataclasses.asdict(task)}
-
-
-def telling(on_step: OnStep) -> Callable[[dict[str, Any]], None]:
-    """Return a function that tells steps of training."""
-    return lambda event: on_step(event["step"], event["loss"])
+    """Return a task, or a method, as a part of a key: its name, title and color change no run."""
+    values = {name: value for name, value in dataclasses.asdict(task).items() if name not in _FOR_PEOPLE}
+    return {"type": type(task).__qualname__, **values}

@@ -13,14 +13,14 @@ processor, too, and so must links.
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,10 +43,6 @@ class Compute:
     """Seconds of the backward pass until each parameter's gradient is ready, from the one before, in that order."""
     optimizer_s: float
     """Seconds from the last gradient to the end of the optimizer's step."""
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Self:
-        return cls(**record)
 
     @property
     def step_s(self) -> float:
@@ -190,6 +186,10 @@ class ReplayedTask:
     compute: Compute
     clock: Clock
     bucket_cap_mb: float
+    recorded: Sequence[Gradients] = ()
+
+    def batches(self, seed: int, rank: int, num_ranks: int) -> Sequence[Gradients]:
+        return self.recorded
 
     def build(self, seed: int) -> nn.Module:
         """Return the task's own model, with a forward pass that takes gradients and returns a scalar."""

@@ -1,30 +1,27 @@
-"""Replicas under DDP in rank processes: trained from a seed, timed in turns, and their gradients probed."""
+"""Replicas under DDP: one model on each rank, its gradients sent by a method, and what is probed of it."""
 
 # No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
 
 import gc
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, replace
-from itertools import cycle, islice
-from pathlib import Path
-from typing import Any, Protocol
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments.framework import replay
-from experiments.framework.methods import Method, TimedReduction
-from experiments.framework.rank import Rank, Timed
-from experiments.framework.replay import Clock, Compute, ReplayedTask, gradients_along
-from experiments.tasks.images import ImageTask
-from thinwire_tools.compare.tasks import GPTTask, Task, probe_steps
+from experiments.framework.rank import Attached, Rank
+from thinwire_tools.compare.tasks import Task
 from thinwire_tools.compare.train import digest, gradient_bytes, ring_factor
 
-_BATCHES = 4
+if TYPE_CHECKING:
+    from experiments.framework.methods import Method
+
 _ONE_BUCKET_MB = 1e6
 
 
@@ -40,83 +37,129 @@ class ScoredTask(Task, Protocol):
         ...
 
 
-class Replica(Timed):
-    """One model, and the method that sends its gradients."""
+class Replica(Attached):
+    """One model, and the method that sends its gradients. ``measure``: reduce the exact mean as well every so many
+    steps, for its error alpha; 0 never does."""
 
-    def __init__(self, task: GPTTask | ImageTask | Any, method: Method, batches: Iterator[Any]) -> None:
+    def __init__(self, task: Any, method: "Method", seed: int, measure: int = 0) -> None:
+        super().__init__()
+        self.method = method
         self.task = replace(task, bucket_cap_mb=_ONE_BUCKET_MB) if method.one_bucket else task
-        self.group = method.group()
-        model = self.task.build(0)
+        self.group, self.model = method.group(), self.task.build(seed)
         if self.group is None:
-            self.ddp = self.task.distribute(model)
+            self.ddp = self.task.distribute(self.model)
         else:
-            self.ddp = DistributedDataParallel(
-                model, process_group=self.group, bucket_cap_mb=task.bucket_cap_mb, broadcast_buffers=False
-            )
-        self.optimizer = self.task.optimizer(self.ddp.module)
+            options: dict[str, Any] = {"bucket_cap_mb": task.bucket_cap_mb, "broadcast_buffers": False}
+            self.ddp = DistributedDataParallel(self.model, process_group=self.group, **options)
+        self.optimizer = self.task.optimizer(self.model)
         self.plain: TimedReduction | None = None
         if method.kind in ("all-reduce", "all-gather"):
             self.plain = TimedReduction(self.ddp, gather=method.kind == "all-gather")
-        self.wire = method.attach(self.ddp, self.optimizer)
-        self.batches = batches
-        self.train(method.warm_up_steps)
-        if method.adapt and self.wire is not None and not self.wire.decisions:
-            raise RuntimeError(f"{method.title}: {method.adapt} has chosen no plan after {method.warm_up_steps} steps")
+        self.wire = method.attach(self.ddp, self.optimizer, seed=seed, measure=measure)
+        self._dense_bytes = (
+            0.0 if method.kind == "nothing" else gradient_bytes(self.model) * ring_factor(self.num_ranks)
+        )
+        self._steps = 0
 
-    def train(self, steps: int) -> None:
-        for batch in islice(self.batches, steps):
-            self._backward(batch)
-            self.optimizer.step()
+    def step(self, batch: Any) -> float:
+        loss = self._backward(batch)
+        self.optimizer.step()
+        self._steps += 1
+        return loss.item()
+
+    def score(self, *, probe: bool = True) -> tuple[float, int, int]:
+        return self.task.score(self.model, self.rank, self.num_ranks, probe=probe)
+
+    @property
+    def sent_bytes(self) -> float:
+        return super().sent_bytes if self.wire else self._steps * self._dense_bytes
+
+    def result(self) -> dict[str, Any]:
+        """Return the score over all held-out data, and alpha by step."""
+        return {
+            "held_out": self.score(probe=False),
+            "digests": {} if self.method.kind == "nothing" else {"parameters": digest(self.model)},
+            "alpha": self.wire.stats.alpha if self.wire else [],
+        }
 
     def counters(self) -> dict[str, Any]:
         if self.plain is not None:
             return {"wire_s": self.plain.seconds}
-        return self.wire.stats.to_dict() if self.wire else {}
+        return super().counters()
 
-    def payload_bytes(self) -> float | None:
-        return self.wire.sent_bytes() if self.wire else None
+    def settled(self) -> dict[str, Any]:
+        if self.wire is None:
+            return super().settled()
+        if self.method.adapt and not self.wire.decisions:
+            raise RuntimeError(f"{self.method.title}: {self.method.adapt} has chosen no plan after {self._steps} steps")
+        return {"payload_bytes": self.wire.sent_bytes(), "layers": self.layers()}
 
     def layers(self) -> list[dict[str, Any]]:
+        """Return each layer's compressor, bucket and bytes."""
         rows = self.wire.engine.plan_rows() if self.wire else ()
         return [
             {"name": r.name, "bucket": r.bucket, "spec": str(r.compressor), "sent_bytes": r.sent_bytes} for r in rows
         ]
 
-    def syncs(self, steps: int) -> list[tuple[tuple[int, ...], float]]:
-        """Return the bytes of the buckets and seconds of communication of ``steps`` further steps but the last."""
-        assert self.wire is not None, "only a Wire times its buckets"
-        self.train(steps)
-        # The last step's is noted when the next one begins, the first one's was that of the warm-up.
-        return [(tuple(sync.bucket_bytes), sync.seconds) for sync in list(self.wire.engine.syncs)[1 - steps :]]
-
-    def errors(self, steps: int) -> list[float]:
-        """Return ``‖received − mean‖ / ‖mean‖`` of ``steps`` gradients at equal weights; ``mean``: by gloo, fp32."""
+    def errors(self, batches: Iterator[Any]) -> list[float]:
+        """Return ``‖received − mean‖ / ‖mean‖`` of gradients at equal weights; ``mean``: by gloo, fp32."""
         errors = []
-        for batch in islice(self.batches, steps):
+        for batch in batches:
             with self.ddp.no_sync():
                 self._backward(batch)
             mean = self._gradient()
             dist.all_reduce(mean)
-            mean /= dist.get_world_size()
+            mean /= self.num_ranks
             self._backward(batch)
             errors.append(float((self._gradient() - mean).norm() / mean.norm()))
         return errors
 
     def close(self) -> None:
-        if self.wire is not None:
-            self.wire.detach()
+        super().close()
         # A group that the Wire or DDP still references cannot be freed.
         del self.ddp, self.optimizer, self.wire
         gc.collect()
         if self.group is not None:
             dist.destroy_process_group(self.group)
 
-    def _backward(self, batch: Any) -> None:
+    def _backward(self, batch: Any) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
-        self.task.loss(self.ddp, batch).backward()
+        loss = self.task.loss(self.ddp, batch)
+        loss.backward()
+        return loss
 
     def _gradient(self) -> Tensor:
         return torch.cat([p.grad.flatten() for p in self.ddp.parameters() if p.grad is not None])
+
+
+class TimedReduction:
+    """A communication hook's state: plain fp32 by an all-reduce or an all-gather, and the ``seconds`` that took."""
+
+    def __init__(self, ddp: DistributedDataParallel, *, gather: bool) -> None:
+        self.seconds, self._gather = 0.0, gather
+        ddp.register_comm_hook(self, _reduce_timed)
+
+    def reduce(self, buffer: Tensor) -> Tensor:
+        """Replace the buffer by the mean of all ranks' buffers."""
+        started, num_ranks = time.perf_counter(), dist.get_world_size()
+        if self._gather:
+            gathered = [torch.empty_like(buffer) for _ in range(num_ranks)]
+            dist.all_gather(gathered, buffer)
+        else:
+            gathered = [buffer]
+            dist.all_reduce(buffer)
+        self.seconds += time.perf_counter() - started
+        return buffer.copy_(torch.stack(gathered).sum(0).div_(num_ranks))
+
+
+# No annotations: those that DDP accepts are private names.
+def _reduce_timed(state, bucket):
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(state.reduce(bucket.buffer()))
+    return future
+
+
+# --- further functions that ranks call
 
 
 def record(rank: Rank, task: Any) -> dict[str, Any]:
@@ -126,115 +169,24 @@ def record(rank: Rank, task: Any) -> dict[str, Any]:
     return {"compute": compute}
 
 
-def enter(rank: Rank, task: Any, methods: Sequence[Method], compute: Compute | None = None) -> dict[str, Any]:
-    """Build a model for each of ``methods`` and train it for a few steps; return the bytes that each sends.
-
-    ``compute``: the result of `record`, to be replayed instead of computing.
-    """
-    # A policy's first plan needs gradients that differ.
-    count = max([_BATCHES, *(method.warm_up_steps for method in methods if method.adapt)])
-    batches = list(islice(task.batches(0, rank.rank, rank.num_ranks), count))
-    if compute is not None:
-        rank.clock = Clock(rank.slowdown)
-        batches = gradients_along(task, batches)
-        task = ReplayedTask(task, compute, rank.clock, task.bucket_cap_mb)
-    return rank.entered([Replica(task, method, cycle(batches)) for method in methods])
-
-
 def errors(rank: Rank, which: int, steps: int) -> dict[str, Any]:
     """Return `Replica.errors` of one of the models that take turns."""
-    return {"errors": _replica(rank, which).errors(steps)}
+    return {"errors": _replica(rank, which).errors(islice(rank.batches[which], steps))}
 
 
 def syncs(rank: Rank, which: int, steps: int) -> dict[str, Any]:
-    """Return `Replica.syncs` of one of the models, and each layer's last compressor and bytes."""
+    """Return the bytes of the buckets and seconds of communication of ``steps`` further steps but the last, of one of
+    the models, and each layer's last compressor and bytes."""
+    replica = _replica(rank, which)
+    assert replica.wire is not None, "only a Wire times its buckets"
     rank.clock.start()
-    return {"syncs": _replica(rank, which).syncs(steps), "layers": rank.timed[which].layers()}
+    rank.take(which, steps)
+    # The last step's is noted when the next one begins, the first one's was that of the warm-up.
+    timed = list(replica.wire.engine.syncs)[1 - steps :]
+    return {"syncs": [(tuple(sync.bucket_bytes), sync.seconds) for sync in timed], "layers": replica.layers()}
 
 
 def _replica(rank: Rank, which: int) -> Replica:
     chosen = rank.timed[which]
     assert isinstance(chosen, Replica)
     return chosen
-
-
-def train(rank: Rank, task: ScoredTask, method: Method, seed: int, measure: int) -> dict[str, Any]:
-    """Train ``task`` from ``seed`` with gradients sent by ``method``.
-
-    ``measure``: reduce the exact mean as well every so many steps, for its error alpha; 0 never does. ``scores``
-    are this rank's sums of loss, right answers and items at each probe, ``held_out`` those over the whole held-out
-    set.
-    """
-    model = task.build(seed)
-    ddp = task.distribute(model)
-    optimizer = task.optimizer(model)
-    wire = method.attach(ddp, optimizer, seed=seed, measure=measure)
-    dense_bytes = 0.0 if method.kind == "nothing" else gradient_bytes(model) * ring_factor(rank.num_ranks)
-    steps = _steps(rank, task, ddp, optimizer, seed)
-    scores, payload_bytes, step_s, losses = [_score(rank, task, model, probe=True)], [0.0], [], []
-    for until in probe_steps(task):
-        rank.channel.hold("train")
-        for seconds, loss in islice(steps, until - len(step_s)):
-            step_s.append(seconds)
-            losses.append(loss)
-        rank.channel.hold("trained")
-        payload_bytes.append(wire.stats.payload_sent_bytes if wire else dense_bytes * until)
-        scores.append(_score(rank, task, model, probe=True))
-    result = {
-        "step_s": step_s,
-        "losses": losses,
-        "scores": scores,
-        "payload_bytes": payload_bytes,
-        "held_out": _score(rank, task, model, probe=False),
-        "digest": digest(model),
-        "alpha": wire.stats.alpha if wire else [],
-    }
-    if wire:
-        wire.detach()
-    del ddp, wire, optimizer, steps
-    gc.collect()
-    return result
-
-
-def gradients(rank: Rank, task: ScoredTask, seed: int, at: Collection[int], folder: Path) -> dict[str, Any]:
-    """Train uncompressed and write this rank's own gradients at the steps ``at`` to ``folder``: fp32 ``[steps,
-    parameters]``, layer after layer."""
-    model = task.build(seed)
-    recorded: list[Tensor] = []
-    for _ in _steps(rank, task, task.distribute(model), task.optimizer(model), seed, record=(at, recorded)):
-        pass
-    np.save(folder / f"gradients-{rank.rank}.npy", torch.stack(recorded).numpy(), allow_pickle=False)
-    return {}
-
-
-def _steps(
-    rank: Rank,
-    task: ScoredTask,
-    ddp: DistributedDataParallel,
-    optimizer: torch.optim.Optimizer,
-    seed: int,
-    record: tuple[Collection[int], list[Tensor]] | None = None,
-) -> Iterator[tuple[float, float]]:
-    """Train step by step; yield seconds and loss of each. ``record``: the steps at which this rank's own gradient is
-    appended, and the list."""
-    parameters = list(ddp.module.parameters())
-    # Random draws of training (dropout) are the same for every method.
-    torch.manual_seed(seed * rank.num_ranks + rank.rank)
-    for step, batch in enumerate(task.batches(seed, rank.rank, rank.num_ranks)):
-        if record and step in record[0]:
-            own = torch.autograd.grad(task.loss(ddp.module, batch), parameters)
-            record[1].append(torch.cat([gradient.flatten() for gradient in own]))
-        started = time.perf_counter()
-        for group in optimizer.param_groups:
-            group["lr"] = task.rate(step)
-        optimizer.zero_grad(set_to_none=True)
-        loss = task.loss(ddp, batch)
-        loss.backward()
-        optimizer.step()
-        seconds = time.perf_counter() - started
-        rank.channel.send("step", step=step + 1, loss=loss.item())
-        yield seconds, loss.item()
-
-
-def _score(rank: Rank, task: ScoredTask, model: nn.Module, *, probe: bool) -> tuple[float, int, int]:
-    return task.score(model, rank.rank, rank.num_ranks, probe=probe)

@@ -1,4 +1,4 @@
-"""The papers that thinwire repeats, and the page ``docs/results.md``: how many of their claims hold, by which rules."""
+"""The papers that thinwire repeats, and the tables of ``docs/results.md``: how many of their claims hold."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.framework.claims import cell, results_of, table
-from experiments.framework.verdicts import RUN_SCATTER, WORDS, outcome
+from experiments.framework.verdicts import WORDS, outcome
 
 
 class Entry(NamedTuple):
@@ -22,9 +22,6 @@ class Entry(NamedTuple):
     title: str
     minutes: int
     """Minutes, roughly, on two cores of a 2020s server."""
-    protocol: str
-    """The paper's way of taking times, where it says so, and its scaled form here."""
-
     module: str = "paper"
     """Module of its package that holds its claims, where that is not `paper`."""
     package: str = ""
@@ -45,105 +42,31 @@ CATALOG = (
         "aqsgd",
         "AQ-SGD: Fine-tuning Language Models over Slow Networks (Wang et al., NeurIPS 2022), and its blog post",
         55,
-        "the paper gives throughputs and the times of a micro-batch's parts; here medians over rounds in which all "
-        "methods take turns",
     ),
     Entry(
         "fullstack",
         "AQ-SGD's full stack: QuantizedAdam, split learning, appendices F and G (the same paper)",
         20,
-        "as for AQ-SGD",
         "stack_paper",
         "aqsgd",
     ),
     Entry(
-        "cgx",
-        "CGX: Adaptive System Support for Communication-Efficient Deep Learning (Markov's thesis, chapter 3)",
-        15,
-        "means of 300 steps after 10 to warm up (section 3.7.1); here medians over rounds in which methods take turns, "
-        "two steps a turn, after steps to warm up",
+        "cgx", "CGX: Adaptive System Support for Communication-Efficient Deep Learning (Markov's thesis, chapter 3)", 15
     ),
     Entry(
-        "lgreco",
-        "L-GreCo: Layerwise-Adaptive Gradient Compression (Markov's thesis, section 3.6 and chapter 4)",
-        15,
-        "as for CGX",
+        "lgreco", "L-GreCo: Layerwise-Adaptive Gradient Compression (Markov's thesis, section 3.6 and chapter 4)", 15
     ),
+    Entry("qsdp", "QSDP: Quantized Distributed Training of Large Models (Markov's thesis, chapter 5)", 20),
+    Entry("fft", "FFT-based Gradient Sparsification for the Distributed Training of DNNs (Wang et al., HPDC 2020)", 15),
     Entry(
-        "qsdp",
-        "QSDP: Quantized Distributed Training of Large Models (Markov's thesis, chapter 5)",
-        20,
-        "means of 50 steps after 10 to warm up (section 5.7); here medians over rounds in which all methods take turns",
-    ),
-    Entry(
-        "fft",
-        "FFT-based Gradient Sparsification for the Distributed Training of DNNs (Wang et al., HPDC 2020)",
-        15,
-        "wall time of whole trainings; here wall time of whole, smaller trainings",
-    ),
-    Entry(
-        "intsgd",
-        "IntSGD: Adaptive Floatless Compression of Stochastic Gradients (Mishchenko et al., ICLR 2022)",
-        20,
-        "the paper breaks the time of a step down into parts; here medians over rounds in which all methods take turns",
+        "intsgd", "IntSGD: Adaptive Floatless Compression of Stochastic Gradients (Mishchenko et al., ICLR 2022)", 20
     ),
 )
-
-LEFT_OUT = (
-    (
-        "AdaComp (thesis, section 3.7.3)",
-        'the thesis adapted it and found that it "did not converge to reasonable accuracy": there is no figure to hold '
-        "against",
-    ),
-    (
-        "Bagua and HiPress (thesis, figure 3.6)",
-        "other frameworks, on GPUs; HiPress did not run on the thesis's own GPUs either",
-    ),
-    ("TensorFlow and Horovod (thesis, figure A.1)", "thinwire is a library for PyTorch"),
-    (
-        "Comparisons of GPUs and servers (thesis, tables 3.1 and 3.2, figures 3.5, B.4 and B.5)",
-        "they are facts of machines that are not this one",
-    ),
-    ("Prices (thesis, table 3.10)", "a cost per token needs the price of an hour, which only who pays it knows"),
-    (
-        "FFT paper, figures 1 to 4, 7 to 9 and 11",
-        "they show schemes, histograms of a training's gradients, number formats and the latency of NCCL's all-gather; "
-        "what they argue for is measured in figures 5, 10 and 16",
-    ),
-    (
-        "Data sets and models of the papers",
-        "pictures are scikit-learn's digits (CIFAR-10 where a folder of it is given), text is the source of Python's "
-        "standard library, models have up to a few million parameters: what two CPU cores train in minutes. Each page "
-        "says in what its experiments differ",
-    ),
-)
-"""Experiments that no row stands for, and reasons."""
-
 
 _WORDS = WORDS | {False: "**does not hold**"}
 _NOT_RUN = "not measured yet"
 UNNAMED = "recorded before records named their commit"
 
-_RULES = f"""\
-Each claim is judged *holds*, *does not hold* or *inconclusive*, by one-sided 95 % t-bounds over seeds.
-
-- **Equality** ("ends at the same loss") is asked of the paired difference. It does not hold if the lower bound is
-  beyond the margin. If half of the interval is wider than the margin, the claim is inconclusive, whatever its center.
-  Otherwise it holds if the upper bound is within the margin. It is inconclusive, too, if a method is better by more
-  than the margin (the baseline is not tuned), or if the control, a setting that must be worse, is not clearly worse.
-- **Superiority** ("ends at a lower loss") does not hold if the upper bound is at most half of the paper's effect, or
-  zero if the paper gives none. Otherwise it holds if the lower bound is above zero.
-- **Speed** under DDP is judged by ratios of times over separate runs of [replayed steps](#how-steps-are-timed).
-  Elsewhere it is judged over the rounds of one run, in which all methods take turns; those intervals contain the
-  scatter of such ratios between runs, a standard deviation of {100 * RUN_SCATTER:.1f} %. A claim is inconclusive if the
-  interval contains its bound, such as 1 for "is faster". Time to a loss is the steps to it, from seeds trained without
-  a clock, by the time of a step; its interval contains the scatter of both.
-- A single training or measurement has no interval, and is inconclusive.
-
-What was found is the difference or the ratio that is judged, with its bounds: of an equality, a positive difference is
-what is lost; otherwise a positive difference, or a ratio above the bound, is what the claim says.
-
-*Interval* in the tables is half the width of the interval of what is judged: smaller differences cannot be seen."""
 _ONCE = ("one training", "one measurement")
 _WIDE = ("a ratio within", "a difference below", "the interval")
 """Beginnings of recorded reasons: of a single run, and of an interval that was too wide."""
@@ -151,9 +74,8 @@ _WIDE = ("a ratio within", "a difference below", "the interval")
 
 @dataclass(frozen=True)
 class RecordedClaim:
-    """One row: a paper's statement and the finding."""
+    """One row: a paper's statement, the finding, and what was found when it was measured, if that was another."""
 
-    entry: Entry
     figure: str
     claim: str
     text: str
@@ -161,21 +83,16 @@ class RecordedClaim:
     why: str
     detectable: float | None
     machine: str
+    before: dict[str, Any] | None
 
     @property
-    def shown_detectable(self) -> str:
-        """Size of differences that are too small to be seen, for people."""
-        return "" if self.detectable is None else f"{100 * self.detectable:.2g} %"
+    def changed(self) -> bool:
+        return self.before is not None and self.before["holds"] is not self.holds
 
-
-@dataclass(frozen=True)
-class Changed:
-    """A claim whose verdict is another one than when it was measured."""
-
-    figure: str
-    claim: str
-    before: bool | None
-    now: bool | None
+    @property
+    def turned(self) -> bool:
+        """Whether one verdict has become the other."""
+        return self.before is not None and self.changed and None not in (self.before["holds"], self.holds)
 
 
 @dataclass(frozen=True)
@@ -184,7 +101,6 @@ class RecordedPaper:
 
     entry: Entry
     claims: tuple[RecordedClaim, ...]
-    changed: tuple[Changed, ...]
     failures: tuple[str, ...]
     """Parts that ended in an error, and the error."""
     machines: tuple[str, ...]
@@ -221,10 +137,8 @@ def _recorded(entry: Entry, folder: Path, judge: bool) -> RecordedPaper:
         results = _judged(entry, record) if judge else record["results"]
         rows |= {row["name"]: (row, machine) for row in results}
         failures += [f"{part}: {why}" for part, why in record.get("about", {}).get("failures", {}).items()]
-    judged = [(row, machine) for row, machine in rows.values() if row.get("claim")]
-    claims = tuple(_claim(entry, row, machine) for row, machine in judged)
-    changed = tuple(_changed(row) for row, _ in judged if "judged_before" in row)
-    return RecordedPaper(entry, claims, changed, tuple(failures), tuple(machines), tuple(unnamed))
+    claims = tuple(_claim(row, machine) for row, machine in rows.values() if row.get("claim"))
+    return RecordedPaper(entry, claims, tuple(failures), tuple(machines), tuple(unnamed))
 
 
 def _judged(entry: Entry, record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -234,14 +148,10 @@ def _judged(entry: Entry, record: dict[str, Any]) -> list[dict[str, Any]]:
     return [row | ({"judged_before": before[row["name"]]} if row["name"] in before else {}) for row in rows]
 
 
-def _claim(entry: Entry, row: dict[str, Any], machine: str) -> RecordedClaim:
+def _claim(row: dict[str, Any], machine: str) -> RecordedClaim:
     figure, claim, text = (str(row[key]) for key in ("figure", "claim", "found"))
-    return RecordedClaim(entry, figure, claim, text, row["holds"], row.get("why", ""), row.get("detectable"), machine)
-
-
-def _changed(row: dict[str, Any]) -> Changed:
-    before = row["judged_before"]
-    return Changed(str(row["figure"]), str(before["claim"]), before["holds"], row["holds"])
+    more = row.get("why", ""), row.get("detectable"), machine, row.get("judged_before")
+    return RecordedClaim(figure, claim, text, row["holds"], *more)
 
 
 def _record(path: Path) -> dict[str, Any]:
@@ -277,29 +187,18 @@ def summary(papers: Sequence[RecordedPaper]) -> list[list[str]]:
     return rows
 
 
-def page(papers: Sequence[RecordedPaper], *, pages: str | None = "repro-{}.md") -> str:
-    """Return the page in Markdown, from its first table on. ``pages`` is where each paper has one of its own."""
-    return "\n\n".join(_sections(papers, pages)) + "\n"
+def page(papers: Sequence[RecordedPaper]) -> str:
+    """Return the page of a run in Markdown: all claims of all papers."""
+    parts = [overview(papers), *(part for paper in papers for part in _section(paper)), changes(papers)]
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _sections(papers: Sequence[RecordedPaper], pages: str | None) -> Iterator[str]:
-    def link(entry: Entry) -> str:
-        return f"[{entry.name}]({pages.format(entry.name) if pages else f'#{_anchor(entry)}'})"
-
-    links = {paper.entry.name: link(paper.entry) for paper in papers}
-    yield _totals(papers)
-    yield table(SUMMARY, [[links[row[0]], *row[1:]] for row in summary(papers)])
-    yield "## How a claim is judged"
-    yield _RULES
-    if pages is None:
-        for paper in papers:
-            yield from _section(paper)
-    yield from _changes(papers)
-    if unnamed := [name for paper in papers for name in paper.unnamed]:
-        yield "## Records without a commit"
-        yield f"{UNNAMED.capitalize()}: {', '.join(unnamed)}."
-    yield "## What is left out"
-    yield "\n".join(f"- **{what}**: {why}." for what, why in LEFT_OUT)
+def overview(papers: Sequence[RecordedPaper], pages: str | None = None) -> str:
+    """Return the totals and a row for each paper; ``pages`` is where each has a page of its own."""
+    rows = summary(papers)
+    for paper, row in zip(papers, rows, strict=True):
+        row[0] = f"[{row[0]}]({pages.format(row[0]) if pages else f'#{_anchor(paper.entry)}'})"
+    return f"{_totals(papers)}\n\n{table(SUMMARY, rows)}"
 
 
 def _totals(papers: Sequence[RecordedPaper]) -> str:
@@ -317,28 +216,33 @@ def _totals(papers: Sequence[RecordedPaper]) -> str:
     )
 
 
-def _changes(papers: Sequence[RecordedPaper]) -> Iterator[str]:
-    """Yield the verdicts that are not those of the run."""
-    changed = [(paper.entry.name, row) for paper in papers for row in paper.changed if row.before is not row.now]
-    turned = [(name, row) for name, row in changed if None not in (row.before, row.now)]
-    if not changed:
-        return
-    yield "## Verdicts that have changed"
-    yield (
-        f"{len(changed)} claims were judged otherwise when they were measured, by earlier rules or settings. "
-        f"{len(turned)} of them turned from one verdict into the other. The others were inconclusive, or have become "
-        "so."
-    )
-    if turned:
-        rows = [[name, row.figure, row.claim, _WORDS[row.before], _WORDS[row.now]] for name, row in turned]
-        yield table(["", "figure", "the paper", "before", "now"], rows)
+def changes(papers: Sequence[RecordedPaper]) -> str:
+    """Return the verdicts that are not those of the run, and the records that name no commit."""
+    parts = []
+    changed = [(paper.entry.name, claim) for paper in papers for claim in paper.claims if claim.changed]
+    if changed:
+        rows = [
+            [name, c.figure, str(c.before["claim"]), _WORDS[c.before["holds"]], _WORDS[c.holds]]
+            for name, c in changed
+            if c.before and c.turned
+        ]
+        parts += [
+            "## Verdicts that have changed",
+            f"{len(changed)} claims were judged otherwise when they were measured, by earlier rules or settings. "
+            f"{len(rows)} of them turned from one verdict into the other. The others were inconclusive, or have become "
+            "so.",
+            *([table(["", "figure", "the paper", "before", "now"], rows)] if rows else []),
+        ]
+    if unnamed := [name for paper in papers for name in paper.unnamed]:
+        parts += ["## Records without a commit", f"{UNNAMED.capitalize()}: {', '.join(unnamed)}."]
+    return "\n\n".join(parts)
 
 
 def _section(paper: RecordedPaper) -> Iterator[str]:
     entry = paper.entry
     yield f"## {_heading(entry)}"
     yield f"{entry.title}."
-    yield f"`{entry.command}`: about {entry.minutes} minutes. Times: {entry.protocol}."
+    yield f"`{entry.command}`: about {entry.minutes} minutes."
     if not paper.machines:
         yield f"{_NOT_RUN.capitalize()}: `{entry.command}`."
         return
@@ -346,17 +250,14 @@ def _section(paper: RecordedPaper) -> Iterator[str]:
         yield "Parts that ended in an error:\n\n" + "\n".join(f"- {cell(failure)}" for failure in paper.failures)
     rows = []
     for claim in paper.claims:
-        mark = "" if claim.machine == paper.machines[0] else f" ({_note(paper, claim)})"
-        text = outcome(claim.text, claim.why) + mark
-        rows.append([claim.figure, claim.claim, text, _WORDS[claim.holds], claim.shown_detectable])
+        at = paper.machines.index(claim.machine)
+        text = outcome(claim.text, claim.why) + (f" ({at + 1})" if at else "")
+        interval = "" if claim.detectable is None else f"{100 * claim.detectable:.2g} %"
+        rows.append([claim.figure, claim.claim, text, _WORDS[claim.holds], interval])
     yield table(["figure", "the paper", "here", "", "interval"], rows)
     yield f"{paper.machines[0]}."
     for i, machine in enumerate(paper.machines[1:], 2):
         yield f"({i}) on {machine}."
-
-
-def _note(paper: RecordedPaper, claim: RecordedClaim) -> str:
-    return str(paper.machines.index(claim.machine) + 1)
 
 
 def _heading(entry: Entry) -> str:

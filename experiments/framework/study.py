@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from rich.console import Console
@@ -17,8 +16,9 @@ from experiments.framework.claims import Row
 from experiments.framework.methods import Method
 from experiments.framework.ranks import OnStep, RunCache
 from experiments.framework.replicas import ScoredTask
-from experiments.framework.training import Gradients, Runs, Trained
+from experiments.framework.training import Gradients, Trained, Trainings, record
 from experiments.tasks.images import ImageTask
+from thinwire_tools import lab
 from thinwire_tools.compare.paired import Watcher
 from thinwire_tools.lab.units import format_rate, parse_rate, parse_rates
 
@@ -103,9 +103,7 @@ class Study(Generic[ScaleT]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -161,16 +159,21 @@ class Study(Generic[ScaleT]):
     def train_task(
         self, task: ScoredTask, method: Method, seed: int, *, num_ranks: int, measure: int = 0, shaped: bool = False
     ) -> Trained:
-        """Run `Runs.train`, with progress."""
-        runs = self.runs(task, num_ranks)
-        return runs.train(method, seed, self.reporter(method.title), measure=measure, shaped=shaped)
-
-    def runs(self, task: ScoredTask, num_ranks: int) -> Runs:
-        """Return ranks that train ``task``; all others end, since those that wait would still share the cores."""
-        key = task, num_ranks
-        if key not in self._resources:
+        """Train replicas, with progress; ``shaped``: over the slow link, ``measure``: as of `Replica`."""
+        if ("trainings", num_ranks) not in self._resources:
+            # Ranks that wait would still share the cores.
             self.close()
-        return self.kept(key, lambda: Runs(task, num_ranks, self.rate, self.cache))
+        trainings, rate = self.trainings(num_ranks), self.rate if shaped else None
+        on_step = self.reporter(method.title)
+        return Trained.of(task, trainings.train(task, method, seed, on_step, rate=rate, measure=measure))
+
+    def trainings(self, num_ranks: int) -> Trainings:
+        """Return ranks that train, on links of the study's rate where it has one."""
+
+        def make() -> Trainings:
+            return Trainings(num_ranks, None if self.rate is None else lab.Network(num_ranks), self.cache)
+
+        return self.kept(("trainings", num_ranks), make)
 
 
 class PartWatcher(Watcher):
@@ -234,7 +237,7 @@ class ImageStudy(Study[ImageScaleT]):
         num_ranks = self.scale.num_ranks
         trained = self.train_task(self.task, method, seed, num_ranks=num_ranks, measure=measure, shaped=shaped)
         if shaped and self.emulated:
-            link = self.runs(self.task, num_ranks).link
+            link = self.trainings(num_ranks).link
             self.link = link if link != "loopback" else self.link
         return trained
 
@@ -242,6 +245,6 @@ class ImageStudy(Study[ImageScaleT]):
         """Return gradients recorded ten times, evenly, along an uncompressed training."""
         if seed not in self._gradients:
             at = sorted({self.task.steps * i // 10 for i in range(10)})
-            runs = self.runs(self.task, self.scale.num_ranks)
-            self._gradients[seed] = runs.record(seed, at, self.reporter("gradients"))
+            on_step = self.reporter("gradients")
+            self._gradients[seed] = record(self.task, seed, self.scale.num_ranks, at, on_step)
         return self._gradients[seed]

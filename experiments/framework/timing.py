@@ -11,12 +11,12 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from experiments.framework import replicas
 from experiments.framework.claims import over
 from experiments.framework.methods import FP32, NOTHING, Method
-from experiments.framework.rank import Call, Rank
+from experiments.framework.rank import Attaching, Rank
 from experiments.framework.ranks import Ranks
 from experiments.framework.replay import Compute
 from experiments.tasks.images import Model
@@ -38,23 +38,6 @@ _SLOWEST_GUESS = 4.0
 
 OnTurn = Callable[[int, str], None]
 """A function that is called after every turn, with the steps it took and the name of the method."""
-
-
-class TimedMethod(Protocol):
-    """A dataclass of plain values that describes a way of sending; rank processes make it again."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def title(self) -> str: ...
-
-    @property
-    def kind(self) -> str:
-        """Kind of the method; ``ddp`` is plain DDP, which sends what a ring does."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -95,56 +78,44 @@ class Times:
 class Timing(Ranks):
     """Rank processes at a ``place``; a context manager. ``emulated``: the place's links are, else all use loopback."""
 
-    _enters: ClassVar[Call] = staticmethod(replicas.enter)
-    """Function that ranks call to build the models that take turns."""
-    _burst_bytes: ClassVar[int | None] = None
-    """Burst of the links' token buckets, where it is not the lab's own."""
-
-    def __init__(self, place: Place, *, emulated: bool, num_ranks: int = NUM_RANKS) -> None:
+    def __init__(
+        self,
+        place: Place,
+        *,
+        emulated: bool,
+        num_ranks: int = NUM_RANKS,
+        links: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Prepare the ranks. ``links``: options of their network, ``options``: those of `Attaching.attached`."""
         network = None
         if emulated and place != "host":
-            options: dict[str, Any] = {} if self._burst_bytes is None else {"burst_bytes": self._burst_bytes}
-            network = lab.Network(num_ranks, ranks_per_node=RANKS_PER_NODE if place == "nodes" else 1, **options)
+            network = lab.Network(num_ranks, ranks_per_node=RANKS_PER_NODE if place == "nodes" else 1, **(links or {}))
         super().__init__(num_ranks, network, name=place)
+        self._options = options
 
     def times(
         self,
         model: Model,
-        methods: Sequence[TimedMethod],
-        *,
-        rounds: int,
-        steps: int,
-        rate: str | None,
-        on_turn: OnTurn,
-    ) -> Times:
-        """Train with ``methods`` in turns of ``steps`` steps over links of ``rate``, after a turn that does not count.
-
-        Raises:
-            RankFailedError: a rank failed. The timing is useless then.
-        """
-        return self.times_by_rate(model, methods, rounds=rounds, steps=steps, rates=(rate,), on_turn=on_turn)[0]
-
-    def times_by_rate(
-        self,
-        model: Model,
-        methods: Sequence[TimedMethod],
+        methods: Sequence[Attaching],
         *,
         rounds: int,
         steps: int,
         rates: Sequence[str | None],
         on_turn: OnTurn,
     ) -> list[Times]:
-        """Return `times` over links of each of ``rates``, by models that continue to learn.
+        """Train with ``methods`` in turns of ``steps`` steps over links of each of ``rates``, after turns that do not
+        count, by models that continue to learn.
 
         Every round goes through all rates, so that what a machine has to do besides is the same at all of them.
+
+        Raises:
+            RankFailedError: a rank failed. The timing is useless then.
         """
-        payload_bytes, layers = self._enter(model, methods)
-        by_rate = self._turns(methods, rounds=rounds, steps=steps, rates=rates, on_turn=on_turn)
+        entered = self._enter(model, methods)
+        found = self._turns(methods, entered, rounds=rounds, steps=steps, rates=rates, on_turn=on_turn)
         self._leave()
-        return [
-            Times(turns.rounds(), payload_bytes, layers, turns.stages(), turns.least_stages(), turns.cpu_s())
-            for turns in by_rate
-        ]
+        return found
 
     def syncs(
         self, model: Model, method: Method, *, steps: int, rate: str | None, on_turn: OnTurn
@@ -174,13 +145,13 @@ class Timing(Ranks):
 
         Seconds of a step are taken for ``a + b / rate``, which two rates tell; none at which steps take for ever.
         """
-        self._enter(model, (FP32, NOTHING))
+        entered = self._enter(model, (FP32, NOTHING))
 
         def seconds(rate: float | None) -> dict[str, float]:
             rates = (None if rate is None else rate_text(rate),)
             options: dict[str, Any] = {"rounds": _CALIBRATION_ROUNDS, "steps": 1}
-            (turns,) = self._turns((FP32, NOTHING), **options, rates=rates, on_turn=on_turn)
-            return {name: median(rounds) for name, rounds in turns.rounds().items()}
+            (times,) = self._turns((FP32, NOTHING), entered, **options, rates=rates, on_turn=on_turn)
+            return {name: times.step_s(name) for name in times.rounds}
 
         ceiling = seconds(None)["nothing"]
         bits = 8 * model.gradient_bytes * ring_factor(self.num_ranks)
@@ -195,49 +166,51 @@ class Timing(Ranks):
         )
         return rate_text(rate)
 
-    def _enter(
-        self, model: Model, methods: Sequence[TimedMethod]
-    ) -> tuple[dict[str, float], dict[str, list[dict[str, Any]]]]:
+    def _enter(self, model: Model, methods: Sequence[Attaching]) -> tuple[dict[str, float], dict[str, Any]]:
         """Build and warm up, over links without a limit; return the bytes that each method sends in a step, and its
         layers' compressors."""
         self.shape(None)
-        answer = self.call(type(self)._enters, task=model.task, methods=tuple(methods), **self._entering(model))[0]
-        counted = zip(methods, answer["payload_bytes"], strict=True)
-        sent = {method.name: count for method, count in counted if count is not None}
-        plain = {
-            method.name: model.gradient_bytes * ring_factor(self.num_ranks)
-            for method in methods
-            if method.kind == "ddp"
-        }
-        layers = {method.name: rows for method, rows in zip(methods, answer["layers"], strict=True) if rows}
-        return {**sent, **plain}, layers
+        arguments: dict[str, Any] = {"task": model.task, "methods": tuple(methods), **self._entering(model)}
+        answer = self.call(Rank.enter, **arguments)[0]
+        settled = {method.name: one for method, one in zip(methods, answer["settled"], strict=True)}
+        plain = model.gradient_bytes * ring_factor(self.num_ranks)
+        sent = {method.name: plain for method in methods if method.kind == "ddp"}
+        sent |= {name: one["payload_bytes"] for name, one in settled.items() if one["payload_bytes"] is not None}
+        return sent, {name: one["layers"] for name, one in settled.items() if one["layers"]}
 
     def _entering(self, model: Model) -> dict[str, Any]:
         """Return further arguments with which ranks build models."""
-        return {}
+        return self._options
 
     def _leave(self) -> None:
         self.call(Rank.leave)
 
     def _turns(
-        self, methods: Sequence[TimedMethod], *, rounds: int, steps: int, rates: Sequence[str | None], on_turn: OnTurn
-    ) -> list[_Turns]:
-        """Return the turns over links of each rate."""
-        by_rate = [_Turns(methods) for _ in rates]
+        self,
+        methods: Sequence[Attaching],
+        entered: tuple[dict[str, float], dict[str, Any]],
+        *,
+        rounds: int,
+        steps: int,
+        rates: Sequence[str | None],
+        on_turn: OnTurn,
+    ) -> list[Times]:
+        """Return the times over links of each rate, of models that were `entered`."""
+        by_rate: list[Answers] = [{method.name: [] for method in methods} for _ in rates]
         for round_ in range(1 + rounds):
-            for rate, turns in zip(rates, by_rate, strict=True):
+            for rate, answers in zip(rates, by_rate, strict=True):
                 self.shape(rate)
                 if len(rates) > 1:
                     # The turn that sends least makes connections adapt to the other rate.
                     self._turn(len(methods) - 1, 1)
                 for which, method in self._order(methods, round_):
-                    answers = self._turn(which, steps)
+                    turn = self._turn(which, steps)
                     if round_:
-                        turns.answers[method.name].append(answers)
+                        answers[method.name].append(turn)
                     on_turn(steps, method.title)
-        return by_rate
+        return [_times(answers, *entered) for answers in by_rate]
 
-    def _order(self, methods: Sequence[TimedMethod], round_: int) -> list[tuple[int, TimedMethod]]:
+    def _order(self, methods: Sequence[Attaching], round_: int) -> list[tuple[int, Attaching]]:
         """Return the methods in alternating order, so that none is always the first or the last."""
         order = list(enumerate(methods))
         return order if round_ % 2 else order[::-1]
@@ -246,38 +219,25 @@ class Timing(Ranks):
         return self.call(Rank.turn, which=which, steps=steps)
 
 
-class _Turns:
-    """Answers of every rank after each turn over links of one rate, by method and round."""
+Answers = dict[str, list[list[dict[str, Any]]]]
+"""Of every rank after each turn over links of one rate, by method and round."""
 
-    def __init__(self, methods: Sequence[TimedMethod]) -> None:
-        self.answers: dict[str, list[list[dict[str, Any]]]] = {method.name: [] for method in methods}
 
-    def rounds(self) -> dict[str, tuple[float, ...]]:
-        return {
-            name: tuple(max(answer["seconds"] for answer in answers) for answers in rounds)
-            for name, rounds in self.answers.items()
-        }
+def _times(answers: Answers, payload_bytes: dict[str, float], layers: dict[str, Any]) -> Times:
+    def by_round(value: Callable[[Any], float]) -> dict[str, tuple[float, ...]]:
+        return {name: tuple(map(value, rounds)) for name, rounds in answers.items()}
 
-    def cpu_s(self) -> dict[str, tuple[float, ...]]:
-        return {
-            name: tuple(fmean(answer["cpu_s"] for answer in answers) for answers in rounds)
-            for name, rounds in self.answers.items()
-        }
+    def by_stage(value: Callable[[Any, str], Any]) -> dict[str, dict[str, Any]]:
+        return {name: {s: value(rounds, s) for s in rounds[0][0]["stages"]} for name, rounds in answers.items()}
 
-    def stages(self) -> dict[str, dict[str, float]]:
-        return {
-            name: {key: fmean(answers[0]["stages"][key] for answers in rounds) for key in rounds[0][0]["stages"]}
-            for name, rounds in self.answers.items()
-        }
-
-    def least_stages(self) -> dict[str, dict[str, tuple[float, ...]]]:
-        return {
-            name: {
-                key: tuple(min(answer["stages"][key] for answer in answers) for answers in rounds)
-                for key in rounds[0][0]["stages"]
-            }
-            for name, rounds in self.answers.items()
-        }
+    return Times(
+        by_round(lambda turn: max(rank["seconds"] for rank in turn)),
+        payload_bytes,
+        layers,
+        by_stage(lambda rounds, stage: fmean(turn[0]["stages"][stage] for turn in rounds)),
+        by_stage(lambda rounds, stage: tuple(min(rank["stages"][stage] for rank in turn) for turn in rounds)),
+        by_round(lambda turn: fmean(rank["cpu_s"] for rank in turn)),
+    )
 
 
 def solve_rate(fast: tuple[float, float], slow: tuple[float, float], wanted_s: float) -> float:
@@ -321,7 +281,7 @@ class SeparateRuns:
     def times(
         self,
         model: Model,
-        methods: Sequence[TimedMethod],
+        methods: Sequence[Attaching],
         *,
         rounds: int,
         steps: int,
@@ -334,7 +294,7 @@ class SeparateRuns:
             RankFailedError: a rank did not make it.
         """
         turns: dict[str, Any] = {"rounds": rounds, "steps": steps, "rates": rates, "on_turn": on_turn}
-        found = self.each(lambda timing: timing.times_by_rate(model, methods, **turns))
+        found = self.each(lambda timing: timing.times(model, methods, **turns))
         return [joined(at_rate) for at_rate in zip(*found, strict=True)]
 
     def each(self, measure: Callable[[Timing], FoundT]) -> list[FoundT]:
@@ -372,12 +332,12 @@ class PinnedTiming(Timing):
 
     def _entering(self, model: Model) -> dict[str, Any]:
         if self._computes is None:
-            return {}
+            return self._options
         if model not in self._computes:
-            self._computes[model] = Compute.from_json(self.call(replicas.record, task=model.task)[0]["compute"])
-        return {"compute": self._computes[model]}
+            self._computes[model] = Compute(**self.call(replicas.record, task=model.task)[0]["compute"])
+        return {**self._options, "compute": self._computes[model]}
 
-    def _order(self, methods: Sequence[TimedMethod], round_: int) -> list[tuple[int, TimedMethod]]:
+    def _order(self, methods: Sequence[Attaching], round_: int) -> list[tuple[int, Attaching]]:
         order = list(enumerate(methods))
         self._random.shuffle(order)
         return order

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.framework import replicas
-from experiments.framework.methods import Method
-from experiments.framework.ranks import OnStep, Ranks, RunCache, described, telling
+from experiments.framework.rank import Attaching, Rank
+from experiments.framework.ranks import OnStep, Ranks, described
 from experiments.framework.replicas import ScoredTask
 from thinwire.runtime import ParityError
-from thinwire_tools import lab
 from thinwire_tools.compare.tasks import probe_steps
 
 _FIRST_STEPS = 5
+
+
+def by_rank(answers: Sequence[dict[str, Any]], key: str) -> Iterator[tuple[Any, ...]]:
+    """Yield what all ranks have of each step, or of each probe."""
+    return zip(*(answer[key] for answer in answers), strict=True)
+
+
+def slowest(answers: Sequence[dict[str, Any]]) -> tuple[float, ...]:
+    """Return the slowest rank's seconds of every step."""
+    return tuple(map(max, by_rank(answers, "step_s")))
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,24 @@ class Trained:
     final_accuracy: float
     final_loss: float
     alpha: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def of(cls, task: ScoredTask, answers: Sequence[dict[str, Any]]) -> Self:
+        """Return what replicas told of their training (`Rank.train`)."""
+        first = answers[0]
+        held_out_loss, accuracy = zip(*map(_pooled, by_rank(answers, "scores")), strict=True)
+        final_loss, final_accuracy = _pooled([answer["held_out"] for answer in answers])
+        return cls(
+            step_s=slowest(answers),
+            train_loss=tuple(map(fmean, by_rank(answers, "losses"))),
+            probe_steps=tuple(probe_steps(task)),
+            accuracy=accuracy,
+            held_out_loss=held_out_loss,
+            payload_bytes=sum(first["step_bytes"]),
+            final_accuracy=final_accuracy,
+            final_loss=final_loss,
+            alpha=tuple((step, value) for step, value in first["alpha"]),
+        )
 
     @property
     def seconds(self) -> list[float]:
@@ -89,67 +115,75 @@ def curves(runs: Sequence[Trained]) -> dict[str, object]:
     }
 
 
-class Runs(Ranks):
-    """Rank processes on a link of ``rate`` (None: loopback), and what they have trained; a context manager."""
+class Trainings(Ranks):
+    """Rank processes, and what they have trained; a context manager."""
 
-    def __init__(self, task: ScoredTask, num_ranks: int, rate: str | None, cache: RunCache | None = None) -> None:
-        super().__init__(num_ranks, lab.Network(num_ranks) if rate is not None else None, cache)
-        self.task, self.rate = task, rate
+    def train(
+        self,
+        task: Any,
+        method: Attaching,
+        seed: int,
+        on_step: OnStep,
+        *,
+        rate: str | None = None,
+        teller: int = 0,
+        more: Callable[[], dict[str, Any]] = dict,
+        **options: Any,
+    ) -> list[dict[str, Any]]:
+        """Return each rank's answer to `Rank.train`, unless the training is known; over links of ``rate``.
 
-    def train(self, method: Method, seed: int, on_step: OnStep, *, measure: int = 0, shaped: bool = False) -> Trained:
-        """Train, unless the run is known; ``shaped``: over the slow link.
+        Args:
+            task: what is trained.
+            method: the method that sends what it communicates.
+            seed: seed of weights, batches and rounding.
+            on_step: is called with the steps of rank ``teller``.
+            rate: rate of the links; None for no limit.
+            teller: the rank that knows the loss.
+            more: makes options of `Attaching.attached` that do not change the training.
+            options: others, which do.
 
         Raises:
             RankFailedError: a rank failed.
-            ParityError: ranks ended with different parameters.
+            ParityError: ranks ended with different parameters, or messages.
         """
-        link = self.rate if shaped and self.network is not None else None
-        arguments: dict[str, Any] = {"task": self.task, "method": method, "seed": seed, "measure": measure}
-        # Neither name nor color changes a run.
-        run = {name: value for name, value in asdict(method).items() if name not in ("name", "title", "color")}
-        key = {**arguments, "task": described(self.task), "method": run, "link": link}
+        link = rate if self.network is not None else None
+        key = {"task": described(task), "method": described(method), "seed": seed, "link": link, **options}
+
+        def hear(event: dict[str, Any]) -> None:
+            on_step(event["step"], event["loss"])
 
         def make() -> list[dict[str, Any]]:
+            arguments = {"task": task, "method": method, "seed": seed, **options, **more()}
             self.shape(link)
-            return self.call(replicas.train, hear=telling(on_step), **arguments)
+            return self.call(Rank.train, hear=hear, teller=teller, **arguments)
 
-        return self._trained(self.kept(key, make), method)
+        answers = self.kept(key, make)
+        digests = {(name, value) for answer in answers for name, value in answer["digests"].items()}
+        if math.isfinite(answers[teller]["losses"][-1]) and len(digests) > len({name for name, _ in digests}):
+            raise ParityError(f"{method.title}: ranks hold different parameters or messages after {task.steps} steps")
+        return answers
 
-    def record(self, seed: int, at: Sequence[int], on_step: OnStep) -> Gradients:
-        """Train uncompressed and keep every rank's own gradient at the steps ``at``."""
-        self.shape(None)
-        arguments: dict[str, Any] = {"task": self.task, "seed": seed, "at": sorted(at), "folder": self.folder}
-        self.call(replicas.gradients, hear=telling(on_step), **arguments)
-        shapes = {name: parameter.shape for name, parameter in self.task.build(seed).named_parameters()}
-        # The filter is thinwire's own: the other layers are sent raw.
-        taken = [name for name, shape in shapes.items() if len(shape) > 1 and shape.numel() >= 1024]
-        by_rank = []
-        for rank in range(self.num_ranks):
-            flat = torch.from_numpy(np.load(self.folder / f"gradients-{rank}.npy", allow_pickle=False))
-            parts = flat.split([shape.numel() for shape in shapes.values()], dim=1)
-            layers = dict(zip(shapes, parts, strict=True))
-            by_rank.append([[layers[name][i].view(shapes[name]) for name in taken] for i in range(len(at))])
-        by_step = tuple(tuple(tuple(by_rank[rank][i]) for rank in range(self.num_ranks)) for i in range(len(at)))
-        return Gradients(tuple(sorted(at)), tuple(taken), by_step)
 
-    def _trained(self, answers: list[dict[str, Any]], method: Method) -> Trained:
-        first = answers[0]
-        probes = [_pooled([answer["scores"][at] for answer in answers]) for at in range(len(first["scores"]))]
-        final_loss, final_accuracy = _pooled([answer["held_out"] for answer in answers])
-        same = len({answer["digest"] for answer in answers}) == 1
-        if not same and method.kind != "nothing" and math.isfinite(final_loss):
-            raise ParityError(f"{method.title}: ranks hold different parameters after {self.task.steps} steps")
-        return Trained(
-            step_s=tuple(max(seconds) for seconds in zip(*(answer["step_s"] for answer in answers), strict=True)),
-            train_loss=tuple(fmean(losses) for losses in zip(*(answer["losses"] for answer in answers), strict=True)),
-            probe_steps=tuple(probe_steps(self.task)),
-            accuracy=tuple(accuracy for _, accuracy in probes),
-            held_out_loss=tuple(loss for loss, _ in probes),
-            payload_bytes=first["payload_bytes"][-1],
-            final_accuracy=final_accuracy,
-            final_loss=final_loss,
-            alpha=tuple((step, value) for step, value in first["alpha"]),
-        )
+def record(task: ScoredTask, seed: int, num_ranks: int, at: Collection[int], on_step: OnStep) -> Gradients:
+    """Train uncompressed, on all ranks' batches in this process, and keep every rank's own gradient at the steps
+    ``at``."""
+    model, kept = task.build(seed), []
+    optimizer, (names, parameters) = task.optimizer(model), zip(*model.named_parameters(), strict=True)
+    # The filter is thinwire's own: the other layers are sent raw.
+    taken = [i for i, parameter in enumerate(parameters) if parameter.ndim > 1 and parameter.numel() >= 1024]
+    by_rank = (task.batches(seed, rank, num_ranks) for rank in range(num_ranks))
+    for step, batches in enumerate(zip(*by_rank, strict=True)):
+        losses = [task.loss(model, batch) for batch in batches]
+        own = [torch.autograd.grad(loss, parameters) for loss in losses]
+        if step in at:
+            kept.append(tuple(tuple(gradients[i] for i in taken) for gradients in own))
+        for parameter, *gradients in zip(parameters, *own, strict=True):
+            parameter.grad = torch.stack(gradients).mean(0)
+        for group in optimizer.param_groups:
+            group["lr"] = task.rate(step)
+        optimizer.step()
+        on_step(step + 1, losses[0].item())
+    return Gradients(tuple(sorted(at)), tuple(names[i] for i in taken), tuple(kept))
 
 
 def _pooled(parts: Sequence[tuple[float, int, int]]) -> tuple[float, float]:

@@ -24,17 +24,6 @@ _SCATTER_FREEDOM = 72
 WORDS = {True: "holds", False: "does not hold", None: "inconclusive"}
 """Verdicts, as tables show them."""
 
-JUDGED = (
-    "a claim holds, does not hold, or cannot be told here. That two methods end alike holds where the upper bound of "
-    "their paired difference is within the margin (one-sided t-intervals over seeds at 95 %), fails where the lower "
-    "bound is beyond it, and cannot be told where the interval is wider than the margin or where a control that must "
-    "fail does not. That one is better holds where the lower bound is above zero, and fails where the upper bound is "
-    "below half of the paper's effect, or below zero where the paper gives none. Times are ratios over rounds in which "
-    f"all take turns; their intervals contain what ratios differ from run to run ({RUN_SCATTER:.1%}), or are those of "
-    "several separate runs of replayed steps. What was trained or timed once cannot be told"
-)
-"""The rules, as JSON files of runs keep them; `results_page` has them for readers."""
-
 _REWORDED = (
     (r"a ratio within ([\d.]+) % of [\d.]+ cannot be told from it", "the interval (±\\1 %) contains the bound"),
     (

@@ -37,12 +37,8 @@ class Family:
             return Raw()
 
 
-def _densities() -> tuple[Compressor, ...]:
-    """24 densities from 0.001 to 0.5, evenly spaced in their logarithm."""
-    return tuple(TopK(density=float(f"{0.001 * 500 ** (i / 23):.4g}")) for i in range(24))
-
-
-_DENSITIES = _densities()
+_DENSITIES = tuple(TopK(density=float(f"{0.001 * 500 ** (i / 23):.4g}")) for i in range(24))
+"""From 0.001 to 0.5, evenly spaced in their logarithm."""
 _RANKS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 
 FAMILIES = (

@@ -10,7 +10,6 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
 
 import numpy as np
 import torch
@@ -196,10 +195,6 @@ class ImageTask:
     bucket_cap_mb: float = 25.0
     probe_every: int = 25
     probe_images: int = 1000
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> Self:
-        return cls(**record)
 
     @property
     def images(self) -> Images:

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -115,10 +115,6 @@ class LanguageTask:
     held_out_windows: int = 1024
     probe_windows: int = 128
     probe_every: int = 30
-
-    @classmethod
-    def from_json(cls, record: dict[str, Any]) -> Self:
-        return cls(**record)
 
     def rate(self, step: int) -> float:
         return scheduled(self.learning_rate, step, self.steps, self.warm_up)

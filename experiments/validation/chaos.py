@@ -10,7 +10,6 @@ from __future__ import annotations
 import json as json_
 import multiprocessing
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -23,6 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from experiments.framework.pages import show
+from experiments.framework.ranks import RunCache
 from experiments.validation.chaos_rank import Scenario, Training, draw, main as rank_main
 from thinwire_tools.lab import free_port
 from thinwire_tools.results import OutputFile, Results
@@ -136,35 +136,6 @@ def _survivor(rank: int, heard: dict[int, list[dict[str, Any]]], scenario: Scena
     )
 
 
-class Kept:
-    """Outcomes in a file, a line of JSON for each, so that a run of hours can go on where it was ended."""
-
-    def __init__(self, file: Path | None) -> None:
-        self._file, self._lock = file, threading.Lock()
-        self._outcomes: dict[tuple[int, Scenario], Outcome] = {}
-        if file is None:
-            return
-        file.parent.mkdir(parents=True, exist_ok=True)
-        for line in file.read_text().splitlines() if file.exists() else ():
-            row = json_.loads(line)
-            training = Training(**row["scenario"].pop("training"))
-            scenario = Scenario(training, **row["scenario"])
-            survivors = [Survivor(**survivor) for survivor in row["survivors"]]
-            self._outcomes[row["number"], scenario] = Outcome(scenario, survivors, struck=row["struck"])
-
-    def get(self, number: int, scenario: Scenario) -> Outcome | None:
-        """The outcome of a scenario, if an earlier run had one."""
-        return self._outcomes.get((number, scenario))
-
-    def put(self, number: int, outcome: Outcome) -> None:
-        """Keep an outcome, without its digests, which have been compared."""
-        row = {"number": number, **asdict(replace(outcome, digests={}))}
-        del row["digests"]
-        if self._file:
-            with self._lock, self._file.open("a") as file:
-                file.write(json_.dumps(row) + "\n")
-
-
 def chaos(
     *,
     faults: int = 100,
@@ -202,18 +173,22 @@ def chaos(
     references: dict[Training, dict[int, list[str]]] = {}
     until = time.monotonic() + 60.0 * (minutes if minutes is not None else 1e6)
 
-    kept = Kept(folder / f"seed{seed}.jsonl" if folder else None)
+    # So that a run of hours can go on where it was ended.
+    kept = RunCache(folder)
 
     def one(number: int) -> list[Outcome]:
         outcomes: list[Outcome] = []
         for scenario in draw(seed, number, timeout)[: 1 + control]:
-            outcome = kept.get(number, scenario)
-            if outcome is None and time.monotonic() < until:
+            key = {"number": number, "scenario": asdict(scenario)}
+            known, outcome = kept.get(key), None
+            if known is not None:
+                outcome = Outcome(scenario, [Survivor(**one) for one in known["survivors"]], struck=known["struck"])
+            elif time.monotonic() < until:
                 if scenario.training not in references:
                     quiet = replace(scenario, fault="", phase="", victim=-1, step=-1)
                     references[scenario.training] = run(quiet).digests
                 outcome = run(scenario, references[scenario.training])
-                kept.put(number, outcome)
+                kept.put(key, {"survivors": [asdict(one) for one in outcome.survivors], "struck": outcome.struck})
             if outcome is None:
                 break
             outcomes.append(outcome)

@@ -96,7 +96,7 @@ def test_a_recorded_step_has_all_gradients_in_the_order_in_which_they_come() -> 
     # The embedding is the output's matrix, too, and is done last.
     assert list(compute.gradients_s)[-1] == names[0]
     assert compute.step_s > 0
-    assert Compute.from_json(json.loads(json.dumps(vars(compute)))) == compute
+    assert Compute(**json.loads(json.dumps(vars(compute)))) == compute
 
 
 def test_replayed_steps_hand_out_what_they_are_given() -> None:
@@ -158,7 +158,7 @@ def test_links_are_as_much_slower_as_time() -> None:
     runs = SeparateRuns("links", True, num_ranks=2, runs=1, num_cores=1)
 
     def link(timing: Any) -> Any:
-        timing.times(GPT, (NOTHING,), rounds=1, steps=1, rate="100mbit", on_turn=lambda *_: None)
+        timing.times(GPT, (NOTHING,), rounds=1, steps=1, rates=("100mbit",), on_turn=lambda *_: None)
         return timing.link
 
     assert runs.each(link)[0]["rate_bps"] == [50_000_000] * 2
@@ -220,7 +220,7 @@ def test_a_rank_that_fails_costs_its_figure_only(tmp_path: Path, monkeypatch: py
     run = RankProcesses.run
 
     def run_and_kill(ranks: RankProcesses, function: Any, *args: Any) -> list[dict[str, Any]]:
-        if function.__qualname__ == "train":
+        if function.__qualname__ == "Rank.train":
             ranks.process(1).kill()
         return run(ranks, function, *args)
 

@@ -98,7 +98,7 @@ def test_figures_that_are_none_are_refused(tmp_path: Path, capsys) -> None:
 
 WRONG = [
     ("all", ["--only", "abacus"], "abacus"),
-    ("fft", ["--parts", "5", "7"], "choose among 5 6 10"),
+    ("fft", ["--parts", "5", "7"], "choose among 5 6 12"),
     ("fft", ["--seeds", "0"], "at least 1"),
     ("fft", ["--rate", "fast"], "not a rate"),
     ("fft", ["--data", "/nowhere"], "unpack the binary version"),

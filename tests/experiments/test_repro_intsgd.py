@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments.__main__ import main as experiments_main
-from experiments.framework.methods import TimedReduction
+from experiments.framework.replicas import TimedReduction
 from experiments.papers.intsgd import datasets, world
 from experiments.papers.intsgd.convex import METHODS
 from experiments.papers.intsgd.paper import SMOKE
@@ -77,7 +77,7 @@ def test_differences_on_minibatches_have_the_full_ones_mean() -> None:
     pytest.importorskip("scipy")
     problem, random = _problem(), np.random.default_rng(3)
     x, w = random.normal(size=(7, 1)), random.normal(size=(7, 1))
-    draw = world._stacked([world.counter_draws(0)])[1]
+    draw = world.draws([0], 1)
     found = np.mean([problem.differences(x, w, draw, step) for step in range(20_000)], axis=0)
     assert found == pytest.approx(problem.gradients(x)[0] - problem.gradients(w)[0], abs=0.02)
 

@@ -27,7 +27,7 @@ from experiments.framework.verdicts import (
 from thinwire_tools.compare.statistics import estimate, reached
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-TASK = Task("task", "loss", "file", "loss/*", "loss/control*")
+TASK = Task("task", "loss", "file", "loss/", "control*")
 
 
 @pytest.mark.parametrize(

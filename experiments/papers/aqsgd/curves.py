@@ -23,7 +23,7 @@ from experiments.papers.aqsgd.study import (
     facts,
     held_out,
 )
-from experiments.papers.aqsgd.trainings import Asked, Trained
+from experiments.papers.aqsgd.trainings import Trained
 from thinwire_tools import plots
 
 Bits = tuple[int, int]
@@ -242,11 +242,8 @@ COMPLETED = (FP32, aqsgd(4, 8), direct(4, 8))
 
 def completions(study: AQSGDStudy) -> list[Row]:
     """How much of them is FP32's by seed, and those of the first seed."""
-    asked, trainings, task = Asked(held_out=False, completions=True), study.trainings(), study.scale.small
-    by_seed = [
-        {method.name: trainings.train(task, method, seed, study.reporter(method.title), asked) for method in COMPLETED}
-        for seed in study.seeds
-    ]
+    by_method = {method.name: study.train("small", method, completions=True) for method in COMPLETED}
+    by_seed = [dict(zip(by_method, runs, strict=True)) for runs in zip(*by_method.values(), strict=True)]
     trained = by_seed[0]
     base = trained[FP32.name]
     start = base.prompted

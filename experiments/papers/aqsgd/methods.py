@@ -1,13 +1,16 @@
 """How activations and their gradients are sent between stages (as they are, quantized, or as what changed of them), and
 the gradients of weights between replicas."""
 
-# No `from __future__ import annotations` here: ranks make methods again of plain values.
+from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import thinwire
+from experiments.papers.aqsgd.stages import Pipe
+from experiments.papers.aqsgd.tasks import FineTuning
 
 ScheduleName = Literal["gpipe", "1f1b"]
 
@@ -29,13 +32,19 @@ class Method:
     warmup_epochs: int = 0
     schedule: ScheduleName = "gpipe"
     gradients: str = ""
-    hook: Literal["", "bf16", "powersgd"] = ""
+    hook: Literal["", "bf16", "torch-powersgd"] = ""
+    warm_up_steps: ClassVar[int] = 3
+    """The first visits of samples, and steps like all later ones."""
 
-    def place(self, folder: Path, num_samples: int) -> thinwire.store.Memory | thinwire.store.Disk:
-        """The store of one training, whose files are in ``folder``."""
+    def attached(self, task: FineTuning, seed: int, **options: Any) -> Pipe:
+        """Build this rank's stage of ``task``, and send what crosses its boundaries so."""
+        return Pipe(task, self, seed, **options)
+
+    def place(self, folder: Path | None, num_samples: int) -> thinwire.store.Memory | thinwire.store.Disk:
+        """The store of one training, whose files are in a folder of ``folder``."""
         if self.store == "memory":
             return thinwire.store.Memory(num_samples=num_samples)
-        return thinwire.store.Disk(folder, num_samples=num_samples)
+        return thinwire.store.Disk(tempfile.mkdtemp(dir=folder), num_samples=num_samples)
 
 
 FP32 = Method("fp32", "FP32", "#222222")
@@ -121,7 +130,7 @@ def _stacked(method: Method) -> Method:
 
 ADAM = Method("adam", "Adam, fp32", "#222222")
 BF16 = Method("bf16", "Adam, bf16 gradients", "#888888", hook="bf16")
-POWERSGD = Method("powersgd", "Adam, PyTorch's PowerSGD", "#c0392b", hook="powersgd")
+POWERSGD = Method("powersgd", "Adam, PyTorch's PowerSGD", "#c0392b", hook="torch-powersgd")
 QUANTIZED = Method("quantized", f"QuantizedAdam, {GRADIENT_BITS} bits", "#0a7d4f", gradients=GRADIENTS)
 WARMING = Method("warming", "QuantizedAdam in its warm-up", "#5fb88f", gradients="raw")
 

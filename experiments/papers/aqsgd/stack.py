@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from experiments.framework.claims import Row
-from experiments.framework.rank import Rank
+from experiments.framework.rank import Call, Rank
 from experiments.framework.ranks import Ranks
 from experiments.framework.study import draw_bars
 from experiments.framework.timing import Times
+from experiments.framework.training import Trainings
 from experiments.framework.verdicts import courses, sooner
 from experiments.papers.aqsgd import tasks
 from experiments.papers.aqsgd.methods import (
@@ -33,11 +34,10 @@ from experiments.papers.aqsgd.methods import (
     Method,
 )
 from experiments.papers.aqsgd.split import Splitting, run_split
-from experiments.papers.aqsgd.stages import Grid, Pipe
 from experiments.papers.aqsgd.study import course, draw_runs, facts, held_out
 from experiments.papers.aqsgd.tasks import Stacked
 from experiments.papers.aqsgd.timing import LinkedScale, OverLinks, PipelineTiming, draw_rates, where
-from experiments.papers.aqsgd.trainings import Trained, Trainings, train
+from experiments.papers.aqsgd.trainings import Trained
 from experiments.tasks.images import Model, load
 from thinwire_tools import plots
 from thinwire_tools.compare.data import standard_library
@@ -80,43 +80,31 @@ class StackTrainings(Trainings):
     """Trainings in replicas of a pipeline, each by new processes: groups of a part of the world stay until their
     processes end, and each wakes up a hundred times a second."""
 
-    _pipe: ClassVar[type[Pipe]] = Grid
-
     def __enter__(self) -> Self:
         self.network = self._stack.enter_context(self._made)
         return self
 
-    def _trained(self, **arguments: Any) -> list[dict[str, Any]]:
+    def call(self, function: Call, **arguments: Any) -> list[dict[str, Any]]:
         with Ranks(self.num_ranks, nullcontext(self.network)) as ranks:
-            return ranks.call(train, **arguments)
+            return ranks.call(function, **arguments)
 
 
 @dataclass
 class StackStudy(OverLinks[StackScale]):
-    @property
-    def timed(self) -> Stacked:
-        return self.scale.timed
-
     def timing(self) -> PipelineTiming:
         """Ranks that are timed; others use their network, too."""
-        grid: dict[str, Any] = {"num_ranks": NUM_RANKS, "num_stages": NUM_STAGES, "pipe": Grid}
+        grid: dict[str, Any] = {"num_ranks": NUM_RANKS, "num_stages": NUM_STAGES}
         return self.kept("timing", lambda: PipelineTiming(emulated=self.emulated, **grid))
 
-    def trainings(self) -> StackTrainings:
+    def trainings(self, num_ranks: int) -> Trainings:
         """Training over the links of those that are timed, without a limit."""
         timing = self.timing()
         timing.shape(None)
-        options: dict[str, Any] = {"network": timing.network, "cache": self.cache}
-        return self.kept("trainings", lambda: StackTrainings(NUM_RANKS, self.first(), **options))
+        return self.kept("trainings", lambda: StackTrainings(num_ranks, nullcontext(timing.network), self.cache))
 
     def train(self, method: Method, task: Stacked) -> list[Trained]:
-        """A training of ``task`` from every seed, unless it has been.
-
-        Raises:
-            RankFailedError: a rank did not make it.
-        """
-        made = self.trainings()
-        return [made.train(task, method, seed, self.reporter(method.title)) for seed in self.seeds]
+        """A training of ``task`` from every seed, unless it has been."""
+        return self.run(NUM_RANKS, task, method, method.title)
 
     def split(self, methods: Mapping[str, Method]) -> dict[str, list[dict[str, Any]]]:
         """What split learning by each method found, by seed: every rank takes its share of these trainings.
@@ -177,7 +165,7 @@ def _throughput(study: StackStudy) -> Row:
     """All methods in turns, over links of each rate."""
     scale, task = study.scale, study.scale.timed
     links = {rate: study.scaled(rate) for rate in scale.rates}
-    times = study.timing().times_by_rate(
+    times = study.timing().times(
         study.model, TIMED, rounds=scale.rounds, steps=1, rates=list(links.values()), on_turn=study.advance
     )
     by_rate = dict(zip(scale.rates, times, strict=True))
@@ -227,8 +215,8 @@ def adam(study: StackStudy) -> list[Row]:
     # What turns train is past its warm-up.
     model = Model("gpt", "GPT", "", replace(task, exact_steps=1), task.batch, "sequences/s", 0)
     timed = (*OPTIMIZERS, WARMING)
-    times = study.timing().times(
-        model, timed, rounds=study.scale.rounds, steps=_ADAM_STEPS, rate=rate, on_turn=study.advance
+    (times,) = study.timing().times(
+        model, timed, rounds=study.scale.rounds, steps=_ADAM_STEPS, rates=(rate,), on_turn=study.advance
     )
     runs = {m.name: [at_steps(run, m, times, task.exact_steps) for run in trained[m.name]] for m in OPTIMIZERS}
     targets = [max(own[seed].loss for own in runs.values()) for seed in study.seeds]

@@ -13,7 +13,7 @@ from experiments.papers.aqsgd import tasks
 from experiments.papers.aqsgd.methods import FP32, Method
 from experiments.papers.aqsgd.tasks import FineTuning
 from experiments.papers.aqsgd.timing import Computed, LinkedScale, OverLinks, PipelineTiming
-from experiments.papers.aqsgd.trainings import Trained, Trainings
+from experiments.papers.aqsgd.trainings import Trained
 from thinwire_tools.compare.data import standard_library
 from thinwire_tools.compare.statistics import Estimate, estimate, relative_differences
 
@@ -112,7 +112,6 @@ class AQSGDScale(LinkedScale):
     large: FineTuning = tasks.LARGE
     labels: FineTuning = tasks.LABELS
     deep: FineTuning = tasks.DEEP
-    timed: FineTuning = tasks.TIMED
     to_loss: FineTuning = tasks.TO_LOSS
     margin: float = 0.01
     breakdown_rates: tuple[str, ...] = ("100mbit", "200mbit", "300mbit", "500mbit")
@@ -150,34 +149,23 @@ SMOKE = AQSGDScale(
 class AQSGDStudy(OverLinks[AQSGDScale]):
     """Trainings and timings, which parts share."""
 
-    @property
-    def timed(self) -> FineTuning:
-        return self.scale.timed
-
     def computed(self) -> Computed:
         """In a step: messages over loopback take the cores, too, and links are what is left to make the proportion."""
         if self._computed is None:
             alone = super().computed()
-            (times,) = self.timing().times_by_rate(
+            (times,) = self.timing().times(
                 self.model, (FP32,), rounds=_COMPUTE_ROUNDS, steps=1, rates=[None], on_turn=lambda *_: None
             )
             share = times.step_s(FP32.name) / (self.timed.num_micro + NUM_STAGES - 1) / alone.seconds
             self._computed = Computed(share * alone.forward_s, share * alone.backward_s)
         return self._computed
 
-    def trainings(self, num_stages: int = NUM_STAGES) -> Trainings:
-        """Ranks that train, over loopback."""
-        return self.kept(num_stages, lambda: Trainings(num_stages, self.first(), cache=self.cache))
-
-    def train(self, name: TaskName, method: Method, num_stages: int = NUM_STAGES) -> list[Trained]:
-        """A training from every seed, unless it has been.
-
-        Raises:
-            RankFailedError: a rank did not make it.
-        """
-        task = self.scale.task(name)
-        made, title = self.trainings(num_stages), f"{TITLES[name]}, {method.title}"
-        return [made.train(task, method, seed, self.reporter(title)) for seed in self.seeds]
+    def train(
+        self, name: TaskName, method: Method, num_stages: int = NUM_STAGES, *, completions: bool = False
+    ) -> list[Trained]:
+        """A training from every seed, unless it has been."""
+        title = f"{TITLES[name]}, {method.title}"
+        return self.run(num_stages, self.scale.task(name), method, title, completions=completions)
 
     def timing(self) -> PipelineTiming:
         """Ranks that are timed."""

@@ -38,6 +38,7 @@ class FineTuning(GPTTask):
     first_rate: float = 6e-3
     half: Literal["", "bf16", "fp16"] = ""
     labels: bool = False
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         if self.samples % self.batch or self.held_out_windows % self.batch or self.batch % self.num_micro:
@@ -48,7 +49,7 @@ class FineTuning(GPTTask):
 
     @property
     def steps_per_epoch(self) -> int:
-        return self.samples // self.batch
+        return self.samples // (self.replicas * self.batch)
 
     @property
     def epochs(self) -> int:
@@ -78,8 +79,8 @@ class FineTuning(GPTTask):
             return self.learning_rate * (step + 1) / warm_up
         return self.learning_rate * (self.steps - step) / (self.steps - warm_up)
 
-    def order(self, seed: int, epoch: int) -> tuple[Tensor, ...]:
-        """Ids of each batch of an epoch: shape (batch,)."""
+    def share(self, seed: int, epoch: int, replica: int) -> tuple[Tensor, ...]:
+        """Ids of each batch of a pipeline's epoch: shape (batch,)."""
         generator = torch.Generator().manual_seed(seed * _EPOCH_SEEDS + epoch)
         return torch.randperm(self.samples, generator=generator).split(self.batch)
 
@@ -229,10 +230,6 @@ class Stacked(FineTuning):
             raise ValueError(
                 f"{self.samples} samples must fill batches of {self.batch} in each of {self.replicas} pipelines"
             )
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.samples // (self.replicas * self.batch)
 
     def share(self, seed: int, epoch: int, replica: int) -> tuple[Tensor, ...]:
         """Ids of each batch of a pipeline's epoch: shape (batch,)."""

@@ -114,7 +114,7 @@ def table_2(study: AQSGDStudy) -> list[Row]:
 
 def _measure(study: AQSGDStudy, methods: Sequence[Method], rates: Sequence[str]) -> AllTimes:
     links = [study.scaled(rate) for rate in rates]
-    times = study.timing().times_by_rate(
+    times = study.timing().times(
         study.model, methods, rounds=study.scale.rounds, steps=1, rates=links, on_turn=study.advance
     )
     return dict(zip(rates, times, strict=True))

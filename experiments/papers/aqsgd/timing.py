@@ -1,5 +1,6 @@
 """Methods of sending activations timed against each other, and the parts of a step by themselves."""
-# No `from __future__ import annotations` here: methods and tasks are made of plain values.
+
+from __future__ import annotations
 
 import tempfile
 import time
@@ -7,21 +8,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from experiments.framework.rank import Call, Rank, Timed
-from experiments.framework.study import Scale, ScaleT, Study
+from experiments.framework.rank import Rank
+from experiments.framework.study import Scale, Study
 from experiments.framework.timing import Timing, rate_text, shown_rate
 from experiments.papers.aqsgd.methods import Method
-from experiments.papers.aqsgd.stages import Part, Pipe, build
-from experiments.papers.aqsgd.tasks import FineTuning
-from experiments.papers.aqsgd.trainings import BURST_BYTES, FirstTraining
+from experiments.papers.aqsgd.stages import Part, build
+from experiments.papers.aqsgd.tasks import TIMED, FineTuning
+from experiments.papers.aqsgd.trainings import FirstTraining, Trained
 from experiments.tasks.images import Model
 from thinwire_tools import plots
 from thinwire_tools.lab import parse_rate
@@ -32,41 +32,7 @@ _WARM_UP_STEPS = 2
 # --- on a rank
 
 
-class TimedPipe(Timed):
-    """One pipeline, past its first visits of samples."""
-
-    stages: ClassVar[tuple[str, ...]] = ("encode_s", "decode_s", "store_s", "agree_s")
-
-    def __init__(self, pipe: Pipe) -> None:
-        self._pipe = pipe
-        self._batches = cycle([ids for epoch in range(4) for ids in pipe.order(0, epoch)])
-        self.train(_WARM_UP_STEPS)
-        before = pipe.sent_bytes
-        self.train(1)
-        self._step_bytes = float(pipe.sent_bytes - before)
-
-    def train(self, steps: int) -> None:
-        for ids in islice(self._batches, steps):
-            self._pipe.step(ids, self._pipe.task.learning_rate)
-
-    def counters(self) -> dict[str, Any]:
-        return self._pipe.stage.stats.to_dict()
-
-    def payload_bytes(self) -> float:
-        return self._step_bytes
-
-    def close(self) -> None:
-        self._pipe.close()
-
-
-def enter(rank: Rank, task: FineTuning, methods: Sequence[Method], kind: type[Pipe], folder: Path) -> dict[str, Any]:
-    """Build a pipeline for each of ``methods`` and train it for a few steps."""
-    folders = (folder / f"timed{number}" for number in range(len(methods)))
-    pipes = (kind(task, method, 0, None, own) for method, own in zip(methods, folders, strict=True))
-    return rank.entered([TimedPipe(pipe) for pipe in pipes])
-
-
-def compute(rank: Rank, task: FineTuning, num_stages: int, repeats: int) -> dict[str, Any]:
+def compute(rank: Rank, task: FineTuning, num_stages: int) -> dict[str, Any]:
     """Median seconds of this stage's forward and backward pass over a micro-batch, as in a step: all micro-batches
     forward, then all back, all stages at once; without messages, but with as many cores for each."""
     index = rank.rank % num_stages
@@ -75,7 +41,7 @@ def compute(rank: Rank, task: FineTuning, num_stages: int, repeats: int) -> dict
     first = index == 0
     x = tokens if first else torch.randn(*tokens.shape, task.model.width)
     seconds: list[tuple[float, float]] = []
-    for _ in range(_WARM_UP_STEPS + repeats):
+    for _ in range(_WARM_UP_STEPS + _REPEATS):
         rank.channel.hold("compute")
         begun = time.perf_counter()
         outs = [part(x if first else x.detach().requires_grad_()) for _ in range(task.num_micro)]
@@ -88,22 +54,22 @@ def compute(rank: Rank, task: FineTuning, num_stages: int, repeats: int) -> dict
     return {"forward_s": median(forward), "backward_s": median(backward)}
 
 
-def wire(rank: Rank, num_bytes: int, sender: int, receiver: int, repeats: int) -> dict[str, Any]:
-    """Median seconds, on the sender, by which a message of so many bytes and its answer take longer than a message
-    of one byte and its answer: processes that wake up are no communication."""
+def wire(rank: Rank, num_bytes: int) -> dict[str, Any]:
+    """Median seconds, on the first rank, by which a message of so many bytes to the second one and its answer take
+    longer than a message of one byte and its answer: processes that wake up are no communication."""
     answer = torch.zeros(1, dtype=torch.uint8)
     seconds: dict[int, list[float]] = {num_bytes: [], 1: []}
     rank.channel.hold("wire")
-    for _ in range(1 + repeats):
+    for _ in range(1 + _WIRE_REPEATS):
         for size, times in seconds.items():
             message = torch.zeros(size, dtype=torch.uint8)
             started = time.perf_counter()
-            if rank.rank == sender:
-                dist.send(message, receiver)
-                dist.recv(answer, receiver)
-            elif rank.rank == receiver:
-                dist.recv(message, sender)
-                dist.send(answer, sender)
+            if rank.rank == 0:
+                dist.send(message, 1)
+                dist.recv(answer, 1)
+            elif rank.rank == 1:
+                dist.recv(message, 0)
+                dist.send(answer, 0)
             times.append(time.perf_counter() - started)
     return {"seconds": max(0.0, median(seconds[num_bytes][1:]) - median(seconds[1][1:]))}
 
@@ -126,21 +92,10 @@ class Computed:
 class PipelineTiming(Timing):
     """A `Timing` of methods between stages, one on each rank, ``num_stages`` in a pipeline."""
 
-    _enters: ClassVar[Call] = staticmethod(enter)
-    _burst_bytes: ClassVar[int | None] = BURST_BYTES
-
-    def __init__(
-        self, *, emulated: bool, num_ranks: int, num_stages: int | None = None, pipe: type[Pipe] = Pipe
-    ) -> None:
-        super().__init__("links", emulated=emulated, num_ranks=num_ranks)
-        self._num_stages, self._pipe = num_stages or num_ranks, pipe
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        # Stores on disk, of every timed model its own.
-        self._stores = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="thinwire-aqsgd-"))
-        self._entries = 0
-        return self
+    def __init__(self, *, emulated: bool, num_ranks: int, num_stages: int | None = None) -> None:
+        # The burst of a slow link is two full frames, so that no part of a message is free.
+        super().__init__("links", emulated=emulated, num_ranks=num_ranks, links={"burst_bytes": 2 * 1514})
+        self._num_stages = num_stages or num_ranks
 
     def compute(self, task: FineTuning) -> Computed:
         """What stages take by themselves.
@@ -148,7 +103,7 @@ class PipelineTiming(Timing):
         Raises:
             RankFailedError: a rank did not make it.
         """
-        answers = self.call(compute, task=task, num_stages=self._num_stages, repeats=_REPEATS)
+        answers = self.call(compute, task=task, num_stages=self._num_stages)
         return Computed(*(max(answer[name] for answer in answers) for name in ("forward_s", "backward_s")))
 
     def wire(self, num_bytes: int, rate: str | None) -> float:
@@ -158,12 +113,10 @@ class PipelineTiming(Timing):
             RankFailedError: a rank did not make it.
         """
         self.shape(rate)
-        answers = self.call(wire, num_bytes=num_bytes, sender=0, receiver=1, repeats=_WIRE_REPEATS)
-        return float(answers[0]["seconds"])
+        return float(self.call(wire, num_bytes=num_bytes)[0]["seconds"])
 
     def _entering(self, model: Model) -> dict[str, Any]:
-        self._entries += 1
-        return {"kind": self._pipe, "folder": Path(self._stores) / str(self._entries)}
+        return {"folder": self.folder}
 
 
 # --- links that stand for the paper's
@@ -179,6 +132,7 @@ class LinkedScale(Scale):
     """``rounds`` turns of every method that is timed, over links of ``rates``: the paper's, the slowest first, which
     links have scaled (`OverLinks.scaled`)."""
 
+    timed: FineTuning = TIMED
     rounds: int = 6
     rates: tuple[str, ...] = ("100mbit", "300mbit", "500mbit", "1gbit", "10gbit")
 
@@ -188,16 +142,19 @@ class LinkedScale(Scale):
         return super().adapted(**options)
 
 
+LinkedScaleT = TypeVar("LinkedScaleT", bound=LinkedScale)
+
+
 @dataclass
-class OverLinks(Study[ScaleT], ABC):
+class OverLinks(Study[LinkedScaleT], ABC):
     """A study with links of scaled rates."""
 
     _computed: Computed | None = None
 
     @property
-    @abstractmethod
     def timed(self) -> FineTuning:
         """What is timed, and what rates are scaled by."""
+        return self.scale.timed
 
     @abstractmethod
     def timing(self) -> PipelineTiming:
@@ -207,6 +164,21 @@ class OverLinks(Study[ScaleT], ABC):
         """Weights that trainings start from."""
         folder = self.kept("folder", lambda: tempfile.TemporaryDirectory(prefix="thinwire-aqsgd-"))
         return self.kept("first", lambda: nullcontext(FirstTraining(Path(folder))))
+
+    def run(
+        self, num_ranks: int, task: FineTuning, method: Method, title: str, *, completions: bool = False
+    ) -> list[Trained]:
+        """A training from every seed, unless it has been.
+
+        Raises:
+            RankFailedError: a rank did not make it.
+            ParityError: both sides of a boundary, or replicas, do not hold the same.
+        """
+        on_step, trainings = self.reporter(title), self.trainings(num_ranks)
+        options: dict[str, Any] = {"on_step": on_step, "teller": num_ranks - 1, "completions": completions}
+        options["more"] = lambda: {"weights": self.first().weights(task, on_step)}
+        answers = (trainings.train(task, method, seed, **options) for seed in self.seeds)
+        return [Trained.of(task, one) for one in answers]
 
     @property
     def model(self) -> Model:

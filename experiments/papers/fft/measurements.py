@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from experiments.framework.claims import Row
 from experiments.framework.methods import NOTHING, Method
@@ -20,13 +19,10 @@ from experiments.papers.fft import methods
 from experiments.papers.fft.methods import ALL, CAST, CONTROL, FEEDBACK, FFT, FP32, LOSSY, MILD, STRONG, THETA, TOPK
 from experiments.papers.fft.reconstruct import (
     Reconstruction,
-    Throughputs,
     distance,
     histogram,
     join,
     largest_layer,
-    measure,
-    median_seconds,
     message_bytes,
     quantiles,
     ratio_with_bitmap,
@@ -35,9 +31,8 @@ from experiments.papers.fft.reconstruct import (
     share_with_least_error,
 )
 from experiments.tasks.images import Model
-from thinwire.compressors import FFT as Codec, parse
+from thinwire.compressors import parse
 from thinwire_tools import plots
-from thinwire_tools.doctor.record import minimal_ratio, useful_bandwidth
 
 if TYPE_CHECKING:
     from experiments.papers.fft.paper import FFTScale
@@ -49,10 +44,6 @@ ALPHA_THETAS = (MILD, THETA, STRONG)
 _MESSAGE_BYTES = 100_000_000
 _RATIOS = (2, 5, 10, 20, 40, 80)
 _THETAS = (0.5, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99)
-_ETHERNET, _INFINIBAND = 10e9, 56e9
-_FACTORS = (1, 4, 16)
-_MOST_RATIO = 40
-_SIDEWAYS: Any = {"rotation": 90, "ha": "right", "va": "top", "fontsize": "small", "color": "#888888"}
 _SHOWN = 200
 # Odd, so that zero lies within a bin.
 _BINS = 81
@@ -224,56 +215,6 @@ def figure_6(study: FFTStudy) -> list[Row]:
 def counted_ratio(theta: float) -> float:
     """Compression ratio of FFT with 10 bits as the paper counts it: 32/10 from the float, and no bitmap."""
     return 32 / 10 / (1 - theta)
-
-
-def figure_10(study: FFTStudy) -> list[Row]:
-    """The least useful ratio over the link's rate, from throughputs measured here."""
-    scale = study.scale
-    x = torch.randn(scale.buffer_bytes // 4, generator=torch.Generator().manual_seed(0))
-    codec = parse(FFT.spec)
-    assert isinstance(codec, Codec)
-    speeds = measure(x.numel(), codec, scale.repeats)
-    built = median_seconds(lambda: codec.roundtrip(x), max(1, scale.repeats // 2)) / scale.buffer_bytes
-    _draw_10(study, speeds, built)
-    model = 2 * speeds.seconds_per_byte
-    limit_bps = 8 * useful_bandwidth(model)
-    more = {"throughputs": asdict(speeds), "limit_bps": limit_bps, "threads": torch.get_num_threads()}
-    built_more = {"spec": FFT.spec, "seconds_per_byte": built}
-    return [
-        Row("10", "minimal_ratio/10gbit", minimal_ratio(_ETHERNET / 8, model), "x", more),
-        Row("10", "minimal_ratio/56gbit", minimal_ratio(_INFINIBAND / 8, model), "x"),
-        Row("10", "useful_rate", limit_bps, "bit/s"),
-        Row("10", "useful_rate_as_built", 8 * useful_bandwidth(built), "bit/s", built_more),
-    ]
-
-
-def _draw_10(study: FFTStudy, speeds: Throughputs, built: float) -> None:
-    parts = {"select": "selection", "pack": "packing"}
-    titles = [f"where compression pays, by the speed of {part}" for part in parts.values()]
-    figure, panels = plots.canvas(
-        2, titles=titles, x="rate of the link (Gbit/s)", y="least compression ratio that pays"
-    )
-    # The other way round, so that lines reach the top: on which link a ratio just pays.
-    ratios = np.geomspace(1.001, _MOST_RATIO, 200)
-    gbits = 8e-9 * (1 - 1 / ratios)
-    for axes, (name, part) in zip(panels, parts.items(), strict=True):
-        for factor in _FACTORS:
-            faster = replace(speeds, **{name: factor * getattr(speeds, name)})
-            label = f"{part} as measured" if factor == 1 else f"{part} {factor} times as fast"
-            axes.plot(gbits * useful_bandwidth(2 * faster.seconds_per_byte), ratios, label=label)
-        axes.plot(
-            gbits * useful_bandwidth(built),
-            ratios,
-            color="#333333",
-            linestyle="--",
-            label="thinwire's fft, encoded and decoded",
-        )
-        for rate, link in ((_ETHERNET, "10 Gbit/s Ethernet"), (_INFINIBAND, "56 Gbit/s InfiniBand")):
-            axes.axvline(rate / 1e9, color="#aaaaaa", linewidth=1)
-            axes.annotate(link, (rate / 1e9, _MOST_RATIO), (12, -3), textcoords="offset points", **_SIDEWAYS)
-        axes.set(xscale="log", xlim=(0.1, 100), ylim=(1, _MOST_RATIO), yticks=(1, 10, 20, 30, _MOST_RATIO))
-        plain_log(axes.xaxis)
-    plots.save(figure, study.picture("10"))
 
 
 def figure_12(study: FFTStudy) -> list[Row]:

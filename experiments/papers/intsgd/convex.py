@@ -11,7 +11,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -103,10 +103,6 @@ class Minimized:
     known: Known
     traces: dict[str, Trace]
 
-    @property
-    def num_workers(self) -> int:
-        return NUM_WORKERS
-
 
 @functools.lru_cache(maxsize=1)
 def _problem(source: Source) -> Logistic:
@@ -164,27 +160,6 @@ def _gather(jobs: dict[Future[_V], _K], title: Callable[[_K], str], on_done: Cal
     return results
 
 
-def describe(minimized: Minimized) -> dict[str, object]:
-    """What the JSON file keeps of a data set."""
-    known, source = minimized.known, minimized.source
-    return {
-        "origin": known.origin,
-        "rows": known.rows,
-        "coordinates": known.coordinates,
-        "workers": minimized.num_workers,
-        "samples_of_a_worker": known.samples,
-        "batch_share": BATCH_SHARE,
-        "penalty": known.penalty,
-        "smoothness": known.smoothness,
-        "least_value": known.optimum.value,
-        "descent_ended_above_it": known.optimum.descent - known.optimum.value,
-        "descent_iterations": known.optimum.iterations,
-        "steps": source.steps,
-        "steps_of_lsvrg": source.reference_steps,
-        "seeds": source.seeds,
-    }
-
-
 if TYPE_CHECKING:
     from experiments.papers.intsgd.paper import IntSGDStudy
 
@@ -212,7 +187,8 @@ def part_a(study: IntSGDStudy) -> list[Row]:
     """Logistic regression on every data set by every method, with a picture of each."""
     minimized_sources = minimize(study.scale.sources, lambda title: study.advance(1, title))
     for minimized in minimized_sources:
-        study.datasets[minimized.source.name] = describe(minimized)
+        facts = {**asdict(minimized.source), **asdict(minimized.known)}
+        study.datasets[minimized.source.name] = {**facts, "workers": NUM_WORKERS, "batch_share": BATCH_SHARE}
         _draw(study, minimized)
     return measured(minimized_sources)
 
@@ -265,7 +241,7 @@ def bound(coordinates: int, workers: int) -> float:
 
 def bound_bits(minimized: Minimized) -> float:
     """Of an integer that is `bound`, maybe rounded up."""
-    return 1.0 + math.log2(math.ceil(bound(minimized.known.coordinates, minimized.num_workers)))
+    return 1.0 + math.log2(math.ceil(bound(minimized.known.coordinates, NUM_WORKERS)))
 
 
 def gaps(minimized: Minimized, name: str) -> Array:
@@ -360,7 +336,7 @@ def _draw(study: IntSGDStudy, minimized: Minimized) -> None:
             panels[2].plot(trace.steps[1:], trace.largest_sent[1:].mean(1), **style)
             low, high = trace.largest_sent[1:].min(1), trace.largest_sent[1:].max(1)
             panels[2].fill_between(trace.steps[1:], low, high, color=color, alpha=0.2, linewidth=0)
-    most = bound(known.coordinates, minimized.num_workers)
+    most = bound(known.coordinates, NUM_WORKERS)
     panels[2].axhline(most, color="#333333", linewidth=0.8, linestyle=":", label="√(d/2n), section 4.2")
     panels[0].set(xlabel="bits per coordinate that a worker has sent", xscale="log", yscale="log")
     panels[1].set(xlabel="gradients over a worker's data", yscale="log")

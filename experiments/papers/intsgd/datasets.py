@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ SHAPES = {
 
 
 def load(name: str) -> Data:
-    """One of `NAMES`."""
+    """One of `_MAKERS`."""
     return _MAKERS[name]()
 
 
@@ -136,17 +137,11 @@ def _zipf(size: int, power: float, drift: Array, random: np.random.Generator) ->
     return orders[(random.random(len(drift)) < drift).astype(np.int64), ranks]
 
 
-def _maker(name: str) -> Callable[[], Data]:
-    return lambda: made(name, SHAPES[name])
-
-
 _MAKERS: dict[str, Callable[[], Data]] = {
     "breast_cancer": _breast_cancer,
     "digits": _digits,
-    **{name: _maker(name) for name in SHAPES},
+    **{name: partial(made, name, shape) for name, shape in SHAPES.items()},
 }
-
-NAMES = tuple(_MAKERS)
 
 
 def size(name: str) -> int:
@@ -176,7 +171,8 @@ class Data:
 class Logistic:
     """``f_i(x) = (1/m) Σ log(1 + exp(−b aᵀx)) + (λ/2)‖x‖²`` over worker i's m rows, ``λ = regularization / m``.
 
-    Rows that do not divide by the number of workers are left out at the end. A `world.Problem`.
+    Rows that do not divide by the number of workers are left out at the end. Points are ``[d, seeds]``, local gradients
+    ``[workers, d, seeds]``.
     """
 
     def __init__(self, data: Data, num_workers: int = NUM_WORKERS, regularization: float = REGULARIZATION) -> None:
@@ -206,6 +202,7 @@ class Logistic:
 
     @property
     def batch_share(self) -> float:
+        """Share of its data that a worker's mini-batch has."""
         return self.batch / self.m
 
     def smoothness(self) -> float:
@@ -221,6 +218,7 @@ class Logistic:
         return 1.001 * value / (4 * self.m * self.num_workers) + self.penalty
 
     def gradients(self, x: Array) -> tuple[Array, Array]:
+        """``∇f_i(x)`` of all workers, and ``f(x)`` ``[seeds]``."""
         gradients, loss = np.empty((self.num_workers, *x.shape)), np.zeros(x.shape[1])
         for i, (part, turned) in enumerate(zip(self._parts, self._turned, strict=True)):
             margins = part @ x
@@ -230,6 +228,7 @@ class Logistic:
         return gradients, loss / (self.m * self.num_workers) + 0.5 * self.penalty * (x**2).sum(0)
 
     def differences(self, x: Array, w: Array, uniform: Draw, step: int) -> Array:
+        """``∇f_{i,B}(x) − ∇f_{i,B}(w)`` on a mini-batch B that each worker draws."""
         n, d, seeds = self.num_workers, self.num_coordinates, x.shape[1]
         # Samples with replacement: worker i's are rows i·m to (i + 1)·m.
         picked = (uniform(step, (n, self.batch)) * self.m).astype(np.int64)

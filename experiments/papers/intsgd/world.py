@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from experiments.papers.intsgd.datasets import Logistic
 
 Array = NDArray[np.float64]
 Draw = Callable[[int, tuple[int, ...]], Array]
@@ -20,29 +23,6 @@ Draw = Callable[[int, tuple[int, ...]], Array]
 FLOAT_BITS = 32
 _EPS = 1e-8
 """It keeps scales finite where nothing moves."""
-
-
-class Problem(Protocol):
-    """``f(x) = (1/n) Σ f_i(x)``. Points are ``[d, seeds]``, local gradients ``[workers, d, seeds]``."""
-
-    @property
-    def num_workers(self) -> int: ...
-
-    @property
-    def num_coordinates(self) -> int: ...
-
-    @property
-    def batch_share(self) -> float:
-        """Share of its data that a worker's mini-batch has."""
-        ...
-
-    def gradients(self, x: Array) -> tuple[Array, Array]:
-        """``∇f_i(x)`` of all workers, and ``f(x)`` ``[seeds]``."""
-        ...
-
-    def differences(self, x: Array, w: Array, uniform: Draw, step: int) -> Array:
-        """``∇f_{i,B}(x) − ∇f_{i,B}(w)`` on a mini-batch B that each worker draws."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -87,11 +67,11 @@ def bits_of(largest: Array) -> Array:
     return 1.0 + np.log2(np.maximum(1.0, largest))
 
 
-def run(problem: Problem, method: Method, seeds: Sequence[int], steps: int, rate: float, *, every: int = 1) -> Trace:
+def run(problem: Logistic, method: Method, seeds: Sequence[int], steps: int, rate: float, *, every: int = 1) -> Trace:
     """Run ``method`` from 0 with learning rate ``rate``; a record every ``every`` steps. The coin's probability is the
     mini-batch's share."""
     n, d, num_seeds = problem.num_workers, problem.num_coordinates, len(seeds)
-    rounding, batches, coins = _stacked([counter_draws(seed) for seed in seeds])
+    rounding, batches, coins = (draws(seeds, purpose) for purpose in range(3))
     x, shifts, shift = np.zeros((d, num_seeds)), np.zeros((n, d, num_seeds)), np.zeros((d, num_seeds))
     w, at_w = x.copy(), np.zeros_like(shifts)
     edges = _edges(method.blocks, d)
@@ -148,28 +128,14 @@ def _scales(squares: Array, edges: NDArray[np.int64], d: int) -> Array:
     return np.repeat(alpha, sizes[:, 0], axis=0)
 
 
-def counter_draws(seed: int) -> tuple[Draw, Draw, Draw]:
-    """Uniform numbers that are a function of seed, purpose and step."""
+def draws(seeds: Sequence[int], purpose: int) -> Draw:
+    """Uniform numbers that are a function of seed, purpose and step; seeds are the last axis."""
 
-    def stream(purpose: int) -> Draw:
-        def draw(step: int, shape: tuple[int, ...]) -> Array:
-            return np.random.Generator(np.random.Philox(key=seed * 4 + purpose, counter=step << 64)).random(shape)
+    def draw(step: int, shape: tuple[int, ...]) -> Array:
+        bits = (np.random.Philox(key=seed * 4 + purpose, counter=step << 64) for seed in seeds)
+        return np.stack([np.random.Generator(each).random(shape) for each in bits], axis=-1)
 
-        return draw
-
-    return stream(0), stream(1), stream(2)
-
-
-def _stacked(draws: Sequence[tuple[Draw, Draw, Draw]]) -> tuple[Draw, Draw, Draw]:
-    """The draws of several seeds, as a last axis."""
-
-    def stack(purpose: int) -> Draw:
-        def draw(step: int, shape: tuple[int, ...]) -> Array:
-            return np.stack([streams[purpose](step, shape) for streams in draws], axis=-1)
-
-        return draw
-
-    return stack(0), stack(1), stack(2)
+    return draw
 
 
 class _Records:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thinwire.compressors import Compressor, Raw
 from thinwire.plan import Plan, sent_bytes
 from thinwire.policies import Evidence, Policy, Sync
-from thinwire_tools.compare.train import learning_rate
+from thinwire_tools.compare.train import learning_rate, train
 
 NUM_RANKS = 2
 """For whose training batches are drawn, and bytes are counted."""
@@ -63,48 +63,24 @@ class Extent:
 
     def record(self, task: Any, title: str, on_step: Callable[[], None]) -> list[Training]:
         """Return a training from each seed."""
-        options: dict[str, Any] = {"count": self.snapshots, "window": self.window, "on_step": on_step}
-        taken = [along(task, seed=seed, **options) for seed in range(self.seeds)]
-        return [Training(title, task.bucket_cap_mb, tuple(snapshots)) for snapshots in taken]
+        snapshots = (tuple(self._along(task, seed, on_step)) for seed in range(self.seeds))
+        return [Training(title, task.bucket_cap_mb, taken) for taken in snapshots]
 
-
-def along(task: Any, *, count: int, window: int, on_step: Callable[[], None], seed: int = 0) -> list[Snapshot]:
-    """``count`` snapshots spread evenly over an uncompressed training on one rank's batches, each of ``window`` steps;
-    the last one ends with it."""
-    model = task.build(seed)
-    optimizer = task.optimizer(model)
-    ends = {task.steps * (i + 1) // count for i in range(count)}
-    snapshots: list[Snapshot] = []
-    sums: dict[str, Tensor] = {}
-    for step, batch in enumerate(task.batches(seed, 0, NUM_RANKS), 1):
-        rate = learning_rate(task.learning_rate, step - 1, task.steps)
-        take_step(task, model, optimizer, batch, rate)
-        if any(end - window < step <= end for end in ends):
-            for name, parameter in model.named_parameters():
-                if parameter.grad is not None:
-                    before = sums.get(name)
-                    sums[name] = parameter.grad.clone() if before is None else before + parameter.grad
-        if step in ends:
-            snapshots.append(Snapshot(step, sums, rate))
-            sums = {}
-        on_step()
-    return snapshots
-
-
-def take_step(task: Any, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, rate: float) -> float:
-    """One step of training; the loss before it."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    optimizer.zero_grad(set_to_none=True)
-    loss = task.loss(model, batch)
-    loss.backward()
-    optimizer.step()
-    return float(loss.detach())
-
-
-def reference_of(spec: str, snapshot: Snapshot) -> Mapping[str, Compressor]:
-    """What each layer has where ``spec`` is the rule."""
-    return Plan.build({name: tuple(g.shape) for name, g in snapshot.gradients.items()}, spec).layers
+    def _along(self, task: Any, seed: int, on_step: Callable[[], None]) -> Iterator[Snapshot]:
+        """Yield snapshots spread evenly over an uncompressed training on one rank's batches; the last one ends with
+        it."""
+        model, sums = task.build(seed), {}
+        ends = {task.steps * (i + 1) // self.snapshots for i in range(self.snapshots)}
+        rate = partial(learning_rate, task.learning_rate, steps=task.steps)
+        steps = train(task, model, task.optimizer(model), task.batches(seed, 0, NUM_RANKS), rate)
+        for step, _ in enumerate(steps, 1):
+            if any(end - self.window < step <= end for end in ends):
+                gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+                sums = {name: gradient + sums.get(name, 0.0) for name, gradient in gradients.items()}
+            if step in ends:
+                yield Snapshot(step, sums, rate(step - 1))
+                sums = {}
+            on_step()
 
 
 def choose(
@@ -114,7 +90,7 @@ def choose(
     memory: Mapping[str, tuple[float, ...]] = {}
     plans = []
     for snapshot in snapshots:
-        whole = reference_of(spec, snapshot)
+        whole = Plan.build({name: tuple(g.shape) for name, g in snapshot.gradients.items()}, spec).layers
         reference = {name: c for name, c in whole.items() if not isinstance(c, Raw)}
         shown = Evidence(
             reference,

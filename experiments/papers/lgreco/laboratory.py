@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from statistics import fmean
 from typing import Any
 
@@ -66,17 +67,26 @@ def laboratory(study: LGrecoStudy) -> list[Row]:
 
 
 def _replay(study: LGrecoStudy, name: Name, family: str) -> Bench:
-    return replay(
-        study.recorded(name),
-        [method for method in METHODS if method.name in _REPLAYED[name, family]],
-        next(one for one in FAMILIES if one.name == family),
-        on_step=lambda now: study.advance(1, now),
-    )
+    """What policies decide, replayed once."""
+
+    def make() -> AbstractContextManager[Bench]:
+        chosen = [method for method in METHODS if method.name in _REPLAYED[name, family]]
+        members = next(one for one in FAMILIES if one.name == family)
+        return nullcontext(replay(study.recorded(name), chosen, members, lambda now: study.advance(1, now)))
+
+    return study.kept(("replayed", name, family), make)
 
 
-def _row(figure: str, name: str, ratios: Mapping[str, Ratios | None]) -> Row:
+def bytes_of_buckets(study: LGrecoStudy) -> dict[str, list[float]]:
+    """What uniform PowerSGD and each policy send in each DDP bucket, in the mean over trainings."""
+    data = of_buckets(_replay(study, "gpt", "powersgd"))[0].data
+    means = {name: [fmean(at) for at in zip(*each, strict=True)] for name, each in data["bytes_per_bucket"].items()}
+    return {"uniform": data["uniform"], **means}
+
+
+def _row(figure: str, name: str, ratios: Mapping[str, Sequence[float] | None]) -> Row:
     """One ratio a training, by policy, and the first policy's mean; nothing of a policy that has none."""
-    found = {method: by_training or () for method, by_training in ratios.items()}
+    found = {name: () if all_ is None or not all(map(math.isfinite, all_)) else all_ for name, all_ in ratios.items()}
     first = next(iter(found.values()))
     return Row(figure, name, fmean(first) if first else math.nan, "x", {"ratios": found})
 
@@ -84,29 +94,29 @@ def _row(figure: str, name: str, ratios: Mapping[str, Ratios | None]) -> Row:
 def first_plan(bench: Bench) -> Row:
     """Figure 4.5a: how many times fewer bytes than uniform compression of the same error L-GreCo's plans send on all
     snapshots but the first one: plans that were made there, and the plan of the first one."""
-    kept, anew = [], []
+    kept = []
     for training, uniform in enumerate(bench.uniform):
         later = [Line(points) for points in uniform[1:]]
         kept.append(_saving([pair for points in bench.kept[training] for pair in zip(later, points, strict=True)]))
-        anew.append(_saving(_decided(bench, training, range(1, len(uniform)))))
-    return _saved("figure 4.5a", "first_plan_lasts", {"the first plan": kept, "new plans": anew})
+    found = {"the first plan": kept, "new plans": _on_snapshots(bench, lambda at, _: at > 0)}
+    return _row("figure 4.5a", "first_plan_lasts", found)
 
 
 def growth(bench: Bench, name: Name) -> Row:
     """Figure B.2: what L-GreCo saves in the last third of a training's snapshots, for what it saves in the first."""
-    ratios = []
-    for training, uniform in enumerate(bench.uniform):
-        count, third = len(uniform), max(1, len(uniform) // 3)
-        first, last = (_saving(_decided(bench, training, part)) for part in (range(third), range(count - third, count)))
-        ratios.append(last / first)
-    return _saved("figure B.2", f"saves_more_later/{name}", {"lgreco": ratios})
+    first = _on_snapshots(bench, lambda at, count: at < max(1, count // 3))
+    last = _on_snapshots(bench, lambda at, count: at >= count - max(1, count // 3))
+    ratios = tuple(b / a for a, b in zip(first, last, strict=True)) if first and last else None
+    return _row("figure B.2", f"saves_more_later/{name}", {"lgreco": ratios})
 
 
-def _decided(bench: Bench, training: int, snapshots: range) -> list[tuple[Line, Point]]:
-    """L-GreCo's points on some snapshots of a training, each with the line of uniform compression there."""
-    at = {step: snapshot for snapshot, step in enumerate(bench.steps[training])}
-    mine = [one for one in bench.decisions["lgreco"] if one.training == training]
-    return [(Line(bench.uniform[training][at[one.step]]), one.point) for one in mine if at[one.step] in snapshots]
+def _on_snapshots(bench: Bench, chosen: Callable[[int, int], bool]) -> Ratios | None:
+    """`fewer_bytes` of L-GreCo's plans of those snapshots: by their index, of so many."""
+    taken = {
+        (t, step) for t, steps in enumerate(bench.steps) for at, step in enumerate(steps) if chosen(at, len(steps))
+    }
+    at = frozenset(place for place in places(bench, "lgreco") if place[:2] in taken)
+    return fewer_bytes(bench, "lgreco", at=at)
 
 
 def _saving(pairs: Sequence[tuple[Line, Point]]) -> float:
@@ -115,13 +125,6 @@ def _saving(pairs: Sequence[tuple[Line, Point]]) -> float:
     ratios = [line.bytes_at(point) / point.sent_bytes for line, point in pairs]
     known = [math.log(ratio) for ratio in ratios if math.isfinite(ratio)]
     return math.exp(fmean(known)) if known else math.nan
-
-
-def _saved(figure: str, name: str, ratios: Mapping[str, Sequence[float]]) -> Row:
-    """As `_row`, of ratios by training that may not be known."""
-    first = next(iter(ratios.values()))
-    found = {what: values if all(map(math.isfinite, values)) else () for what, values in ratios.items()}
-    return Row(figure, name, fmean(first), "x", {"ratios": found})
 
 
 def of_buckets(bench: Bench) -> list[Row]:
@@ -207,13 +210,6 @@ def _ratio_above_one(over: Sequence[float], under: Sequence[float]) -> Judgment:
 
 def claims() -> Iterator[Claim]:
     """What the recorded gradients judge."""
-    yield from _of_chapter_3()
-    yield from _of_tables()
-    yield from _of_time()
-    yield from _of_figure_4_5b()
-
-
-def _of_chapter_3() -> Iterator[Claim]:
     yield Claim(
         "table 3.8, replayed",
         "kmeans_saves_most",
@@ -235,9 +231,6 @@ def _of_chapter_3() -> Iterator[Claim]:
         "L-GreCo compresses more than k-means, within the same error (section 4.6.3: up to 33 %)",
         _above_one(row, _beyond_others),
     )
-
-
-def _of_tables() -> Iterator[Claim]:
     yield Claim(
         "table 4.5, replayed",
         "lgreco_saves_more",
@@ -258,9 +251,6 @@ def _of_tables() -> Iterator[Claim]:
             f"L-GreCo (6.7x) compresses more than {title} ({theirs}x), relative to 2 %",
             _above_one(row, min, math.log(6.7 / theirs)),
         )
-
-
-def _of_time() -> Iterator[Claim]:
     row = "first_plan_lasts"
     yield Claim(
         "figure 4.5a",
@@ -277,9 +267,6 @@ def _of_time() -> Iterator[Claim]:
             "(section B.3)",
             _above_one(row, min),
         )
-
-
-def _of_figure_4_5b() -> Iterator[Claim]:
     yield Claim(
         "figure 4.5b",
         _LAST,

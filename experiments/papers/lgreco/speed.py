@@ -12,7 +12,8 @@ from experiments.framework.claims import Row
 from experiments.framework.methods import FP32, NOTHING, Method
 from experiments.framework.study import draw_bars
 from experiments.framework.timing import Times
-from experiments.papers.lgreco.gradients import Snapshot, choose, plan_bytes, reference_of
+from experiments.papers.lgreco.gradients import Snapshot, choose, plan_bytes
+from experiments.papers.lgreco.laboratory import bytes_of_buckets
 from experiments.papers.lgreco.methods import (
     BITS,
     FAMILIES,
@@ -25,11 +26,8 @@ from experiments.papers.lgreco.methods import (
     with_policy,
 )
 from experiments.papers.lgreco.study import NUM_RANKS, RATES, LGrecoScale, LGrecoStudy, where
-from experiments.policies.baselines import ByPriority
 from experiments.tasks.images import Model
-from thinwire.compressors import Compressor
-from thinwire.plan import sent_bytes
-from thinwire.policies import LGreco, Policy, Sync, parse_policy
+from thinwire.policies import LGreco, Sync
 from thinwire.policies.lgreco import seconds_per_byte
 from thinwire_tools import plots
 
@@ -71,15 +69,6 @@ def speed(study: LGrecoStudy) -> list[Row]:
         compressing = fmean(compressing_shares(data, POWERSGD.name, POWERSGD.name))
         rows.append(Row("figure B.3", f"profile/{rate}", compressing, "", data))
     return rows
-
-
-def profile(row: Mapping[str, Any]) -> dict[str, float]:
-    """Share of a step by PowerSGD that each stage takes, in the mean of runs; much of it while backward goes on."""
-    steps_s = row["step_s"][POWERSGD.name]
-    return {
-        stage: fmean(s / step_s for s, step_s in zip(seconds, steps_s, strict=True))
-        for stage, seconds in row["stages_s"][POWERSGD.name].items()
-    }
 
 
 def compressing_shares(row: Mapping[str, Any], name: str, step: str) -> list[float]:
@@ -200,9 +189,6 @@ def _draw_profile(study: LGrecoStudy, all_times: AllTimes) -> None:
 _SKIPPED_STEPS = 2
 """Of a new plan: its first steps open new messages."""
 
-PerBucket = dict[str, list[float]]
-"""Bytes of each bucket in communication order, in the mean over training, by policy."""
-
 
 def bucket_methods(scale: LGrecoScale) -> list[Method]:
     """Whose steps are timed: as L-GreCo is, and with buckets weighed."""
@@ -230,7 +216,7 @@ def buckets(study: LGrecoStudy) -> list[Row]:
     (times,) = study.times(bucket_methods(scale), rates=(rate,))
     bucket_of = {row["name"]: row["bucket"] for row in times.layers[POWERSGD.name]}
     snapshots = study.recorded("gpt")[0].snapshots
-    by_method = per_bucket(snapshots, bucket_of)
+    by_method = bytes_of_buckets(study)
     runs = study.timing(NUM_RANKS).each(
         lambda timing: timing.syncs(
             study.model, time_aware(scale), steps=scale.trials * scale.trial_steps, rate=rate, on_turn=study.advance
@@ -265,30 +251,6 @@ def buckets(study: LGrecoStudy) -> list[Row]:
     ]
 
 
-def _policies() -> dict[str, Policy]:
-    return {"lgreco": LGreco(), "kmeans": parse_policy("kmeans()"), "priority": ByPriority()}
-
-
-def per_bucket(snapshots: Sequence[Snapshot], bucket_of: Mapping[str, int]) -> PerBucket:
-    """What uniform PowerSGD and each policy send in each bucket, in the mean over the snapshots."""
-    spec = POWERSGD.spec("gpt")
-    plans: dict[str, list[Mapping[str, Compressor]]] = {"uniform": [reference_of(spec, s) for s in snapshots]}
-    for name, policy in _policies().items():
-        plans[name] = choose(policy, spec, snapshots, bucket_of)
-    by_method = {}
-    for name, chosen in plans.items():
-        sums = [_by_bucket(plan, s, bucket_of) for plan, s in zip(chosen, snapshots, strict=True)]
-        by_method[name] = [fmean(column) for column in zip(*sums, strict=True)]
-    return by_method
-
-
-def _by_bucket(plan: Mapping[str, Compressor], snapshot: Snapshot, bucket_of: Mapping[str, int]) -> list[float]:
-    sums = [0.0] * (1 + max(bucket_of.values()))
-    for name, gradient in snapshot.gradients.items():
-        sums[bucket_of[name]] += sent_bytes(plan[name], tuple(gradient.shape), NUM_RANKS)
-    return sums
-
-
 def medians(syncs: Sequence[Sync], num_buckets: int) -> list[Sync]:
     """Each plan's median time, of those that the regression takes."""
     seen: dict[tuple[int, ...], list[float]] = {}
@@ -307,7 +269,9 @@ def _weighed(syncs: Sequence[Sync], snapshots: Sequence[Snapshot], bucket_of: Ma
     return fmean(plan_bytes(timed, at) / plan_bytes(plain, at) for timed, plain, at in plans)
 
 
-def _draw_buckets(study: LGrecoStudy, by_method: PerBucket, per_byte: Sequence[Sequence[float]]) -> None:
+def _draw_buckets(
+    study: LGrecoStudy, by_method: Mapping[str, Sequence[float]], per_byte: Sequence[Sequence[float]]
+) -> None:
     titles = ["figures 4.5b and B.1: what each bucket sends", "figure B.6b: what a byte of it costs"]
     figure, panels = plots.canvas(
         2, titles=titles, x="bucket, in the order of sending", y=["kB per step", "ns per byte"]

@@ -2,6 +2,6 @@
 2024) at the scale of two cores.
 
 `paper` holds its claims and parts; `measurements` what is measured and drawn of perplexity and of steps, `appendix` of
-learned levels along a training. `methods` describes what is trained and how it is sent,
-`sharding` and `trainings` how a rank process does so.
+learned levels along a training. `methods` describes what is trained and how it is sent, `sharding` how a rank process
+does so, `trainings` what is known of it.
 """

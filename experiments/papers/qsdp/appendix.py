@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
 from experiments.framework.claims import Row
-from experiments.papers.lgreco.gradients import take_step
 from experiments.papers.qsdp.measurements import NUM_RANKS, QSDPStudy
 from experiments.papers.qsdp.methods import BUCKET, Size
 from thinwire.compressors import CodecCall, Key, Levels, MinMax, Piece, Segments, State
 from thinwire.compressors.levels import learned_levels
 from thinwire_tools import plots
-from thinwire_tools.compare.train import learning_rate
+from thinwire_tools.compare.train import learning_rate, train
 
 LAYERS = {"blocks.0.attention.weight": ("C.2", "an attention layer"), "embedding.weight": ("C.3", "the LM head")}
 """The head is tied to the embedding."""
@@ -106,15 +106,19 @@ def _along(study: QSDPStudy, size: Size, seed: int) -> Iterator[tuple[int, dict[
     """Step by step, the weights before it and rank 0's gradients of them, flat, of the layers that are looked at."""
     task = size.task
     model = task.build(seed)
-    optimizer = task.optimizer(model)
     layers = {name: parameter for name, parameter in model.named_parameters() if name in LAYERS}
-    for step, batch in enumerate(task.batches(seed, 0, NUM_RANKS)):
-        weights = {name: parameter.detach().flatten().clone() for name, parameter in layers.items()}
-        rate = learning_rate(task.learning_rate, step, task.steps)
-        loss = take_step(task, model, optimizer, batch, rate)
-        gradients = {name: p.grad.flatten() for name, p in layers.items() if p.grad is not None}
-        yield step, {"weights": weights, "gradients": gradients}
+    rate = partial(learning_rate, task.learning_rate, steps=task.steps)
+    batches = task.batches(seed, 0, NUM_RANKS)
+    weights = _copied(layers)
+    for step, (loss, _) in enumerate(train(task, model, task.optimizer(model), batches, rate)):
+        gradients = {name: p.grad for name, p in layers.items() if p.grad is not None}
+        yield step, {"weights": weights, "gradients": _copied(gradients)}
+        weights = _copied(layers)
         study.advance(1, f"{size.title}: loss {loss:.2f}")
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().flatten().clone() for name, tensor in tensors.items()}
 
 
 def _draw(study: QSDPStudy, size: Size, curves: Sequence[Curve]) -> None:

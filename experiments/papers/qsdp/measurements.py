@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.framework.claims import Row
 from experiments.framework.study import Scale, Study, draw_bars
-from experiments.framework.timing import RANKS_PER_NODE, Place, Times, shown_rate
+from experiments.framework.timing import RANKS_PER_NODE, Place, Times, Timing, shown_rate
 from experiments.framework.verdicts import Course, Rounds, courses, sooner
 from experiments.papers.qsdp.methods import (
     BITS,
@@ -49,7 +49,7 @@ from experiments.papers.qsdp.methods import (
     timed,
     uniform,
 )
-from experiments.papers.qsdp.trainings import ShardedTiming, Trained, Trainings
+from experiments.papers.qsdp.trainings import Trained
 from experiments.tasks.images import Model
 from thinwire_tools import plots
 from thinwire_tools.compare.data import standard_library
@@ -142,15 +142,15 @@ class QSDPStudy(Study[QSDPScale]):
             RankFailedError: a rank did not make it.
         """
         size = self.scale.size(name)
-        trainings = self.kept(("trainings", num_ranks), lambda: Trainings(num_ranks, cache=self.cache))
-        reporter = self.reporter(f"{size.title}, {method.title}")
-        return [trainings.train(size.task, method, seed, reporter, num_micro=num_micro) for seed in self.seeds]
+        options: dict[str, Any] = {"on_step": self.reporter(f"{size.title}, {method.title}"), "num_micro": num_micro}
+        trainings = self.trainings(num_ranks)
+        answers = (trainings.train(size.task, method, seed, **options) for seed in self.seeds)
+        return [Trained.of(size.task, one) for one in answers]
 
-    def timing(self, place: Place = "links", num_ranks: int = NUM_RANKS) -> ShardedTiming:
+    def timing(self, place: Place = "links", num_ranks: int = NUM_RANKS) -> Timing:
         """Ranks that are timed."""
-        options: dict[str, Any] = {"emulated": self.emulated, "num_ranks": num_ranks}
-        key = "timing", place, num_ranks
-        return self.kept(key, lambda: ShardedTiming(place, num_micro=self.scale.num_micro, **options))
+        options: dict[str, Any] = {"num_ranks": num_ranks, "num_micro": self.scale.num_micro}
+        return self.kept(("timing", place, num_ranks), lambda: Timing(place, emulated=self.emulated, **options))
 
 
 def where(rate: str | None) -> str:
@@ -454,15 +454,15 @@ def figure_5_3(study: QSDPStudy) -> list[Row]:
     scale, times_by_rate = study.scale, {}
     for steps in sorted({_turn(scale, rate) for rate in study.rates}):
         rates = [rate for rate in study.rates if _turn(scale, rate) == steps]
-        times = study.timing().times_by_rate(
+        times = study.timing().times(
             study.model, METHODS, rounds=scale.rounds, steps=steps, rates=rates, on_turn=study.advance
         )
         times_by_rate |= dict(zip(rates, times, strict=True))
     by_rate = {rate: times_by_rate[rate] for rate in study.rates}
     _draw_5_3_bandwidth(study, by_rate)
     rate = study.rate_or(scale.slow_rate)
-    nodes = study.timing("nodes", MORE_RANKS).times(
-        study.model, NODE_METHODS, rounds=scale.rounds, steps=1, rate=rate, on_turn=study.advance
+    (nodes,) = study.timing("nodes", MORE_RANKS).times(
+        study.model, NODE_METHODS, rounds=scale.rounds, steps=1, rates=(rate,), on_turn=study.advance
     )
     data = {
         "step_s": {method.name: nodes.step_s(method.name) for method in NODE_METHODS},
@@ -516,8 +516,8 @@ def table_c_2(study: QSDPStudy) -> list[Row]:
     """All pairs of ratios in turns."""
     methods, rate = {key: shortened(*key) for key in THESIS_RATIOS}, study.rate_or(study.scale.ratio_rate)
     chosen = [*methods.values(), NOTHING]
-    times = study.timing().times(
-        study.model, chosen, rounds=study.scale.ratio_rounds, steps=1, rate=rate, on_turn=study.advance
+    (times,) = study.timing().times(
+        study.model, chosen, rounds=study.scale.ratio_rounds, steps=1, rates=(rate,), on_turn=study.advance
     )
     _draw_c_1(study, times, methods, rate)
     return ratio_rows(times, where(rate))
@@ -573,8 +573,8 @@ def figure_5_2(study: QSDPStudy) -> list[Row]:
     turns over the slow link."""
     scale, size, rate = study.scale, study.scale.size("small"), study.rate_or(study.scale.slow_rate)
     trained = {name: study.train("small", method, num_micro=scale.num_micro) for name, method in IN_TIME.items()}
-    times = study.timing().times(
-        timed(size.task), (FP16, W8G8), rounds=scale.rounds, steps=_TIME_STEPS, rate=rate, on_turn=study.advance
+    (times,) = study.timing().times(
+        timed(size.task), (FP16, W8G8), rounds=scale.rounds, steps=_TIME_STEPS, rates=(rate,), on_turn=study.advance
     )
     found = {name: course(runs, IN_TIME[name]) for name, runs in trained.items()}
     _draw_5_2_time(study, found, times.rounds, rate)

@@ -5,19 +5,25 @@
 import math
 from collections.abc import Sequence
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 import thinwire
+from experiments.framework.rank import Attached
 from thinwire.compressors import Compressor
 from thinwire.kernels import derive_key
 from thinwire_tools.compare.gpt import GPT
 from thinwire_tools.compare.tasks import GPTTask
+from thinwire_tools.compare.train import learning_rate
+
+if TYPE_CHECKING:
+    from experiments.papers.qsdp.methods import Method
 
 Batch = tuple[Tensor, Tensor]
 
@@ -56,6 +62,58 @@ def backward(task: GPTTask, model: GPT, batch: Batch, num_micro: int = 1) -> flo
         loss.backward()
         total += float(loss.detach())
     return total
+
+
+class Shards(Attached):
+    """One model under FSDP2, and the method that sends its weights and gradients."""
+
+    def __init__(self, task: GPTTask, method: "Method", seed: int, num_micro: int) -> None:
+        super().__init__()
+        self.task, self.num_micro = task, num_micro
+        self.model = shard(task, init_device_mesh("cpu", (self.num_ranks,)), seed, half=method.half)
+        self.wire = method.attach(self.model, seed)
+        self.optimizer = task.optimizer(self.model)
+
+    def rate(self, step: int) -> float:
+        return learning_rate(self.task.learning_rate, step, self.task.steps)
+
+    def step(self, batch: Batch) -> float:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = backward(self.task, self.model, batch, self.num_micro)
+        self.optimizer.step()
+        return loss
+
+    def score(self) -> tuple[float, int]:
+        return self._evaluate(self.model, probe=True)
+
+    def result(self) -> dict[str, Any]:
+        """Return the score over all held-out data through weights as they are gathered, and as the optimizer keeps
+        them, the seconds of learning levels, and what each layer is sent by in the end."""
+        return {
+            "held_out": self._evaluate(self.model, probe=False),
+            "master": self._evaluate(self._whole(), probe=False),
+            "learn_s": self.wire.stats.learn_s if self.wire else 0.0,
+            "plan": {name: str(c) for name, c in self.wire.plan.layers.items()} if self.wire else {},
+            "digests": {},
+        }
+
+    def settled(self) -> dict[str, Any]:
+        """Return the bytes by formula, of a step of several micro-batches."""
+        if self.wire is None:
+            return super().settled()
+        weights, gradients = self.wire.sent_bytes("weights"), self.wire.sent_bytes()
+        return {"payload_bytes": (self.num_micro + 1) * weights + gradients, "layers": []}
+
+    @torch.no_grad()
+    def _evaluate(self, model: GPT, *, probe: bool) -> tuple[float, int]:
+        return self.task.evaluate(model, self.rank, self.num_ranks, probe=probe)
+
+    def _whole(self) -> GPT:
+        """The model with all its weights, as the optimizer keeps them."""
+        whole = self.task.build(0)
+        shards = {name: value for name, value in self.model.state_dict().items() if isinstance(value, DTensor)}
+        whole.load_state_dict({name: shard.full_tensor() for name, shard in shards.items()})
+        return whole
 
 
 def cut_short(model: nn.Module, weights_ratio: float, gradients_ratio: float) -> None:
