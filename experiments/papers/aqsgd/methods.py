@@ -129,16 +129,18 @@ AQSGD, DIRECT = _stacked(aqsgd(3, 6)), _stacked(direct(3, 6))
 CONTROL = _stacked(direct(2, 4))
 """Must fail: where it does not, a training forgives everything."""
 
-_SPLIT_BACKWARD = "topk(density=0.2) | maxabs(bits=8)"
+_SPLIT_FORWARD, _SPLIT_BACKWARD = "minmax(bits=2, rounding=nearest)", "topk(density=0.2) | maxabs(bits=8)"
 SPLIT_BITS = "fw2 bw8[0.2]"
 SPLIT = {
     "fp32": FP32,
-    "aqsgd": Method("aqsgd", f"AQ-SGD {SPLIT_BITS}", "#1f6fb2", forward=aqsgd(2, 8).forward, backward=_SPLIT_BACKWARD),
+    "aqsgd": Method(
+        "aqsgd", f"AQ-SGD {SPLIT_BITS}", "#1f6fb2", forward=f"delta({_SPLIT_FORWARD})", backward=_SPLIT_BACKWARD
+    ),
     "direct": Method(
-        "direct", f"DirectQ {SPLIT_BITS}", "#e8a33d", forward=direct(2, 8).forward, backward=_SPLIT_BACKWARD
+        "direct", f"DirectQ {SPLIT_BITS}", "#e8a33d", forward=f"direct({_SPLIT_FORWARD})", backward=_SPLIT_BACKWARD
     ),
 }
-"""Of split learning (figure 10)."""
+"""Of split learning (figure 10), whose cuts lie behind ReLUs: min-max levels keep the zeros there."""
 
 CENTER_BITS, SUM_BITS = (2, 3), (3, 4)
 """Of appendices G and F."""
