@@ -85,7 +85,7 @@ TASKS = (
         "loss",
         "fullstack/split",
         "figure 10/table/loss/*",
-        "figure 10/table/loss/direct",
+        "figure 10/table/loss/control",
         baseline="figure 10/table/loss/fp32",
     ),
     Task("GPT under DDP", "held-out loss", "cgx/quality", "3.5/lost/gpt/*"),
