@@ -44,7 +44,7 @@ CATALOG = (
     Entry(
         "aqsgd",
         "AQ-SGD: Fine-tuning Language Models over Slow Networks (Wang et al., NeurIPS 2022), and its blog post",
-        55,
+        75,
         "the paper gives throughputs and the times of a micro-batch's parts; here medians over rounds in which all "
         "methods take turns",
     ),

@@ -466,5 +466,5 @@ aqsgd = command(
 
     Small GPTs are fine-tuned in pipelines of 2 to 8 stages whose activations and gradients are sent as they are,
     quantized (DirectQ), or as what changed since a sample's last visit (AQ-SGD), and their steps are timed over slow
-    links. Takes about 55 minutes on two cores.""",
+    links. Takes about 75 minutes on two cores.""",
 )
