@@ -73,7 +73,7 @@ TASKS = (
     Task("GPT, 8 stages", "loss", "aqsgd/more", "figure 9 (8 stages)/", "direct/*"),
     Task("labels of text, 2 stages", "loss", "aqsgd/more", "figure 3 (a, b)/", "direct/*fw2 bw4"),
     Task("GPT, tensor parallel", "loss", "fullstack/appendices", "appendix F/table/loss/", "direct3", "fp32"),
-    Task("split learning on digits", "loss", "fullstack/split", "figure 10/table/loss/", "direct", "fp32"),
+    Task("split learning on digits", "loss", "fullstack/split", "figure 10/table/loss/", "control", "fp32"),
     Task("GPT under DDP", "held-out loss", "cgx/quality", "3.5/lost/gpt/"),
     Task("CNN under DDP", "accuracy", "cgx/quality", "3.5/lost/cnn/"),
     Task("GPT, layerwise", "held-out loss", "lgreco/quality", "table 4.3/lost/gpt/"),

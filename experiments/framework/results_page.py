@@ -41,7 +41,7 @@ CATALOG = (
     Entry(
         "aqsgd",
         "AQ-SGD: Fine-tuning Language Models over Slow Networks (Wang et al., NeurIPS 2022), and its blog post",
-        55,
+        75,
     ),
     Entry(
         "fullstack",

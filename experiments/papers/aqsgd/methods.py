@@ -138,16 +138,22 @@ AQSGD, DIRECT = _stacked(aqsgd(3, 6)), _stacked(direct(3, 6))
 CONTROL = _stacked(direct(2, 4))
 """Must fail: where it does not, a training forgives everything."""
 
-_SPLIT_BACKWARD = "topk(density=0.2) | maxabs(bits=8)"
 SPLIT_BITS = "fw2 bw8[0.2]"
+
+
+def _split(name: str, title: str, color: str, forward: str) -> Method:
+    backward = "topk(density=0.2) | maxabs(bits=8)"
+    return Method(name, f"{title} {SPLIT_BITS}", color, forward=forward, backward=backward)
+
+
+_KEEPS_ZEROS = "minmax(bits=2, rounding=nearest)"
 SPLIT = {
     "fp32": FP32,
-    "aqsgd": Method("aqsgd", f"AQ-SGD {SPLIT_BITS}", "#1f6fb2", forward=aqsgd(2, 8).forward, backward=_SPLIT_BACKWARD),
-    "direct": Method(
-        "direct", f"DirectQ {SPLIT_BITS}", "#e8a33d", forward=direct(2, 8).forward, backward=_SPLIT_BACKWARD
-    ),
+    "aqsgd": _split("aqsgd", "AQ-SGD", "#1f6fb2", f"delta({_KEEPS_ZEROS})"),
+    "direct": _split("direct", "DirectQ", "#e8a33d", f"direct({_KEEPS_ZEROS})"),
+    "control": _split("control", "DirectQ without zero,", "#c0392b", direct(2, 8).forward),
 }
-"""Of split learning (figure 10)."""
+"""Of split learning (figure 10), whose cuts lie behind ReLUs. The control's levels have no zero, and must fail."""
 
 CENTER_BITS, SUM_BITS = (2, 3), (3, 4)
 """Of appendices G and F."""

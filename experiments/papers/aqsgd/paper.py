@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -17,6 +17,7 @@ from experiments.framework.verdicts import (
     all_hold,
     exceeds,
     faster,
+    faster_in_runs,
     if_seen,
     matches,
     sooner,
@@ -255,6 +256,11 @@ def _left(rows: Rows, method: Method) -> list[float]:
     return [least / most for least, most in zip(fast, slow, strict=True)]
 
 
+def _in_runs(rows: Rows, ratios: Sequence[float], bound: float) -> Judgment:
+    """By separate runs; of a record that has one run, by its rounds."""
+    return (faster_in_runs if "runs" in rows["throughput"] else faster)(ratios, bound)
+
+
 def _kept(bits: Bits) -> Claim:
     method = AQSGD[bits]
     paper = throughput.PAPER[method.name]
@@ -264,7 +270,7 @@ def _kept(bits: Bits) -> Claim:
         f"kept/{method.name}",
         f"{method.title} over 100 Mbit/s keeps {paper[0] / paper[-1]:.0%} of its throughput over 10 Gbit/s; asked "
         f"here: at least {_KEPT[bits]:.0%}",
-        lambda rows: faster(_left(rows, method), _KEPT[bits]),
+        lambda rows: _in_runs(rows, _left(rows, method), _KEPT[bits]),
         over_link=True,
         value=lambda rows: median(_left(rows, method)),
     )
@@ -282,7 +288,8 @@ def _faster() -> Claim:
         f"faster/{method.name}",
         f"over 100 Mbit/s {method.title} has {paper:.1f}x FP32's throughput; asked here: at least {_FASTER:g}x",
         lambda rows: unsound(
-            "the links leave no compression more than 5.8x, so that 6.8x cannot be seen", faster(over_slowest(rows))
+            "the links leave no compression more than 5.8x, so that 6.8x cannot be seen",
+            _in_runs(rows, over_slowest(rows), _FASTER),
         ),
         over_link=True,
         value=lambda rows: median(over_slowest(rows)),
@@ -300,7 +307,7 @@ def _as_direct(bits: Bits, method: Method) -> Claim:
         "table 2",
         f"as_direct/{method.name}",
         f"AQ-SGD is as fast as DirectQ: {method.title}, within {_CLOSE:.0%}",
-        lambda rows: all_hold(faster(ratios, 1 - _CLOSE) for ratios in relative(rows).values()),
+        lambda rows: all_hold(_in_runs(rows, ratios, 1 - _CLOSE) for ratios in relative(rows).values()),
         over_link=True,
         value=lambda rows: min(map(median, relative(rows).values())),
         unit="x",
@@ -459,5 +466,5 @@ aqsgd = command(
 
     Small GPTs are fine-tuned in pipelines of 2 to 8 stages whose activations and gradients are sent as they are,
     quantized (DirectQ), or as what changed since a sample's last visit (AQ-SGD), and their steps are timed over slow
-    links. Takes about 55 minutes on two cores.""",
+    links. Takes about 75 minutes on two cores.""",
 )

@@ -12,78 +12,27 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from experiments.papers.aqsgd.simulated import Boundary, Window, cross
-from experiments.tasks.images import NUM_CLASSES, Images, Residual, load
-
-_BLOCKS = (3, 4, 6, 3)
-"""Of two convolutions each, by width: 32 of them with the first one's and the classifier's make 34 layers."""
-_NORM_CHANNELS = 16
-_LEAST_PIXELS = 16
+from experiments.tasks.images import NUM_CLASSES, Images, load
 
 
-class Block(Residual):
-    """A residual block that begins as its shortcut, so that 34 layers learn from the first step on."""
-
-    def __init__(self, narrow: int, wide: int, stride: int) -> None:
-        super().__init__(narrow, wide, stride)
-        # Groups of as many channels at every width: of few channels and pixels little would be left.
-        self.first_norm, self.second_norm = norm(wide), norm(wide)
-        nn.init.zeros_(self.second_norm.weight)
-
-
-def norm(channels: int) -> nn.GroupNorm:
-    """Groups are normalized, not batches: a client's few classes would be what a batch's moments say."""
-    return nn.GroupNorm(max(1, channels // _NORM_CHANNELS), channels)
-
-
-class Front(nn.Module):
-    """The client's: images to what the first residual block makes of them."""
-
-    def __init__(self, channels: int, width: int) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(channels, width, 3, padding=1, bias=False)
-        self.norm = norm(width)
-        self.block = Block(width, width, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(functional.relu(self.norm(self.stem(x))))
-
-
-class Back(nn.Module):
-    """The client's: the last residual block and the classifier, which sees the labels."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.block = Block(width, width, 1)
-        self.head = nn.Linear(width, NUM_CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.block(x).mean((2, 3)))
-
-
-class SplitResNet(nn.Module):
+class SplitNet(nn.Module):
     """Images ``[batch, channels, size, size]`` to logits ``[batch, 10]``, in three parts.
 
-    ``widths`` and ``strides`` are channels and pixels to a position at the first cut and at the second. Images of fewer
-    than 16 pixels a side are halved in size twice, others three times.
+    ``strides`` are pixels to a position at the first cut and at the second; both have ``width`` channels behind a ReLU.
     """
+
+    strides = 1, 2
 
     def __init__(self, channels: int, size: int, width: int) -> None:
         super().__init__()
-        blocks, narrow, scale = [], width, 1
-        for stage, count in enumerate(_BLOCKS):
-            stride = 2 if stage and (stage < len(_BLOCKS) - 1 or size >= _LEAST_PIXELS) else 1
-            scale *= stride
-            for at in range(count):
-                wide = width * 2**stage
-                blocks.append(Block(narrow, wide, 1 if at else stride))
-                narrow = wide
-        self.front = Front(channels, width)
-        self.middle = nn.Sequential(*blocks[1:-1])
-        self.back = Back(narrow)
-        self.widths, self.strides = (width, narrow), (1, scale)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        self.front = nn.Sequential(nn.Conv2d(channels, width, 3, padding=1), nn.ReLU())
+        self.middle = nn.Sequential(
+            nn.Conv2d(width, 2 * width, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(2 * width, width, 3, padding=1),
+            nn.ReLU(),
+        )
+        self.back = nn.Sequential(nn.Flatten(), nn.Linear(width * (size // 2) ** 2, NUM_CLASSES))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.back(self.middle(self.front(x)))
@@ -91,7 +40,7 @@ class SplitResNet(nn.Module):
 
 _EVALUATION_BATCH = 256
 _CONCENTRATION = 0.5
-_DECAY, _DECAY_ROUNDS = 0.1, 20
+_DECAY, _DECAY_ROUNDS = 0.1, 32
 
 
 @dataclass(frozen=True)
@@ -101,9 +50,9 @@ class Splitting:
 
     cifar: str | None = None
     most_images: int = 4096
-    width: int = 8
+    width: int = 16
     clients: int = 16
-    rounds: int = 32
+    rounds: int = 40
     local_epochs: int = 3
     batch: int = 64
     learning_rate: float = 0.01
@@ -184,15 +133,15 @@ class Training:
         self.task, self._seed = task, seed
         torch.manual_seed(seed)
         images = task.images
-        self.model = SplitResNet(images.channels, images.train.shape[-1], task.width)
+        self.model = SplitNet(images.channels, images.train.shape[-1], task.width)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=task.learning_rate, momentum=task.momentum)
         self.shares = task.shares(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.cuts = []
-        for index, (channels, stride) in enumerate(zip(self.model.widths, self.model.strides, strict=True)):
+        for index, stride in enumerate(self.model.strides):
             size = images.train.shape[-1] // stride
             more = round(2 * task.padding / stride)
-            self.cuts.append(Cut(f"cut{index}", forward, backward, channels, size, more, 2 * seed + 4 * index))
+            self.cuts.append(Cut(f"cut{index}", forward, backward, task.width, size, more, 2 * seed + 4 * index))
 
     def round(self, number: int) -> float:
         """All clients in turn, each on its own images; the mean loss of a step."""

@@ -105,8 +105,10 @@ TITLES: dict[TaskName, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class AQSGDScale(LinkedScale):
-    """Up to ``margin`` of the loss may be lost, and a training still ends at the same."""
+    """Up to ``margin`` of the loss may be lost, and a training still ends at the same. ``runs`` separate runs of
+    ``rounds`` turns are timed."""
 
+    runs: int = 5
     small: FineTuning = tasks.SMALL
     scratch: FineTuning = tasks.SCRATCH
     large: FineTuning = tasks.LARGE
@@ -138,6 +140,7 @@ SMOKE = AQSGDScale(
     timed=tasks.TIMED_SMOKE,
     to_loss=tasks.TO_LOSS_SMOKE,
     seeds=1,
+    runs=1,
     rounds=1,
     rates=("100mbit", "10gbit"),
     breakdown_rates=("100mbit", "500mbit"),

@@ -190,7 +190,7 @@ TIMED = tuning(
     first_steps=0,
 )
 """What steps are timed of. Its samples are one batch: every step visits all of them."""
-TO_LOSS = replace(TIMED, samples=64, steps=20, first_steps=24, first_rate=1e-3)
+TO_LOSS = replace(TIMED, samples=256, steps=80, first_steps=24, first_rate=1e-3)
 """The same network, trained for the time that it takes."""
 
 _SMOKE = GPTConfig(context=16, width=32, layers=4, heads=2)
