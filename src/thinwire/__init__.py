@@ -100,4 +100,4 @@ def _make_process_group(creation: Any, options: Any) -> dist.ProcessGroup:
     return ProcessGroup(creation, options)
 
 
-dist.Backend.register_backend("thinwire", _make_process_group, extended_api=True, devices=["cpu"])
+dist.Backend.register_backend("thinwire", _make_process_group, extended_api=True, devices=["cpu", "cuda"])

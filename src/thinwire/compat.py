@@ -70,15 +70,18 @@ def makes_on_the_host() -> bool:
         return True
 
 
-def register_gloo(group: Any, backend: Any) -> None:
-    """Make gloo the backend of a ``torch.distributed.ProcessGroup`` that Python made.
+def register_backends(group: Any, gloo: Any, nccl: Any = None) -> None:
+    """Make gloo the backend of a ``torch.distributed.ProcessGroup`` that Python made, and NCCL, if given, its backend
+    for CUDA tensors.
 
     Raises ``RuntimeError`` where this PyTorch has no way to.
     """
     kinds = torch.distributed.ProcessGroup.BackendType
     try:
-        group._register_backend(torch.device("cpu"), kinds.GLOO, backend)
+        group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
         group._set_default_backend(kinds.GLOO)
+        if nccl is not None:
+            group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
     except AttributeError as error:
         raise RuntimeError(f"this PyTorch does not let a process group be made of gloo: {error}") from None
 
@@ -100,6 +103,17 @@ def gloo_backend(
     options = gloo._Options()
     options._timeout, options._devices, options._threads = timeout, devices, num_threads
     return gloo(store, rank, size, options)
+
+
+def nccl_backend(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return a ``torch.distributed.ProcessGroupNCCL``, which connects when it is first used; None where there is no GPU
+    or no NCCL. The arguments are as PyTorch takes them."""
+    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+        return None
+    nccl: Any = torch.distributed.ProcessGroupNCCL  # pyright: ignore[reportPrivateImportUsage]
+    options = nccl.Options()
+    options._timeout = timeout
+    return nccl(store, rank, size, options)
 
 
 _OWN_DEVICE = ("TORCH_GLOO_LAZY_INIT", "GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER")
@@ -137,7 +151,7 @@ def gloo_group(
     group = torch.distributed.ProcessGroup(store, rank, size)
     # The key has the name of the device, as in groups that PyTorch lists: see `missing_member`.
     backend = gloo_backend(prefixed("cpu", store), rank, size, timeout, threads_of=threads_of, num_threads=num_threads)
-    register_gloo(group, backend)
+    register_backends(group, backend)
     return group
 
 
@@ -238,6 +252,8 @@ class FSDPGroup(NamedTuple):
     """Name of the communication object, where that is not PyTorch's default."""
     all_reduce_hook: Any
     """Hook that is called with reduced gradients, if any."""
+    offloads: bool
+    """Whether its shards are kept on the host, while another device computes (``CPUOffloadPolicy``)."""
     reads_at_once: Callable[[], bool]
     """Function that returns whether anything reads reduced gradients before backward has ended."""
 
@@ -324,6 +340,7 @@ def _fsdp_group(group: Any, by_default: bool) -> FSDPGroup:
         bool(getattr(group, "reduce_scatter_unused_params", False)),
         next((name for name in comms if name not in ("DefaultAllGather", "DefaultReduceScatter")), ""),
         group._all_reduce_hook,
+        group.device.type != "cpu" and any(p.offload_to_cpu for p in group.fsdp_params),
         lambda: _reads_immediately(group),
     )
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from test_links import Mark
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,9 +28,9 @@ from thinwire.compressors import parse
 from thinwire.plan.forecast import Curve, Links
 from thinwire.runtime.probe import Pair
 from thinwire_tools import lab
-from thinwire_tools.doctor import page, report
+from thinwire_tools.doctor import observer_fsdp, page, report
 from thinwire_tools.doctor.advice import verdict
-from thinwire_tools.doctor.forecast import Event, Move, ShardedPace
+from thinwire_tools.doctor.forecast import Event, Move, ShardedPace, native_sharded_step
 from thinwire_tools.doctor.measure import Measured
 from thinwire_tools.doctor.observer import Observer
 from thinwire_tools.doctor.record import record
@@ -79,8 +82,28 @@ def _watch(rank: int) -> None:
     assert 0 < watched.exposed_share < 1
 
 
+def _watch_a_device(rank: int) -> None:
+    """A fake one: each of its marks is a second later than the last, and is not read before training has ended."""
+    clock, stream, found = itertools.count(), mock.Mock(), list[Any]()
+    now = mock.Mock(side_effect=lambda _: Mark(next(clock), found))
+    with (
+        mock.patch.multiple(observer_fsdp, mark=now, current_stream=lambda _: stream),
+        mock.patch("thinwire_tools.doctor.observer.mark", now),
+        Observer(6, found.append),
+    ):
+        train(14)
+    watched = found[0].result()
+    pace, moves = watched.paces[0], len(watched.bucket_s[0])
+    # Where streams take turns, collectives have two further marks, a second apart.
+    assert watched.bucket_s == ((1,) * moves,) * 3
+    assert (watched.step_s, pace.compute_s) == ((1 + len(pace.events),) * 3, 1 + len(pace.events) + moves)
+    assert stream.wait_stream.call_count == 5 * 2 * moves
+    assert native_sharded_step(pace, [0] * moves) == pace.compute_s < native_sharded_step(pace, [100] * moves)
+
+
 def test_every_move_of_a_step_is_seen_and_changes_nothing() -> None:
     run_ranks(_watch, 2)
+    run_ranks(_watch_a_device, 2)
 
 
 def _two_batches(rank: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
@@ -41,6 +41,8 @@ def test_what_cannot_be_is_refused(rank: int, size: int) -> None:
     pooled.set_allocate_memory_from_process_group_for_comm(True)
     replicas = build(init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard")))
     compress(taken := build())
+    fully_shard(offloaded := Net(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    compat.fsdp_groups(offloaded)[0].identity.device = torch.device("cuda")
     for kind, says, of, *specs, options in (
         (ValueError, "weights must arrive in every step", model, "topk(density=0.1)", {}),
         (ValueError, "weights must arrive in every step", model, "ef(minmax(bits=4))", {}),
@@ -55,6 +57,7 @@ def test_what_cannot_be_is_refused(rank: int, size: int) -> None:
         (ValueError, "asks for the time of DDP buckets", model, {"adapt": "lgreco(objective='time')"}),
         (ValueError, "pass the one that trains it, AdamW(model", model, {"optimizer": foreign}),
         (RuntimeError, "model.to_empty(device=...) and initialize", build(net=lambda: Net().to("meta")), {}),
+        (NotImplementedError, "CPUOffloadPolicy keeps shards on the host", offloaded, {}),
         (RuntimeError, "compressed already: call detach()", taken, {}),
         (RuntimeError, "are moved by ProcessGroupAllocAllGather", pooled, {}),
     ):

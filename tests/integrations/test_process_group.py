@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import socket
@@ -11,6 +12,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from thinwire.collectives import Layer, Layout, part_layout, sent_bytes
 from thinwire.collectives.shared_memory import unavailable
 from thinwire.compat import all_gather_single, reduce_scatter_single
 from thinwire.compressors import MinMax
+from thinwire.integrations import process_group
 from thinwire.integrations.group_options import GroupBuffer
 
 NUMEL = 5000
@@ -381,7 +384,8 @@ def test_it_works_as_any_process_group_and_nothing_waits_for_gloos_threads_with_
 def test_it_may_be_the_default_group(rank: int) -> None:
     inherits = dist.new_group()
     assert isinstance(inherits, ProcessGroup)
-    assert str(inherits.options.compressor) == "minmax(bits=4, bucket=128)"
+    assert str(inherits.options.compressor) == str(inherits.options.all_gather) == "minmax(bits=4, bucket=128)"
+    assert str(ProcessGroupOptions("cast(bf16)").reduce_scatter) == "raw()"
     model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
     for compress in (thinwire.compress, thinwire.compress_ddp):
         with pytest.raises(RuntimeError, match=r"call init_process_group\('gloo'\) for .*register_model\(model\)"):
@@ -399,32 +403,33 @@ def _alone(rank: int) -> None:
     assert group.stats.compressed == 0
 
 
-def test_options_complete_themselves() -> None:
-    assert (
-        str(ProcessGroupOptions().compressor) == str(ProcessGroupOptions().all_gather) == "minmax(bits=4, bucket=128)"
-    )
-    assert str(ProcessGroupOptions("cast(bf16)").reduce_scatter) == "raw()"
-
-
 WAYS: list[dict[str, str]] = [{"transport": "group"}, *([] if unavailable() else [{"transport": "shared"}])]
 WAYS += [{"algorithm": name} for name in ("ring", "tree", "tree(root=1)", "allgather", "parameter_server(server=1)")]
 
 
 @on_ranks(3)
 def test_over_each_transport_and_algorithm_all_ranks_have_the_same_bytes(rank: int) -> None:
+    """So they do if tensors are sent as those of a device, which is the CPU here."""
     exact, found = torch.cat([sum(map(values, range(3))), *map(values, range(3))]), []
-    for options in WAYS:
+    for options, device_of in itertools.product(WAYS, (process_group.device_of, lambda x: x.device)):
         group = group_of(everything("minmax(bits=8)", **options))
-        x, gathered = values(rank), torch.empty(3 * NUMEL)
-        dist.all_reduce(x, group=group)
-        all_gather_single(gathered, values(rank), group=group)
-        if "transport" in options:
-            shared = group.stats.payload_sent_bytes if options["transport"] == "shared" else 0
-            assert group.stats.payload_shared_bytes == shared
-        found.append(torch.cat([x, gathered]))
-        assert_near(found[-1], exact, 0.03)
+        x, gathered, part = values(rank), torch.empty(3 * NUMEL), torch.empty(NUMEL)
+        on_host, shared = device_of is process_group.device_of, options.get("transport") == "shared"
+        with mock.patch.object(process_group, "device_of", device_of):
+            if shared and not on_host:
+                with pytest.raises(ValueError, match="transport='shared' is memory of the host, and a GPU"):
+                    dist.all_reduce(x, group=group)
+                continue
+            dist.all_reduce(x, group=group)
+            all_gather_single(gathered, values(rank), group=group)
+            reduce_scatter_single(part, gathered, group, ReduceOp.SUM)
+        stats = group.stats
+        assert "transport" not in options or stats.payload_shared_bytes == (stats.payload_sent_bytes if shared else 0)
+        found.append(torch.cat([x, gathered, part]))
+        assert_near(found[-1][: exact.numel()], exact, 0.03)
+        assert on_host or torch.equal(found[-1], found[-2])
         assert "transport" not in options or torch.equal(found[-1], found[0])
-    assert_alike(found)
+    assert_alike(*(each[: exact.numel()] for each in found))
 
 
 @on_ranks(2)

@@ -16,6 +16,7 @@ import threading
 import time
 from datetime import timedelta
 from importlib.util import find_spec
+from unittest import mock
 
 import pytest
 import torch
@@ -31,6 +32,8 @@ from harness import run_ranks, run_threads
 from nets import Net, assert_replicas_identical, batch, loss_of, train
 from thinwire.collectives import DeviceLoopbackTransport, Layout, LoopbackTransport, parse_algorithm
 from thinwire.compressors import CodecCall, Coded, Key, Piece, Segments, first_state, parse
+from thinwire.integrations import process_group
+from thinwire.integrations.group_contents import BufferContents
 from thinwire.plan import Plan
 from thinwire.runtime import BucketEngine, Wire
 from thinwire.runtime.executor import Job, StreamExecutor
@@ -69,6 +72,13 @@ def _trains(rank: int, spec: str) -> None:
     wire = thinwire.compress(model, spec, simulate=True)
     assert all(math.isfinite(loss) for loss in train(model, rank, 6, lr=0.03))
     assert wire.stats.steps == 6
+    # Over a process group, as if there were others: one rank alone sends everything raw.
+    with mock.patch.object(process_group, "BufferContents", lambda options, _: BufferContents(options, 2)):
+        group = dist.new_group(backend="thinwire")
+    model = DDP(Net().cuda(), device_ids=[rank], process_group=group)
+    thinwire.register_model(model)
+    assert all(math.isfinite(loss) for loss in train(model, rank, 6, lr=0.03))
+    assert group.stats.compressed >= 6
 
 
 @pytest.mark.parametrize("spec", ["minmax(bits=4)", "ef(topk(density=0.1))"])

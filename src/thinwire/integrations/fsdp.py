@@ -307,6 +307,11 @@ def attach_fsdp(model: nn.Module, options: ShardedOptions) -> Wire:
         hosts = [without_wire.enter_context(agreed_transport(g, network.timeout, record)) for g in everyone]
         with fail_together(hosts, "thinwire.compress()"):
             policy = _policy(options)
+            if any(group.offloads for _, group, _ in sharded):
+                raise NotImplementedError(
+                    "CPUOffloadPolicy keeps shards on the host, and messages are made on the GPU: leave it out of "
+                    "fully_shard()"
+                )
             device = exchange_device(named_parameters(model), everyone[0], options.as_device, instead="")
         carriers = [carried(host, group, network, device) for host, group in zip(hosts, everyone, strict=True)]
         replicas = carriers.pop() if replicate_group is not None else None

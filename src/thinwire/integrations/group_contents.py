@@ -74,7 +74,7 @@ class BufferContents:
             if (
                 compressible
                 and self._world_size > 1
-                and all(_compressible(x) and x.dtype == first.dtype for x in tensors)
+                and all(_compressible(x) and (x.dtype, x.device) == (first.dtype, first.device) for x in tensors)
             ):
                 walk = self._walks.get(first.dtype) if kind == "all_reduce" and first.dim() == 1 else None
                 run = walk.find(buffer.numel) if walk is not None else None
@@ -232,7 +232,7 @@ def _compressible(x: Tensor) -> bool:
     return (
         x.dtype in GRADIENT_DTYPES
         and x.layout == torch.strided
-        and x.device.type == "cpu"
+        and x.device.type in ("cpu", "cuda")
         and x.numel() > 0
         and x.is_contiguous()
         and not (x.dim() > 1 and x.shape[-1] == 2)

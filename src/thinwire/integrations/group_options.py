@@ -62,7 +62,7 @@ class ProcessGroupOptions:
             one is summed (``cast``, ``randk``), since nothing is summed there.
         reduce_scatter: the compressor of reduce-scatters. None is ``compressor``, or raw if that one is summed.
         min_numel: the number of elements below which a buffer (such as a loss that is averaged), or each rank's part
-            of it, is sent raw by gloo. A registered layer of fewer is sent raw, too.
+            of it, is sent raw. A registered layer of fewer is sent raw, too.
         exclude: patterns of registered layers that are sent raw, in addition to those with fewer than two dimensions.
         algorithm: the collective algorithm of all-reduces, as `thinwire.compress` takes it.
         transport: the transport between ranks of one node, as `thinwire.compress` takes it.

@@ -1,7 +1,7 @@
 """A process group of backend ``thinwire``, over which unmodified DDP, FSDP2 and mesh dimensions communicate compressed.
 
 It sees flat buffers rather than layers, like QNCCL, which the thesis compares with its layer-wise method (sections 3.4
-and 3.5.4). What it does not compress is sent by gloo.
+and 3.5.4). What it does not compress is sent by gloo, or by NCCL from a GPU.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -19,34 +19,43 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.arguments import check_type
-from thinwire.collectives import FailureDetector, ProcessGroupTransport, Transport, parse_algorithm, with_shared_memory
+from thinwire.collectives import (
+    DeviceGroupTransport,
+    FailureDetector,
+    ProcessGroupTransport,
+    Transport,
+    parse_algorithm,
+    with_shared_memory,
+)
 from thinwire.compat import (
     collective_options,
     gloo_backend,
     gloo_group,
+    nccl_backend,
     prefixed,
     premul_factor,
     premul_factors,
-    register_gloo,
+    register_backends,
 )
 from thinwire.compressors import State
 from thinwire.integrations.group_contents import BufferContents
 from thinwire.integrations.group_options import GroupBuffer, ProcessGroupOptions
+from thinwire.integrations.transports import check_device
 from thinwire.plan import Rules
 from thinwire.runtime import Channel, Contents, Exchange, Follower, GroupStats, Route, Work, group_seed
 
-_GLOOS = (
+_EXACT = (
     *("broadcast", "barrier", "send", "recv", "recv_anysource", "reduce", "gather", "scatter", "alltoall"),
     *("all_to_all_single", "all_gather_single_coalesced", "reduce_scatter_single_coalesced"),
     # Their names before PyTorch 2.13.
     *("alltoall_base", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"),
 )
-"""Collectives of gloo that are passed through. PyTorch holds the GIL when it calls those that a subclass lacks, and a
-thread of gloo that releases the last reference to a tensor waits for the GIL, under a lock that the call needs."""
+"""Collectives that are passed through. PyTorch holds the GIL when it calls those that a subclass lacks, and a thread of
+gloo that releases the last reference to a tensor waits for the GIL, under a lock that the call needs."""
 
 
 class ProcessGroup(dist.ProcessGroup):
-    """A process group that compresses CPU tensors.
+    """A process group that compresses CPU tensors, and CUDA tensors on the stream that is current.
 
     It is returned by ``dist.new_group(backend="thinwire", pg_options=ProcessGroupOptions(...))``.
 
@@ -82,45 +91,63 @@ class ProcessGroup(dist.ProcessGroup):
         rank, size = creation.group_rank, creation.group_size
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue] - of the subclasses that Python may make
         self.options = _checked(options)
-        timeout = self.options.timeout or creation.timeout
-        ranks = tuple(creation.global_ranks_in_group)
+        self._store, self._timeout = creation.store, self.options.timeout or creation.timeout
+        self._ranks = tuple(creation.global_ranks_in_group)
         # The detector comes before gloo's groups, which wait for a missing rank without naming it.
-        detector = None
+        self._detector = None
         if size > 1:
-            detector = FailureDetector.connect(creation.store, "failures", ranks or range(size), rank, timeout)
-        backend = gloo_backend(prefixed("exact", creation.store), rank, size, timeout)
-        register_gloo(self, backend)
-        # A second process group over the same gloo backend: calls on this object would return to the methods below.
-        self._exact: Any = dist.ProcessGroup(creation.store, rank, size)
-        register_gloo(self._exact, backend)
-        for name in _GLOOS:
+            among = self._ranks or range(size)
+            self._detector = FailureDetector.connect(self._store, "failures", among, rank, self._timeout)
+        at = prefixed("exact", self._store), rank, size, self._timeout
+        self._gloo, nccl = gloo_backend(*at), nccl_backend(*at)
+        # A second process group over the same backends: calls on this object would return to the methods below.
+        self._exact: Any = dist.ProcessGroup(self._store, rank, size)
+        for group in (self, self._exact):
+            register_backends(group, self._gloo, nccl)
+        for name in _EXACT:
             # A partial, not a function, because torch.compile would trace a function.
             if hasattr(self._exact, name):
                 setattr(self, name, partial(getattr(self._exact, name)))
         self._contents = BufferContents(self.options, size)
         self._follower = Follower("thinwire exact")
-        messages = gloo_group(prefixed("messages", creation.store), rank, size, timeout, threads_of=backend)
-        bare = ProcessGroupTransport(messages, timeout, detector=detector)
-        transport: Transport = bare
-        try:
-            transport = with_shared_memory(bare, timeout, self.options.transport)
-            self._channel: Channel[GroupStats] | None = Channel.connect(
-                transport,
-                GroupStats(),
-                algorithm=parse_algorithm(self.options.algorithm),
-                seed=group_seed(self.options.seed, ranks),
-                record=self.options.record(),
-            )
-        except Exception:
-            transport.close()
-            raise
+        self._stats = GroupStats()
+        self._channels: dict[torch.device | None, Channel[GroupStats]] | None = {}
+        self._channel_of(torch.empty(0, dtype=torch.uint8, device="cpu"))
+
+    def _channel_of(self, x: Tensor) -> Channel[GroupStats]:
+        """Return the channel of the tensors on a device, which its first one makes, on all ranks."""
+        channels, device = self._running(), device_of(x)
+        if device not in channels:
+            if device is not None and self.options.transport == "shared":
+                raise ValueError("transport='shared' is memory of the host, and a GPU sends over NCCL: use 'auto'")
+            if x.is_cuda:
+                check_device({x.device: "a tensor"}, "cuda:nccl")
+            name, timeout = prefixed(f"messages {len(channels)}", self._store), self._timeout
+            messages = gloo_group(name, self.rank(), self.size(), timeout, threads_of=self._gloo)
+            transport: Transport = ProcessGroupTransport(messages, timeout, detector=self._detector)
+            try:
+                if device is None:
+                    transport = with_shared_memory(transport, timeout, self.options.transport)
+                else:
+                    transport = DeviceGroupTransport(transport, device, self._exact, timeout)
+                channels[device] = Channel.connect(
+                    transport,
+                    self._stats,
+                    algorithm=parse_algorithm(self.options.algorithm),
+                    seed=group_seed(self.options.seed, self._ranks),
+                    record=self.options.record(),
+                )
+            except Exception:
+                transport.close()
+                raise
+        return channels[device]
 
     @property
     def stats(self) -> GroupStats:
         """A copy of the totals so far."""
-        channel = self._running()
-        totals = replace(channel.stats)
-        channel.add_to(totals)
+        channels, totals = self._running().values(), replace(self._stats)
+        for channel in channels:
+            channel.add_to(totals)
         return totals
 
     def register_model(self, model: nn.Module, *, rules: Rules | None = None) -> None:
@@ -141,7 +168,7 @@ class ProcessGroup(dist.ProcessGroup):
             TypeError: the model is sharded: its buffers interleave shards.
             ValueError: a pattern matches no layer, or a compressor needs state.
         """
-        self._running().agree(self._contents.register_model(model, rules))
+        self._running()[None].agree(self._contents.register_model(model, rules))
 
     # Called by torch.distributed. C++ callers (DDP's reducer, functional collectives) reach the names that PyTorch's
     # trampoline has; Python callers reach all of them.
@@ -209,8 +236,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Finish pending collectives, then end threads and connections, for ``dist.destroy_process_group``."""
-        channel, self._channel = self._channel, None
-        if channel is not None:
+        channels, self._channels = self._channels or {}, None
+        for channel in channels.values():
             channel.close()
         super().shutdown()
 
@@ -229,8 +256,8 @@ class ProcessGroup(dist.ProcessGroup):
                 passed.append(x)
                 continue
             flat = x.detach().view(-1)
-            exchange = _AllReduce(kind="all_reduce", contents=contents, dtype=x.dtype, scale=scale, flat=flat)
-            futures.append(self._running().submit(exchange))
+            exchange = _AllReduce(kind="all_reduce", contents=contents, dtype=x.dtype, scale=scale, mine=flat)
+            futures.append(self._channel_of(x).submit(exchange))
         if passed and _is_premul(opts.reduceOp):
             for x, scaled in zip(passed, _scaled(passed, opts), strict=True):
                 x.detach().copy_(scaled)
@@ -238,7 +265,8 @@ class ProcessGroup(dist.ProcessGroup):
         if not futures:
             return exact(passed, opts)
         if passed:
-            futures.append(self._follower.follow(exact(passed, opts), lambda: None))
+            work = exact(passed, opts)
+            futures.append(work.get_future() if passed[0].is_cuda else self._follower.follow(work, lambda: None))
         return Work(futures, tensors)
 
     def _reduce_scatter(self, output: Tensor, inputs: Tensor | list[Tensor], opts: Any) -> Work | None:
@@ -249,15 +277,17 @@ class ProcessGroup(dist.ProcessGroup):
         contents = self._choose(buffer, given, scale if alike else None)
         if contents is None or scale is None:
             return None
+        flat = output.detach().view(-1)
         exchange = _ReduceScatter(
             kind="reduce_scatter",
             contents=contents,
             dtype=output.dtype,
             scale=scale,
-            out=output.detach().view(-1),
+            out=flat,
+            mine=flat,
             inputs=inputs,
         )
-        return Work([self._running().submit(exchange)], [output])
+        return Work([self._channel_of(output).submit(exchange)], [output])
 
     def _all_gather(self, outputs: Tensor | list[Tensor], input: Tensor) -> Work | None:
         given = [input, *outputs] if isinstance(outputs, list) else [input, outputs]
@@ -280,7 +310,7 @@ class ProcessGroup(dist.ProcessGroup):
             mine=input.detach().view(-1),
             rank=self.rank(),
         )
-        return Work([self._running().submit(exchange)], [outputs])
+        return Work([self._channel_of(input).submit(exchange)], [outputs])
 
     def _scale(self, op: Any) -> float | None:
         """Return the factor of the sum; None if the operation is not a sum, or has a tensor of factors."""
@@ -291,24 +321,29 @@ class ProcessGroup(dist.ProcessGroup):
         return premul_factor(op) if _is_premul(op) else None
 
     def _choose(self, buffer: GroupBuffer, tensors: Sequence[Tensor], scale: float | None) -> Contents | None:
-        return self._contents.find(buffer, tensors, self._running().stats, compressible=scale is not None)
+        return self._contents.find(buffer, tensors, self._stats, compressible=scale is not None)
 
-    def _running(self) -> Channel[GroupStats]:
-        if self._channel is None:
+    def _running(self) -> dict[torch.device | None, Channel[GroupStats]]:
+        if self._channels is None:
             raise RuntimeError("this process group was destroyed")
-        return self._channel
+        return self._channels
 
 
 @dataclass(kw_only=True)
 class _AllReduce(Exchange):
-    flat: Tensor
+    mine: Tensor
+    """Flat tensor on the device whose streams wait for the future."""
 
     def start(self, route: Route) -> tuple[Tensor, State | None]:
-        return self.flat, None
+        return self.mine, None
+
+    @property
+    def result(self) -> Tensor:
+        return self.mine
 
 
 @dataclass(kw_only=True)
-class _ReduceScatter(Exchange):
+class _ReduceScatter(_AllReduce):
     inputs: Tensor | list[Tensor]
 
     def start(self, route: Route) -> tuple[Tensor, State | None]:
@@ -318,16 +353,15 @@ class _ReduceScatter(Exchange):
 
 
 @dataclass(kw_only=True)
-class _AllGather(Exchange):
+class _AllGather(_AllReduce):
     outputs: Tensor | list[Tensor]
-    mine: Tensor
     rank: int
 
     def start(self, route: Route) -> tuple[Tensor, State | None]:
         if isinstance(self.outputs, Tensor):
             flat = self.outputs.detach().view(-1)
         else:
-            flat = torch.empty(len(self.outputs) * self.mine.numel(), dtype=self.dtype, device="cpu")
+            flat = torch.empty(len(self.outputs) * self.mine.numel(), dtype=self.dtype, device=self.mine.device)
         part = _part(flat, self.mine, self.rank)
         if part.data_ptr() != self.mine.data_ptr():
             part.copy_(self.mine)
@@ -337,6 +371,11 @@ class _AllGather(Exchange):
         if not isinstance(self.outputs, Tensor):
             for out, part in zip(self.outputs, x.view(len(self.outputs), -1), strict=True):
                 out.detach().view(-1).copy_(part)
+
+
+def device_of(x: Tensor) -> torch.device | None:
+    """Return the device of a tensor that is sent without going over the host; None if it is on the host."""
+    return x.device if x.is_cuda else None
 
 
 def register_model(model: nn.Module, group: dist.ProcessGroup | None = None, *, rules: Rules | None = None) -> None:

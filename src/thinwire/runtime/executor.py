@@ -344,7 +344,7 @@ class StreamExecutor(Executor):
     def submit(self, job: Job) -> torch.futures.Future[Tensor]:
         future: torch.futures.Future[Tensor]
         # The list of devices makes the future note the streams on which its result is made.
-        future = torch.futures.Future(devices=[self._device]) if self._stream else torch.futures.Future()
+        future = torch.futures.Future(devices=[self._device] if self._device.type == "cuda" else None)
         tell: Callable[..., None] = future.set_result
         with self._on_comm_stream():
             try:

@@ -1,7 +1,7 @@
 """Predicts the time of a step of a sharded model (FSDP2): when weights are gathered, and what waits for them.
 
 As in `thinwire.plan.forecast` a step is a timeline. PyTorch's own collectives stop it on a CPU until they have ended;
-thinwire's stop it where their result is needed.
+thinwire's, and on a GPU PyTorch's, stop it where their result is needed.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class ShardedPace:
     """Share of communication's processor time that computing loses; see `Pace`."""
     batches: int = 1
     """Number of forward passes in the step."""
+    overlaps: bool = False
+    """Whether PyTorch's own collectives are under way while the model computes."""
 
     @property
     def buckets(self) -> tuple[Move, ...]:
@@ -79,6 +81,11 @@ class ShardedPace:
         number = {i: at for at, i in enumerate(left)}
         events = tuple(event._replace(move=number[event.move]) for event in self.events if event.move in number)
         return replace(self, moves=tuple(self.moves[i] for i in left), events=events)
+
+    def unreduced(self) -> ShardedPace:
+        """Return a batch that gathers, goes forward and backward, and leaves its gradients to a later one."""
+        events = tuple(event for event in self.events if self.moves[event.move].kind == "all_gather")
+        return replace(self, events=events, compute_s=self.backward_end_s)
 
     @cached_property
     def _passes(self) -> dict[int, int]:
@@ -175,8 +182,10 @@ def sharded_step(pace: ShardedPace, transfers: Sequence[Transfer]) -> float:
 
 
 def native_sharded_step(pace: ShardedPace, took: Sequence[float]) -> float:
-    """Return the seconds of a step by PyTorch's own collectives, during which computing stands still."""
-    return pace.compute_s + sum(took)
+    """Return the seconds of a step by PyTorch's own collectives, each of which takes so long by itself."""
+    if pace.overlaps:
+        return sharded_step(pace, [Transfer(seconds, seconds, 0.0, 0.0) for seconds in took])
+    return pace.compute_s + sum(took[event.move] for event in pace.events if not event.needed)
 
 
 def sharded_bytes(pace: ShardedPace, links: Links, layers: Mapping[str, Compressor] | None) -> float:

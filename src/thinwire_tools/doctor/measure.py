@@ -16,6 +16,7 @@ from thinwire.collectives import Transport, World, with_shared_memory
 from thinwire.compressors import Compressor
 from thinwire.integrations.options import Network
 from thinwire.integrations.transports import bare_transport, carried, exchange_device, trained
+from thinwire.plan import named_parameters
 from thinwire.plan.cost import codec_seconds
 from thinwire.plan.forecast import Links
 from thinwire.runtime.probe import (
@@ -86,9 +87,10 @@ def measure(observer: Observer, compressors: Collection[Compressor], line_rate: 
     """
     watched, group = observer.result(), observer.group
     try:
-        # Sharded models are examined on the CPU.
-        model = observer.model if isinstance(observer.model, DistributedDataParallel) else None
-        device = exchange_device(trained(model), group, as_device=False) if model is not None else None
+        model = observer.model
+        assert model is not None
+        parameters = trained(model) if isinstance(model, DistributedDataParallel) else named_parameters(model)
+        device = exchange_device(parameters, group, as_device=False)
     except (RuntimeError, NotImplementedError) as error:
         raise DoctorError(str(error)) from error
     host = bare_transport(group)

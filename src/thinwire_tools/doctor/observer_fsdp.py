@@ -1,4 +1,4 @@
-"""Observation of the communication of a model that ``fully_shard`` has sharded (FSDP2), on the CPU."""
+"""Observation of the communication of a model that ``fully_shard`` has sharded (FSDP2)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from thinwire_tools.doctor.watched import DoctorError, Step, check_size
 if TYPE_CHECKING:
     from thinwire_tools.doctor.observer import Observer
 
-_CPU = torch.device("cpu")
-
 
 class ShardedObserver:
     """Custom collectives like FSDP2's own that also record when they were requested, how long they took and where their
     results were needed. On a CPU FSDP2 computes nothing while its own collectives are under way, so every step shows
-    both the unchanged training and the time of computing."""
+    both the unchanged training and the time of computing. On a device it does, on other streams, so in every other step
+    streams take turns; a collective counts as requested when its stream has come to it, but not before the request or
+    need before it."""
 
     def __init__(self, watcher: Observer, model: nn.Module) -> None:
         from torch.distributed.fsdp import FSDPModule
@@ -34,12 +34,8 @@ class ShardedObserver:
         sharded = [
             (unwrapped(path), module) for path, module in model.named_modules() if isinstance(module, FSDPModule)
         ]
-        if any(p.device.type != "cpu" for p in model.parameters()):
-            raise DoctorError(
-                "doctor looks at sharded models on the CPU: on a GPU collectives go on beside computing, and what they "
-                "hide is not seen"
-            )
-        self.watcher = watcher
+        self.watcher, self.device = watcher, next(model.parameters()).device
+        self._computing = current_stream(self.device)
         self._names = {id(p): name for name, p in named_parameters(model).items()}
         groups: dict[int, tuple[str, Any, FSDPGroup]] = {}
         for path, module in sharded:
@@ -61,6 +57,8 @@ class ShardedObserver:
                 f"the bytes of {where} are moved by {group.other_comm}, and doctor looks at training without it: take "
                 "thinwire.compress() and other custom collectives out of the script for now"
             )
+        if group.offloads:
+            raise DoctorError(f"{where} has its shards on the host: take CPUOffloadPolicy out of the script for now")
         if group.replicate_group is not None or group.all_reduce_hook is not None or group.post_forward_size:
             raise DoctorError(
                 f"{where} is sharded and replicated, or gathers among fewer ranks in backward: doctor looks at models "
@@ -71,15 +69,25 @@ class ShardedObserver:
         module.set_custom_reduce_scatter(_Reduce(self, where, group, names))
 
     def timed(self, run: Callable[[], object], step: Step | None, move: Move) -> int:
-        """Run a collective synchronously, record how long it takes, and return its number in the step."""
+        """Run a collective, record how long it takes where it is waited for, and return its number in the step."""
         if step is None:
             run()
             return -1
-        number, began = len(step.buckets), mark(_CPU)
-        step.events.append(Event(step.computed(began), number, needed=False))
+        number, computing, stream = len(step.buckets), self._computing, current_stream(self.device)
+        step.events.append((mark(self.device), number, False))
         step.buckets.append(move)
-        run()
-        step.moves.append((began, mark(_CPU)))
+        if computing is None or stream is None:
+            began = mark(self.device)
+            run()
+            step.moves.append((began, mark(self.device)))
+        elif step.serial:
+            stream.wait_stream(computing)
+            began = mark(self.device)
+            run()
+            step.moves.append((began, mark(self.device)))
+            computing.wait_stream(stream)
+        else:
+            run()
         return number
 
     def watched(self, steps: Sequence[Step]) -> tuple[tuple[ShardedPace, ...], list[float], list[list[float]]]:
@@ -90,29 +98,32 @@ class ShardedObserver:
         """
         if any(_order(step) != _order(steps[-1]) for step in steps):
             raise DoctorError("this model uses its modules in another order from step to step: it cannot be predicted")
-        computed = [[*(event.at_s for event in step.events), step.compute_s] for step in steps]
-        parts = torch.tensor(computed, dtype=torch.float64, device="cpu").diff(
-            dim=1, prepend=torch.zeros(len(steps), 1, dtype=torch.float64, device="cpu")
+        overlaps = self._computing is not None
+        serial = [step for step in steps if step.serial or not overlaps]
+        plain = [step.seconds for step in steps if not (step.serial and overlaps)]
+        computed = [[*(step.computed(at) for at, _, _ in step.events), step.compute_s] for step in serial]
+        ends, took, times = (
+            torch.tensor(values, dtype=torch.float64, device=self.device)
+            for values in (computed, [step.took for step in serial], plain)
         )
+        parts = ends.cummax(1).values.diff(dim=1, prepend=torch.zeros_like(ends[:, :1]))
         alone = parts.sum(1)
-        times = torch.tensor([step.seconds for step in steps], dtype=torch.float64, device="cpu")
-        took = torch.tensor([step.took for step in steps], dtype=torch.float64, device="cpu")
         dist.all_reduce(parts, op=dist.ReduceOp.MAX, group=self.group)
         dist.all_reduce(alone, op=dist.ReduceOp.MAX, group=self.group)
         dist.all_reduce(times, op=dist.ReduceOp.MAX, group=self.group)
         # The last rank waited only for the others' bytes.
         dist.all_reduce(took, op=dist.ReduceOp.MIN, group=self.group)
         rows = zip(parts.cumsum(1).tolist(), alone.tolist(), strict=True)
-        paces = tuple(_pace(steps[-1], row, alone_s) for row, alone_s in rows)
+        paces = tuple(replace(_pace(steps[-1], row, alone_s), overlaps=overlaps) for row, alone_s in rows)
         return paces, times.tolist(), took.tolist()
 
 
 def _order(step: Step) -> list[tuple[int, bool]]:
-    return [(event.move, event.needed) for event in step.events]
+    return [(move, needed) for _, move, needed in step.events]
 
 
 def _pace(step: Step, row: Sequence[float], alone_s: float) -> ShardedPace:
-    events = tuple(event._replace(at_s=at) for event, at in zip(step.events, row[:-1], strict=True))
+    events = tuple(Event(at_s, *which) for which, at_s in zip(_order(step), row[:-1], strict=True))
     asked = {event.move: event.at_s for event in events if not event.needed}
     moves = tuple(replace(_move(move), ready_s=asked[i]) for i, move in enumerate(step.buckets))
     return ShardedPace(moves, events, row[-1], alone_s, batches=step.batches)
@@ -146,7 +157,7 @@ class _Gather(_Comm):
         step = self._observer.watcher.present
         run = partial(all_gather_single, output_tensor, input_tensor, group)
         number = self._observer.timed(run, step, self._move("all_gather", input_tensor))
-        return None if step is None else _Needed(step, number)
+        return None if step is None else _Needed(step, number, self._observer.device)
 
 
 class _Reduce(_Comm):
@@ -163,12 +174,18 @@ class _Reduce(_Comm):
 
 
 class _Needed(dist.Work):
-    """The work of a gather that has ended. FSDP2 waits for it where it first needs the weights, which is recorded."""
+    """The work of a gather. FSDP2 waits for it where it first needs the weights, which is recorded; a device's streams
+    wait for each other by an event of FSDP2's own."""
 
-    def __init__(self, step: Step, number: int) -> None:
+    def __init__(self, step: Step, number: int, device: torch.device) -> None:
         super().__init__()
-        self._step, self._number = step, number
+        self._step, self._number, self._device = step, number, device
 
     def wait(self, timeout: object = None) -> bool:
-        self._step.events.append(Event(self._step.computed(mark(_CPU)), self._number, needed=True))
+        self._step.events.append((mark(self._device), self._number, True))
         return True
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return the stream of a device that is current now; None on a CPU, which has none."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None

@@ -135,9 +135,8 @@ def predict_sharded(setting: ShardedSetting, measured: Measured) -> Prediction:
         computed = pace.compute_s
         if setting.times > 1:
             # Batches between two exchanges gather as usual, and end with backward.
-            moved = zip(pace.moves, took[id(pace)], strict=True)
-            gathers = sum(seconds for move, seconds in moved if move.kind == "all_gather")
-            step = (step + (setting.times - 1) * (pace.backward_end_s + gathers)) / setting.times
+            between = native_sharded_step(pace.unreduced(), took[id(pace)])
+            step = (step + (setting.times - 1) * between) / setting.times
             computed = (computed + (setting.times - 1) * pace.backward_end_s) / setting.times
         steps.append(step)
         waits.append(max(0.0, 1 - computed / step))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from thinwire.plan.forecast import Bucket, Pace
 from thinwire.runtime.executor import Mark
-from thinwire_tools.doctor.forecast import Event, ShardedPace
+from thinwire_tools.doctor.forecast import ShardedPace
 from thinwire_tools.exits import CommandError
 
 
@@ -25,17 +25,17 @@ class Step:
     serial: bool
     """Whether communication is waited for on the spot."""
     moves: list[tuple[Mark, Mark]] = field(default_factory=list)
-    """Marks of each bucket that was waited for, when it was ready and when it was received."""
+    """Marks of each bucket that was waited for: when waiting began, and when the bucket was received."""
     buckets: list[Bucket] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-    """Events of a sharded model."""
+    events: list[tuple[Mark, int, bool]] = field(default_factory=list)
+    """Requests of a sharded model's moves, and needs for them: when, the number of the move, and whether needed."""
     ended: Mark | None = None
     batches: int = 1
 
     @property
     def ready(self) -> list[float]:
         """Seconds of computing until each bucket was ready."""
-        return [self.computed(ready, i) for i, (ready, _) in enumerate(self.moves)]
+        return [self.computed(ready) for ready, _ in self.moves]
 
     @property
     def took(self) -> list[float]:
@@ -50,11 +50,13 @@ class Step:
     @property
     def compute_s(self) -> float:
         """Seconds of the step in which nothing was waited for."""
-        return self.seconds - sum(self.took)
+        assert self.ended is not None, "the step has ended"
+        return self.computed(self.ended)
 
-    def computed(self, now: Mark, moves: int | None = None) -> float:
-        """Return the seconds until ``now`` in which nothing was waited for, after some moves, by default all so far."""
-        return now.since(self.began) - sum(self.took[:moves])
+    def computed(self, now: Mark) -> float:
+        """Return the seconds until ``now`` in which nothing was waited for."""
+        waited = zip(self.moves, self.took, strict=True)
+        return now.since(self.began) - sum(min(max(0.0, now.since(ready)), took) for (ready, _), took in waited)
 
 
 @dataclass(frozen=True)
