@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.framework.claims import Row
 from experiments.framework.study import Scale, Study, draw_bars
-from experiments.framework.timing import RANKS_PER_NODE, Place, Times, shown_rate
+from experiments.framework.timing import RANKS_PER_NODE, Place, Times, joined, shown_rate
 from experiments.framework.verdicts import Course, Rounds, courses, sooner
 from experiments.papers.qsdp.methods import (
     BITS,
@@ -80,17 +80,16 @@ _COLORS = {6: "#0a7d4f", 5: "#1f6fb2", 4: "#c0392b"}
 
 @dataclass(frozen=True, kw_only=True)
 class QSDPScale(Scale):
-    """``seeds`` trainings of what quality is judged of, ``rounds`` turns of every method that is timed; a ``rate``
-    takes the place of ``rates``."""
+    """``seeds`` trainings of what quality is judged of, ``runs`` separate runs of ``rounds`` turns of every method that
+    is timed; a ``rate`` takes the place of ``rates``."""
 
     sizes: tuple[Size, ...] = SIZES
     words: Size = WORDS
     timed: GPTTask = TIMED
     num_micro: int = 4
     """Micro-batches of a step that is timed: 5 weight exchanges to one gradient exchange."""
-    rounds: int = 8
-    ratio_rounds: int = 5
-    """Of figure C.1 and table C.2, which have many methods; a verdict takes 5."""
+    runs: int = 5
+    rounds: int = 3
     rates: tuple[str, ...] = ("100mbit", "300mbit", "1gbit", "10gbit")
     fast_steps: int = 2
     """Steps of a turn over links of 1 Gbit/s and more."""
@@ -100,10 +99,6 @@ class QSDPScale(Scale):
     """Of figure C.1 and table C.2."""
     errors_every: int = 8
     """Steps between two looks at the compression error (figures C.2 and C.3)."""
-
-    def adapted(self, **options: Any) -> QSDPScale:
-        made = super().adapted(**options)
-        return made if options.get("rounds") is None else replace(made, ratio_rounds=made.rounds)
 
     def about(self) -> dict[str, Any]:
         standard_library()
@@ -146,11 +141,24 @@ class QSDPStudy(Study[QSDPScale]):
         reporter = self.reporter(f"{size.title}, {method.title}")
         return [trainings.train(size.task, method, seed, reporter, num_micro=num_micro) for seed in self.seeds]
 
-    def timing(self, place: Place = "links", num_ranks: int = NUM_RANKS) -> ShardedTiming:
-        """Ranks that are timed."""
-        options: dict[str, Any] = {"emulated": self.emulated, "num_ranks": num_ranks}
-        key = "timing", place, num_ranks
-        return self.kept(key, lambda: ShardedTiming(place, num_micro=self.scale.num_micro, **options))
+    def times(
+        self,
+        model: Model,
+        methods: Sequence[Method],
+        *,
+        rates: Sequence[str | None],
+        steps: int,
+        place: Place = "links",
+        num_ranks: int = NUM_RANKS,
+    ) -> list[Times]:
+        """Turns of so many steps, over links of each rate: a time for each run, with new ranks."""
+        turns: dict[str, Any] = {"rounds": self.scale.rounds, "steps": steps, "rates": rates, "on_turn": self.advance}
+        options: dict[str, Any] = {"emulated": self.emulated, "num_ranks": num_ranks, "num_micro": self.scale.num_micro}
+        found = []
+        for _ in range(self.scale.runs):
+            with ShardedTiming(place, **options) as timing:
+                found.append(timing.times_by_rate(model, methods, **turns))
+        return [joined(at_rate) for at_rate in zip(*found, strict=True)]
 
 
 def where(rate: str | None) -> str:
@@ -454,19 +462,15 @@ def figure_5_3(study: QSDPStudy) -> list[Row]:
     scale, times_by_rate = study.scale, {}
     for steps in sorted({_turn(scale, rate) for rate in study.rates}):
         rates = [rate for rate in study.rates if _turn(scale, rate) == steps]
-        times = study.timing().times_by_rate(
-            study.model, METHODS, rounds=scale.rounds, steps=steps, rates=rates, on_turn=study.advance
-        )
-        times_by_rate |= dict(zip(rates, times, strict=True))
+        times_by_rate |= dict(zip(rates, study.times(study.model, METHODS, rates=rates, steps=steps), strict=True))
     by_rate = {rate: times_by_rate[rate] for rate in study.rates}
     _draw_5_3_bandwidth(study, by_rate)
     rate = study.rate_or(scale.slow_rate)
-    nodes = study.timing("nodes", MORE_RANKS).times(
-        study.model, NODE_METHODS, rounds=scale.rounds, steps=1, rate=rate, on_turn=study.advance
-    )
+    options: dict[str, Any] = {"place": "nodes", "num_ranks": MORE_RANKS}
+    (nodes,) = study.times(study.model, NODE_METHODS, rates=(rate,), steps=1, **options)
     data = {
         "step_s": {method.name: nodes.step_s(method.name) for method in NODE_METHODS},
-        "by_round": nodes.rounds,
+        "by_run": nodes.rounds,
         "titles": {method.name: method.title for method in NODE_METHODS},
         "payload_bytes": nodes.payload_bytes,
         "num_ranks": MORE_RANKS,
@@ -483,7 +487,7 @@ def steps_row(times_by_rate: Mapping[str | None, Times]) -> Row:
     first = next(iter(by_rate.values()))
     data = {
         "step_s": {m.name: {rate: times.step_s(m.name) for rate, times in by_rate.items()} for m in METHODS},
-        "by_round": {rate: times.rounds for rate, times in by_rate.items()},
+        "by_run": {rate: times.rounds for rate, times in by_rate.items()},
         "titles": {method.name: method.title for method in METHODS},
         "payload_bytes": first.payload_bytes,
         "stages_s": {rate: times.stages for rate, times in by_rate.items()},
@@ -516,9 +520,7 @@ def table_c_2(study: QSDPStudy) -> list[Row]:
     """All pairs of ratios in turns."""
     methods, rate = {key: shortened(*key) for key in THESIS_RATIOS}, study.rate_or(study.scale.ratio_rate)
     chosen = [*methods.values(), NOTHING]
-    times = study.timing().times(
-        study.model, chosen, rounds=study.scale.ratio_rounds, steps=1, rate=rate, on_turn=study.advance
-    )
+    (times,) = study.times(study.model, chosen, rates=(rate,), steps=1)
     _draw_c_1(study, times, methods, rate)
     return ratio_rows(times, where(rate))
 
@@ -529,13 +531,13 @@ def ratio_rows(times: Times, over: str) -> list[Row]:
     rows = []
     for (w, g), theirs in THESIS_RATIOS.items():
         name = shortened(w, g).name
-        cell = {"weights": w, "gradients": g, "by_round": times.rounds[name], "relative": times.step_s(name) / whole}
+        cell = {"weights": w, "gradients": g, "by_run": times.rounds[name], "relative": times.step_s(name) / whole}
         data = {**cell, "thesis_relative": theirs / THESIS_RATIOS[1, 1], "where": over}
         rows.append(Row("table C.2", f"step_s/{w}/{g}", times.step_s(name), "s", data))
     both = shortened(RATIOS[-1], RATIOS[-1]).name
     data = {
         "step_s": {"both": times.step_s(both), "nothing": times.step_s(NOTHING.name), "whole": whole},
-        "ratios": times.over(both, NOTHING.name),
+        "by_run": times.over(both, NOTHING.name),
         "where": over,
     }
     return [*rows, Row("figure C.1", "near_ideal", times.times_faster(both, NOTHING.name), "", data)]
@@ -573,9 +575,7 @@ def figure_5_2(study: QSDPStudy) -> list[Row]:
     turns over the slow link."""
     scale, size, rate = study.scale, study.scale.size("small"), study.rate_or(study.scale.slow_rate)
     trained = {name: study.train("small", method, num_micro=scale.num_micro) for name, method in IN_TIME.items()}
-    times = study.timing().times(
-        timed(size.task), (FP16, W8G8), rounds=scale.rounds, steps=_TIME_STEPS, rate=rate, on_turn=study.advance
-    )
+    (times,) = study.times(timed(size.task), (FP16, W8G8), rates=(rate,), steps=_TIME_STEPS)
     found = {name: course(runs, IN_TIME[name]) for name, runs in trained.items()}
     _draw_5_2_time(study, found, times.rounds, rate)
     data = {
