@@ -91,7 +91,7 @@ TASKS = (
     Task("GPT under DDP", "held-out loss", "cgx/quality", "3.5/lost/gpt/*"),
     Task("CNN under DDP", "accuracy", "cgx/quality", "3.5/lost/cnn/*"),
     Task("GPT, layerwise", "held-out loss", "lgreco/quality", "table 4.3/lost/gpt/*"),
-    Task("CNN, layerwise", "held-out loss", "lgreco/quality", "table 4.2/lost/cnn/*"),
+    Task("CNN, layerwise", "held-out loss", "lgreco/cnn", "table 4.2/lost/cnn/*"),
     Task(
         "GPT under FSDP2",
         "perplexity",

@@ -78,7 +78,7 @@ class Family:
 
     def adapted(self, name: Name, every: int, warm_up: int = 0) -> str:
         """The same by L-GreCo, a plan every so many steps."""
-        return with_policy(self.spec(name), _policy("lgreco", every, f", warmup={warm_up}"))
+        return with_policy(self.spec(name), policy_of("lgreco", every, f", warmup={warm_up}"))
 
 
 BITS = Family(
@@ -114,13 +114,8 @@ POWERSGD = Family(
 FAMILIES = (BITS, TOPK, POWERSGD)
 
 
-def lgreco(every: int) -> str:
-    """L-GreCo as the trainings have it."""
-    return _policy("lgreco", every)
-
-
 def accordion(every: int, weak: str, strong: str) -> str:
-    return _policy("accordion", every, f", pair={(strong, weak)!r}")
+    return policy_of("accordion", every, f", pair={(strong, weak)!r}")
 
 
 def with_policy(spec: str, policy: str) -> str:
@@ -128,7 +123,8 @@ def with_policy(spec: str, policy: str) -> str:
     return str(Variant.parse(f"{spec} with {policy}"))
 
 
-def _policy(name: str, every: int, more: str = "") -> str:
+def policy_of(name: str, every: int, more: str = "") -> str:
+    """The text of a policy as the trainings have it."""
     # Half of the steps are looked at: the thesis sums gradients over all steps between two decisions.
     return f"{name}(every={every}, window={every // 2}, lag={min(LAG, every // 2)}{more})"
 

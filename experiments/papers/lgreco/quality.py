@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from statistics import fmean, median
@@ -11,7 +11,17 @@ from typing import Any
 
 from experiments.framework.claims import Row
 from experiments.framework.verdicts import Judgment, matches
-from experiments.papers.lgreco.methods import FAMILIES, POWERSGD, TOPK, Family, Name, accordion, with_policy
+from experiments.papers.lgreco.methods import (
+    BITS,
+    FAMILIES,
+    POWERSGD,
+    TOPK,
+    Family,
+    Name,
+    accordion,
+    policy_of,
+    with_policy,
+)
 from experiments.papers.lgreco.study import NAMES, LGrecoScale, LGrecoStudy
 from thinwire.policies import LGreco, parse_policy
 from thinwire_tools import plots
@@ -195,12 +205,11 @@ THRESHOLD = 0.05
 """λ of Rethink-GS, tuned by hand, as its authors do, until it sends about what L-GreCo does and training survives."""
 GLOBAL_DENSITY = 0.0025
 """Of the global top-k (section 4.6.3)."""
-_WEAK, _STRONG = "topk(density=0.02)", "topk(density=0.001)"
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A row of the table: a variant, and what the thesis's table says of it, relative to a density of 2 %."""
+    """A row of a table: a variant, and what the thesis's table says of it, relative to uniform compression."""
 
     name: str
     title: str
@@ -208,29 +217,57 @@ class Policy:
     thesis: float | None = None
 
 
-def variants_of_policies(scale: LGrecoScale) -> list[Policy]:
-    every = scale.every("cnn")
+def table_3_8(scale: LGrecoScale) -> list[Policy]:
+    every, spec, low = scale.every("gpt"), BITS.spec("gpt"), "minmax(bits=3, bucket=128)"
     return [
-        Policy("uniform", "uniform, 2 %", _WEAK, 1.0),
-        Policy("strong", "uniform, 0.1 %", _STRONG, 20.0),
-        Policy("accordion", "Accordion", with_policy(_WEAK, accordion(every, _WEAK, _STRONG)), 3.5),
+        Policy("uniform", "uniform", spec, 1.0),
+        Policy("kmeans", "k-means", with_policy(spec, policy_of("kmeans", every)), 1.47),
+        Policy("accordion", "Accordion", with_policy(spec, accordion(every, spec, low)), 1.21),
+        Policy("lgreco", "L-GreCo", BITS.adapted("gpt", every)),
+    ]
+
+
+def table_4_4(scale: LGrecoScale) -> list[Policy]:
+    every, weak, strong = scale.every("cnn"), "topk(density=0.02)", "topk(density=0.001)"
+    return [
+        Policy("uniform", "uniform, 2 %", weak, 1.0),
+        Policy("strong", "uniform, 0.1 %", strong, 20.0),
+        Policy("accordion", "Accordion", with_policy(weak, accordion(every, weak, strong)), 3.5),
         Policy("threshold", "Rethink-GS", f"threshold(lam={THRESHOLD})", 5.7),
         Policy("global", "global top-k", f"globaltopk(density={GLOBAL_DENSITY})"),
         Policy("lgreco", "L-GreCo", TOPK.adapted("cnn", every), 6.7),
     ]
 
 
-def policies(study: LGrecoStudy) -> list[Row]:
+def table_4_5(scale: LGrecoScale) -> list[Policy]:
+    every, spec = scale.every("gpt"), POWERSGD.spec("gpt")
+    hybrid = accordion(every, "powersgd(rank=64)", "powersgd(rank=16)")
+
+    def adapted(policy: str, bounds: tuple[int, int], more: str = "") -> str:
+        return with_policy(spec, policy_of(policy, every, f", bounds={bounds}{more}"))
+
+    return [
+        Policy("uniform", "uniform", spec, 1.0),
+        Policy("lgreco", "L-GreCo", adapted("lgreco", (8, 64)), 23.5 / 14.1),
+        Policy("accordion", "Accordion", with_policy(spec, hybrid), 23.9 / 14.1),
+        Policy("kmeans", "k-means", adapted("kmeans", (8, 64)), 21.6 / 14.1),
+        Policy("both", "L-GreCo + Accordion", adapted("lgreco", (8, 128), f", reference={hybrid}"), 36.9 / 14.1),
+    ]
+
+
+def policies(figure: str, name: Name, table: Callable[[LGrecoScale], list[Policy]], study: LGrecoStudy) -> list[Row]:
     """Trainings under every policy: how many times fewer bytes than uniform's each sends, as measured once plans are
     chosen, and its quality."""
-    rows, margin = variants_of_policies(study.scale), study.scale.margin
-    base = [study.train("cnn", None, seed) for seed in study.seeds]
-    trained = {method.name: [study.train("cnn", method.variant, seed) for seed in study.seeds] for method in rows}
+    rows, margin = table(study.scale), study.scale.margin
+    base = [study.train(name, None, seed) for seed in study.seeds]
+    trained = {method.name: [study.train(name, method.variant, seed) for seed in study.seeds] for method in rows}
     made = []
     for method in rows:
         runs = trained[method.name]
         data = {"variant": method.variant, "thesis": method.thesis, "title": method.title, **lost(runs, base, margin)}
         data |= {"plans": [run.plans for run in runs]}
-        made.append(Row("table 4.4", f"ratio/cnn/{method.name}", fmean(gains(runs, trained["uniform"])), "x", data))
+        made.append(Row(figure, f"ratio/{name}/{method.name}", fmean(gains(runs, trained["uniform"])), "x", data))
+    if "threshold" not in trained:
+        return made
     beside = lost(trained["lgreco"], trained["threshold"], margin)
-    return [*made, Row("table 4.4", "lgreco_no_worse_than_threshold", beside["lost"], "", beside)]
+    return [*made, Row(figure, "lgreco_no_worse_than_threshold", beside["lost"], "", beside)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.framework.claims import Row
 from experiments.framework.study import Scale, Study, draw_bars
-from experiments.framework.timing import RANKS_PER_NODE, Place, Times, joined, shown_rate
+from experiments.framework.timing import RANKS_PER_NODE, Place, Times, shown_rate
 from experiments.framework.verdicts import Course, Rounds, courses, sooner
 from experiments.papers.qsdp.methods import (
     BITS,
@@ -44,7 +44,6 @@ from experiments.papers.qsdp.methods import (
     Size,
     SizeName,
     learned,
-    rounded,
     shortened,
     timed,
     uniform,
@@ -66,8 +65,6 @@ BUCKETS_OF: SizeName = "medium"
 """Layers of the smallest network are smaller than the larger bucket."""
 ROUNDED = ("W5G4", "W4G4")
 """Of which uniform levels are also tried with rounding to the nearest, as learned ones are."""
-ROUNDED_WEIGHTS = (6,)
-"""Bits of weights that are tried with both roundings, with gradients of 6."""
 LEAST_BITS_KEPT = "W5G4"
 """The highest compression "without substantial accuracy impact" (section 5.7.1)."""
 THESIS_STEPS, THESIS_LEARNINGS = 4800, 3
@@ -80,16 +77,17 @@ _COLORS = {6: "#0a7d4f", 5: "#1f6fb2", 4: "#c0392b"}
 
 @dataclass(frozen=True, kw_only=True)
 class QSDPScale(Scale):
-    """``seeds`` trainings of what quality is judged of, ``runs`` separate runs of ``rounds`` turns of every method that
-    is timed; a ``rate`` takes the place of ``rates``."""
+    """``seeds`` trainings of what quality is judged of, ``rounds`` turns of every method that is timed; a ``rate``
+    takes the place of ``rates``."""
 
     sizes: tuple[Size, ...] = SIZES
     words: Size = WORDS
     timed: GPTTask = TIMED
     num_micro: int = 4
     """Micro-batches of a step that is timed: 5 weight exchanges to one gradient exchange."""
-    runs: int = 5
-    rounds: int = 3
+    rounds: int = 8
+    ratio_rounds: int = 5
+    """Of figure C.1 and table C.2, which have many methods; a verdict takes 5."""
     rates: tuple[str, ...] = ("100mbit", "300mbit", "1gbit", "10gbit")
     fast_steps: int = 2
     """Steps of a turn over links of 1 Gbit/s and more."""
@@ -99,6 +97,10 @@ class QSDPScale(Scale):
     """Of figure C.1 and table C.2."""
     errors_every: int = 8
     """Steps between two looks at the compression error (figures C.2 and C.3)."""
+
+    def adapted(self, **options: Any) -> QSDPScale:
+        made = super().adapted(**options)
+        return made if options.get("rounds") is None else replace(made, ratio_rounds=made.rounds)
 
     def about(self) -> dict[str, Any]:
         standard_library()
@@ -141,24 +143,11 @@ class QSDPStudy(Study[QSDPScale]):
         reporter = self.reporter(f"{size.title}, {method.title}")
         return [trainings.train(size.task, method, seed, reporter, num_micro=num_micro) for seed in self.seeds]
 
-    def times(
-        self,
-        model: Model,
-        methods: Sequence[Method],
-        *,
-        rates: Sequence[str | None],
-        steps: int,
-        place: Place = "links",
-        num_ranks: int = NUM_RANKS,
-    ) -> list[Times]:
-        """Turns of so many steps, over links of each rate: a time for each run, with new ranks."""
-        turns: dict[str, Any] = {"rounds": self.scale.rounds, "steps": steps, "rates": rates, "on_turn": self.advance}
-        options: dict[str, Any] = {"emulated": self.emulated, "num_ranks": num_ranks, "num_micro": self.scale.num_micro}
-        found = []
-        for _ in range(self.scale.runs):
-            with ShardedTiming(place, **options) as timing:
-                found.append(timing.times_by_rate(model, methods, **turns))
-        return [joined(at_rate) for at_rate in zip(*found, strict=True)]
+    def timing(self, place: Place = "links", num_ranks: int = NUM_RANKS) -> ShardedTiming:
+        """Ranks that are timed."""
+        options: dict[str, Any] = {"emulated": self.emulated, "num_ranks": num_ranks}
+        key = "timing", place, num_ranks
+        return self.kept(key, lambda: ShardedTiming(place, num_micro=self.scale.num_micro, **options))
 
 
 def where(rate: str | None) -> str:
@@ -318,16 +307,6 @@ def _draw_5_2(study: QSDPStudy, base: Sequence[Trained], trained: Mapping[tuple[
     plots.save(figure, study.picture("5.2"))
 
 
-def rounding_of_weights(study: QSDPStudy) -> list[Row]:
-    """Weights rounded to the nearest beside weights rounded stochastically, on the smallest network."""
-    rows = []
-    for bits in ROUNDED_WEIGHTS:
-        nearest, stochastic = (study.train("small", rounded(bits, 6, how)) for how in ("nearest", "stochastic"))
-        others = _perplexities(stochastic)
-        rows.append(lost_row("rounding", f"{bits} bits", nearest, stochastic, stochastic_perplexities=others))
-    return rows
-
-
 def lgreco_over_qsdp(study: QSDPStudy) -> list[Row]:
     """L-GreCo beside its reference, and 2 bits, which must end worse, on the smallest network."""
     every = max(2, study.scale.size("small").task.steps // 7)
@@ -379,21 +358,23 @@ def figure_c_4(study: QSDPStudy) -> list[Row]:
 # --- learned levels
 
 
-def table_5_3(study: QSDPStudy) -> list[Row]:
+def of_levels(table: str, study: QSDPStudy) -> list[Row]:
     """Uniform and learned levels on the smallest network, and what learning costs."""
-    size = study.scale.size("small")
+    size, pairs = study.scale.size("small"), [pair for pair in PAIRS if pair.table == table]
     base = study.train("small", FP16)
-    plain = {pair.name: study.train("small", uniform(pair.weights, pair.gradients)) for pair in PAIRS}
+    plain = {pair.name: study.train("small", uniform(pair.weights, pair.gradients)) for pair in pairs}
     by_levels = {
-        pair.name: study.train("small", learned(pair.weights, pair.gradients, size.learn_at)) for pair in PAIRS
+        pair.name: study.train("small", learned(pair.weights, pair.gradients, size.learn_at)) for pair in pairs
     }
+    rows = [levels_row(pair, by_levels[pair.name], plain[pair.name], base) for pair in pairs]
+    if LEAST_BITS_KEPT not in plain:
+        return rows
     nearest = {
         pair.name: study.train("small", uniform(pair.weights, pair.gradients, rounding="nearest"))
-        for pair in PAIRS
+        for pair in pairs
         if pair.name in ROUNDED
     }
     _draw_5_3(study, base, plain, by_levels, nearest)
-    rows = [levels_row(pair, by_levels[pair.name], plain[pair.name], base) for pair in PAIRS]
     for name, runs in nearest.items():
         row = lost_row("table 5.3", f"learned_beside_nearest/{name}", by_levels[name], runs, pair=name)
         rows.append(replace(row, data={**row.data, **facts(runs)}))
@@ -462,15 +443,19 @@ def figure_5_3(study: QSDPStudy) -> list[Row]:
     scale, times_by_rate = study.scale, {}
     for steps in sorted({_turn(scale, rate) for rate in study.rates}):
         rates = [rate for rate in study.rates if _turn(scale, rate) == steps]
-        times_by_rate |= dict(zip(rates, study.times(study.model, METHODS, rates=rates, steps=steps), strict=True))
+        times = study.timing().times_by_rate(
+            study.model, METHODS, rounds=scale.rounds, steps=steps, rates=rates, on_turn=study.advance
+        )
+        times_by_rate |= dict(zip(rates, times, strict=True))
     by_rate = {rate: times_by_rate[rate] for rate in study.rates}
     _draw_5_3_bandwidth(study, by_rate)
     rate = study.rate_or(scale.slow_rate)
-    options: dict[str, Any] = {"place": "nodes", "num_ranks": MORE_RANKS}
-    (nodes,) = study.times(study.model, NODE_METHODS, rates=(rate,), steps=1, **options)
+    nodes = study.timing("nodes", MORE_RANKS).times(
+        study.model, NODE_METHODS, rounds=scale.rounds, steps=1, rate=rate, on_turn=study.advance
+    )
     data = {
         "step_s": {method.name: nodes.step_s(method.name) for method in NODE_METHODS},
-        "by_run": nodes.rounds,
+        "by_round": nodes.rounds,
         "titles": {method.name: method.title for method in NODE_METHODS},
         "payload_bytes": nodes.payload_bytes,
         "num_ranks": MORE_RANKS,
@@ -487,7 +472,7 @@ def steps_row(times_by_rate: Mapping[str | None, Times]) -> Row:
     first = next(iter(by_rate.values()))
     data = {
         "step_s": {m.name: {rate: times.step_s(m.name) for rate, times in by_rate.items()} for m in METHODS},
-        "by_run": {rate: times.rounds for rate, times in by_rate.items()},
+        "by_round": {rate: times.rounds for rate, times in by_rate.items()},
         "titles": {method.name: method.title for method in METHODS},
         "payload_bytes": first.payload_bytes,
         "stages_s": {rate: times.stages for rate, times in by_rate.items()},
@@ -520,7 +505,9 @@ def table_c_2(study: QSDPStudy) -> list[Row]:
     """All pairs of ratios in turns."""
     methods, rate = {key: shortened(*key) for key in THESIS_RATIOS}, study.rate_or(study.scale.ratio_rate)
     chosen = [*methods.values(), NOTHING]
-    (times,) = study.times(study.model, chosen, rates=(rate,), steps=1)
+    times = study.timing().times(
+        study.model, chosen, rounds=study.scale.ratio_rounds, steps=1, rate=rate, on_turn=study.advance
+    )
     _draw_c_1(study, times, methods, rate)
     return ratio_rows(times, where(rate))
 
@@ -531,13 +518,13 @@ def ratio_rows(times: Times, over: str) -> list[Row]:
     rows = []
     for (w, g), theirs in THESIS_RATIOS.items():
         name = shortened(w, g).name
-        cell = {"weights": w, "gradients": g, "by_run": times.rounds[name], "relative": times.step_s(name) / whole}
+        cell = {"weights": w, "gradients": g, "by_round": times.rounds[name], "relative": times.step_s(name) / whole}
         data = {**cell, "thesis_relative": theirs / THESIS_RATIOS[1, 1], "where": over}
         rows.append(Row("table C.2", f"step_s/{w}/{g}", times.step_s(name), "s", data))
     both = shortened(RATIOS[-1], RATIOS[-1]).name
     data = {
         "step_s": {"both": times.step_s(both), "nothing": times.step_s(NOTHING.name), "whole": whole},
-        "by_run": times.over(both, NOTHING.name),
+        "ratios": times.over(both, NOTHING.name),
         "where": over,
     }
     return [*rows, Row("figure C.1", "near_ideal", times.times_faster(both, NOTHING.name), "", data)]
@@ -575,7 +562,9 @@ def figure_5_2(study: QSDPStudy) -> list[Row]:
     turns over the slow link."""
     scale, size, rate = study.scale, study.scale.size("small"), study.rate_or(study.scale.slow_rate)
     trained = {name: study.train("small", method, num_micro=scale.num_micro) for name, method in IN_TIME.items()}
-    (times,) = study.times(timed(size.task), (FP16, W8G8), rates=(rate,), steps=_TIME_STEPS)
+    times = study.timing().times(
+        timed(size.task), (FP16, W8G8), rounds=scale.rounds, steps=_TIME_STEPS, rate=rate, on_turn=study.advance
+    )
     found = {name: course(runs, IN_TIME[name]) for name, runs in trained.items()}
     _draw_5_2_time(study, found, times.rounds, rate)
     data = {
