@@ -91,7 +91,7 @@ def test_any_sensitivity_of_layers_takes_the_place_of_the_error() -> None:
     chosen = LGreco(error=loss).propose(evidence("minmax(bits=4)")).layers
     assert {name: parameter_value(c) for name, c in chosen.items()} == dict.fromkeys(SHAPES, 2) | {"embed": 4}
     assert str(LGreco(error=loss)).endswith("loss)"), "the same text on all ranks"
-    with pytest.raises(ValueError, match=r"embed: the error of a candidate must be at least 0"):
+    with pytest.raises(ValueError, match="embed: the error of a candidate must be at least 0"):
         LGreco(error=lambda *_: -1.0).propose(evidence("minmax(bits=4)"))
 
 
