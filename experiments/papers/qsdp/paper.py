@@ -19,7 +19,6 @@ from experiments.framework.verdicts import (
     all_hold,
     exceeds,
     faster,
-    faster_in_runs,
     if_seen,
     larger,
     matches,
@@ -35,8 +34,6 @@ from experiments.papers.qsdp.measurements import (
     MORE_RANKS,
     NUM_RANKS,
     ROUNDED,
-    THESIS_LEARNINGS,
-    THESIS_STEPS,
     QSDPScale,
     QSDPStudy,
     where,
@@ -61,8 +58,6 @@ from experiments.papers.qsdp.methods import (
 )
 from thinwire_tools.compare.statistics import Estimate, estimate, relative_differences
 
-_THESIS_COST = 9 / (5 * 60)
-"""Minutes of learning levels in those of training, W5G4 (section C.3)."""
 _UNBUCKETED = 2 / THESIS_BASELINE
 """What 8 bits without buckets lose of GPT 125M's perplexity."""
 _ASKED = 2.2
@@ -225,7 +220,7 @@ def _lgreco() -> Iterator[Claim]:
 
 
 def _levels() -> Iterator[Claim]:
-    """Tables 5.3 and C.3, and what learning costs."""
+    """Tables 5.3 and C.3, and figures C.2 and C.3."""
     for pair in PAIRS:
         statement = (
             f"{pair.name}: learned levels end at a lower perplexity than uniform ones ({pair.learned} against "
@@ -246,12 +241,6 @@ def _levels() -> Iterator[Claim]:
         "substantial impact)",
         within=MARGIN,
     )
-    yield Claim(
-        "section C.3",
-        "learning_cost",
-        f"learning levels, W5G4, takes at most {_THESIS_COST:.0%} of training (9 minutes of 5 hours)",
-        lambda rows: faster_in_runs([_THESIS_COST / share for share in _costs(rows["learning_cost"])]),
-    )
     for layer in appendix.LAYERS:
         yield from _errors(layer)
 
@@ -266,12 +255,6 @@ def _better(figure: str, row: str, statement: str, effect: float) -> Claim:
         return exceeds(gained) if gained.lower > 0 else exceeds(gained, effect)
 
     return Claim(figure, row, statement, rule)
-
-
-def _costs(row: Mapping[str, Any]) -> list[float]:
-    """Of a training of the thesis's length and number of learnings, the share that they take, by training here."""
-    whole = THESIS_STEPS * row["step_s"] * len(row["learn_at"])
-    return [THESIS_LEARNINGS * learn_s / whole for learn_s in row["learn_s"]]
 
 
 def _errors(layer: str) -> Iterator[Claim]:
