@@ -77,7 +77,7 @@ TASKS = (
     Task("GPT under DDP", "held-out loss", "cgx/quality", "3.5/lost/gpt/"),
     Task("CNN under DDP", "accuracy", "cgx/quality", "3.5/lost/cnn/"),
     Task("GPT, layerwise", "held-out loss", "lgreco/quality", "table 4.3/lost/gpt/"),
-    Task("CNN, layerwise", "held-out loss", "lgreco/quality", "table 4.2/lost/cnn/"),
+    Task("CNN, layerwise", "held-out loss", "lgreco/cnn", "table 4.2/lost/cnn/"),
     Task("GPT under FSDP2", "perplexity", "qsdp/all", "table 5.2/perplexity/", "W4G4", "table 5.1/lost/small/2 ranks"),
     Task("ConvNet on digits, FFT", "accuracy", "fft/quality", "13/accuracy/", "control"),
     Task("ResNet on digits, IntSGD", "accuracy", "intsgd/quality", "2/quality/", "heuristic"),

@@ -84,6 +84,17 @@ def test_lgreco_is_within_its_budget_always(seed: int, spec: str, alpha: float) 
         assert_within(proposal, seen, alpha)
 
 
+def test_any_sensitivity_of_layers_takes_the_place_of_the_error() -> None:
+    def loss(name: str, compressor: Compressor) -> float:
+        return 1 / parameter_value(compressor) if name == "embed" else 0.0
+
+    chosen = LGreco(error=loss).propose(evidence("minmax(bits=4)")).layers
+    assert {name: parameter_value(c) for name, c in chosen.items()} == dict.fromkeys(SHAPES, 2) | {"embed": 4}
+    assert str(LGreco(error=loss)).endswith("loss)"), "the same text on all ranks"
+    with pytest.raises(ValueError, match="embed: the error of a candidate must be at least 0"):
+        LGreco(error=lambda *_: -1.0).propose(evidence("minmax(bits=4)"))
+
+
 def test_layers_without_a_gradient_keep_the_reference() -> None:
     of = gradients()
     of["embed"], of["up"] = torch.zeros(SHAPES["embed"]), torch.full(SHAPES["up"], torch.nan)

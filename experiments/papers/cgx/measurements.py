@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from statistics import fmean, median
 from typing import Any, Literal
@@ -23,10 +23,20 @@ from experiments.framework.methods import (
 )
 from experiments.framework.replay import Compute
 from experiments.framework.study import PartWatcher, Scale, Study, draw_bars
-from experiments.framework.timing import NUM_RANKS, RANKS_PER_NODE, Place, SeparateRuns, Times, Timing, shown_rate
+from experiments.framework.timing import (
+    NUM_RANKS,
+    RANKS_PER_NODE,
+    FoundT,
+    PinnedTiming,
+    Place,
+    SeparateRuns,
+    Times,
+    Timing,
+    shown_rate,
+)
 from experiments.framework.verdicts import matches
 from experiments.tasks.images import TIMED, TRAINED, ImageTask, Model, load
-from thinwire_tools import plots
+from thinwire_tools import lab, plots
 from thinwire_tools.compare.data import standard_library
 from thinwire_tools.compare.paired import CONTROL, compare_training
 from thinwire_tools.compare.statistics import estimate
@@ -37,7 +47,7 @@ GAMMAS = (1, 2, 4, 10, 20, 40, 100, 400)
 
 SRA = Method("sra", "SRA", "#0a7d4f")
 RING = Method("ring", "ring", "#c0392b", algorithm="ring")
-TREE = Method("tree", "tree", "#d98a00", algorithm="tree")
+TREE = Method("tree", "tree", "#d98a00", algorithm="tree(root=0)")
 # The thesis has no figures of these. The hierarchy takes two ranks for a node, whose link is as slow as the others.
 _OTHERS = (
     Method("allgather", "all-gather", "#8250c4", algorithm="allgather"),
@@ -85,6 +95,9 @@ class Timed:
     """Of a model, and of the scale's gammas."""
     reference: Method
     place: Place = "links"
+    num_ranks: int = NUM_RANKS
+    rtt_s: float = 0.0
+    """Between any two ranks."""
     thesis: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     errors: tuple[Method, ...] = ()
     errors_of: tuple[str, ...] = ()
@@ -101,6 +114,8 @@ TABLE_3_4 = Timed(
     "3.4",
     _every_model(SRA, RING, TREE, *_OTHERS, NOTHING),
     SRA,
+    num_ranks=8,
+    rtt_s=1e-3,
     thesis={
         "gpt": {"sra": 260_000.0, "ring": 236_000.0, "tree": 202_000.0},
         "cnn": {"sra": 2900.0, "ring": 2830.0, "tree": 2770.0},
@@ -177,6 +192,27 @@ class CGXScale(Scale):
         return 1 if place == "nodes" else self.steps_a_turn
 
 
+@dataclass(frozen=True)
+class DelayedRuns(SeparateRuns):
+    """Separate runs over links that have a round-trip time as well."""
+
+    rtt_s: float = 0.0
+
+    def each(self, measure: Callable[[Timing], FoundT]) -> list[FoundT]:
+        found = []
+        for run in range(self.runs):
+            with _DelayedTiming(self, run) as timing:
+                found.append(measure(timing))
+        return found
+
+
+class _DelayedTiming(PinnedTiming):
+    def __init__(self, runs: DelayedRuns, seed: int) -> None:
+        super().__init__(replace(runs, emulated=False), seed)
+        # Where time runs slower, so does what is under way.
+        self._made = lab.Network(runs.num_ranks, rtt=f"{1e3 * runs.rtt_s * self._slowdown:g}ms")
+
+
 @dataclass
 class CGXStudy(Study[CGXScale]):
     links: dict[str, Any] = field(default_factory=dict)
@@ -197,10 +233,12 @@ class CGXStudy(Study[CGXScale]):
         rate = self.rate_of(model, place)
         return "on one host" if place == "host" else "over loopback" if rate is None else f"over {shown_rate(rate)}"
 
-    def times(self, model: Model, methods: Sequence[Method], place: Place) -> Times:
+    def times(self, timed: Timed, model: Model) -> Times:
         """`SeparateRuns.times`, at the rate that is this model's."""
+        place, methods = timed.place, timed.methods(model, self.scale.gammas)
         rate, steps = self.rate_of(model, place), self.scale.turn(place)
-        (times,) = self.timing(place).times(
+        runs = self.timing(place, timed.num_ranks, timed.rtt_s)
+        (times,) = runs.times(
             model, methods, rounds=self.scale.rounds, steps=steps, rates=(rate,), on_turn=self.advance
         )
         if rate is not None and {FP32.name, NOTHING.name} <= times.rounds.keys():
@@ -222,8 +260,11 @@ class CGXStudy(Study[CGXScale]):
             )
         return self._rates[key]
 
-    def timing(self, place: Place) -> SeparateRuns:
-        return SeparateRuns(place, emulated=self.emulated, runs=self.scale.runs, computes=self.computes)
+    def timing(self, place: Place, num_ranks: int = NUM_RANKS, rtt_s: float = 0.0) -> SeparateRuns:
+        options: dict[str, Any] = {"num_ranks": num_ranks, "runs": self.scale.runs, "computes": self.computes}
+        if rtt_s and self.emulated:
+            return DelayedRuns(place, emulated=self.emulated, **options, rtt_s=rtt_s)
+        return SeparateRuns(place, emulated=self.emulated, **options)
 
     def errors(self, model: Model, methods: Sequence[Method]) -> dict[str, list[float]]:
         """`Timing.errors`, of the scale's number of steps."""
@@ -248,7 +289,7 @@ def measure(timed: Timed, study: CGXStudy) -> list[Row]:
     rows, errors = [], {}
     for model in study.scale.models:
         methods = timed.methods(model, study.scale.gammas)
-        times = study.times(model, methods, timed.place)
+        times = study.times(timed, model)
         rows += [speed_row(timed, model, method, times, study.where(model, timed.place)) for method in methods]
         if model.name in timed.errors_of:
             errors[model.name] = study.errors(model, timed.errors)
@@ -265,9 +306,11 @@ def speed_row(timed: Timed, model: Model, method: Method, times: Times, where: s
     return Row(
         timed.figure,
         f"items_per_s/{model.name}/{method.name}",
-        NUM_RANKS * model.items_per_batch / times.step_s(method.name),
+        timed.num_ranks * model.items_per_batch / times.step_s(method.name),
         model.unit,
         {
+            "num_ranks": timed.num_ranks,
+            "rtt_s": timed.rtt_s,
             "model": model.title,
             "model_of_thesis": model.thesis,
             "method": method.title,

@@ -285,7 +285,6 @@ PAPER = Paper(
         "NCCL",
         f"GRACE-style is {GRACE} by all-gather, which is what the thesis says that GRACE sends (section 3.7.2): the "
         "library itself was not run",
-        "the tree has a root for each part of the gradient; the thesis's has one for all, whose link carries more",
         "QNCCL is thinwire's process group over gloo, without the shapes of the layers in DDP's buckets",
         f"several nodes are {NUM_RANKS // RANKS_PER_NODE} of {RANKS_PER_NODE} ranks, without a limit inside; the "
         "thesis has 4 of 4, with 10 Gbit/s inside and 5 Gbit/s between",

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import fmean, median
 from typing import Any
 
 from experiments.framework.claims import Row
-from experiments.framework.study import draw_bars
 from experiments.framework.verdicts import Judgment, matches
-from experiments.papers.lgreco.methods import FAMILIES, POWERSGD, TOPK, Family, Name, accordion, with_policy
-from experiments.papers.lgreco.study import NAMES, TITLES, LGrecoScale, LGrecoStudy
+from experiments.papers.lgreco.methods import (
+    BITS,
+    FAMILIES,
+    POWERSGD,
+    TOPK,
+    Family,
+    Name,
+    accordion,
+    policy_of,
+    with_policy,
+)
+from experiments.papers.lgreco.study import NAMES, LGrecoScale, LGrecoStudy
 from thinwire.policies import LGreco, parse_policy
 from thinwire_tools import plots
 from thinwire_tools.compare.comparison import Comparison, Run, Side
@@ -88,34 +98,44 @@ TABLES: dict[Name, str] = {"gpt": "table 4.3", "cnn": "table 4.2"}
 
 def variants(scale: LGrecoScale, name: Name) -> list[str]:
     """Every family, uniform and by L-GreCo."""
-    return [spec for f in FAMILIES for spec in (f.spec(name), f.adapted(name, scale.every(name)))]
+    return [spec for family in FAMILIES for spec in _pair(scale, name, family)]
 
 
-def quality(study: LGrecoStudy) -> list[Row]:
-    """Paired trainings of both networks."""
-    comparisons = {name: study.compare(name, variants(study.scale, name)) for name in NAMES}
-    rows = [row for name in NAMES for row in table(study.scale, name, comparisons[name])]
-    _draw(study, {f"{row.figure}/{row.name}": row for row in rows})
-    adapted = side_named(comparisons["cnn"], POWERSGD.adapted("cnn", study.scale.every("cnn")))
-    _draw_b2(study, adapted)
+def _pair(scale: LGrecoScale, name: Name, family: Family) -> tuple[str, str]:
+    """Uniform compression and L-GreCo, both after as many dense steps."""
+    return family.uniform(name, scale.warm_up), family.adapted(name, scale.every(name), scale.warm_up)
+
+
+def quality(name: Name, study: LGrecoStudy) -> list[Row]:
+    """Paired trainings of one network."""
+    comparison = study.compare(name, variants(study.scale, name))
+    if name == "cnn":
+        _draw_b2(study, side_named(comparison, _pair(study.scale, name, POWERSGD)[1]))
+    return table(study.scale, name, comparison)
+
+
+def overheads(study: LGrecoStudy) -> list[Row]:
+    """Table 4.1: what L-GreCo takes of the trainings of both networks."""
+    rows = []
+    for name, family in product(NAMES, FAMILIES):
+        _, adapted = _pair(study.scale, name, family)
+        rows.append(overhead(name, family, adapted, [study.train(name, adapted, seed) for seed in study.seeds]))
     return rows
 
 
 def table(scale: LGrecoScale, name: Name, comparison: Comparison) -> list[Row]:
-    """Rows of one network: the control's, which is 1 if its damage is seen; quality, gain and overhead of every
-    family."""
+    """Rows of one network: the control's, which is 1 if its damage is seen; quality and gain of every family."""
     assert comparison.control is not None
     control = lost(comparison.control.runs, comparison.baseline.runs, comparison.margin)
     rows = [Row(TABLES[name], f"control/{name}", float(kept(control).holds is False), "", control)]
     for family in FAMILIES:
-        uniform = side_named(comparison, family.spec(name))
-        adapted = side_named(comparison, family.adapted(name, scale.every(name)))
+        uniform, adapted = (side_named(comparison, variant) for variant in _pair(scale, name, family))
         for kind, side in (("uniform", uniform), ("l-greco", adapted)):
             data = lost(side.runs, comparison.baseline.runs, comparison.margin)
             more = {"spec": side.name, "losses": side.losses, "accuracies": [run.accuracy for run in side.runs]}
             more |= {"fp32_losses": comparison.baseline.losses}
             rows.append(Row(TABLES[name], f"lost/{name}/{family.name}/{kind}", data["lost"], "", data | more))
-        rows += [gain(name, family, adapted, uniform, comparison.baseline), overhead(name, family, adapted)]
+        rows.append(gain(name, family, adapted, uniform, comparison.baseline))
     return rows
 
 
@@ -131,7 +151,7 @@ def gain(name: Name, family: Family, adapted: Side, uniform: Side, baseline: Sid
     data = {
         "by_seed": by_seed,
         "ratio": ratio,
-        "reference": uniform.name,
+        "reference": family.spec(name),
         "bytes_per_step": {"uniform": uniform.bytes_per_step, "lgreco": adapted.bytes_per_step},
         "from_step": step,
         "plans": [run.plans for run in adapted.runs],
@@ -139,18 +159,18 @@ def gain(name: Name, family: Family, adapted: Side, uniform: Side, baseline: Sid
     return Row(TABLES[name], f"gain/{name}/{family.name}", fmean(by_seed), "x", data)
 
 
-def overhead(name: Name, family: Family, adapted: Side) -> Row:
-    """Table 4.1: seconds of a decision as a share of training, where one comes every so many steps as by default."""
-    policy = parse_policy(Variant.parse(adapted.name).policy or "lgreco()")
-    parts = [shares(run, policy.window_steps) for run in adapted.runs if run.plans]
+def overhead(name: Name, family: Family, adapted: str, runs: Sequence[Run]) -> Row:
+    """Seconds of a decision as a share of training, where one comes every so many steps as by default."""
+    policy = parse_policy(Variant.parse(adapted).policy or "lgreco()")
+    parts = [shares(run, policy.window_steps) for run in runs if run.plans]
     mean = {key: fmean(part[key] for part in parts) for key in (parts[0] if parts else ())}
     data = {
         "share": mean,
         "by_seed": [sum(part.values()) for part in parts],
         "every_here": policy.every,
-        **{key: [[plan[key] for plan in run.plans] for run in adapted.runs] for key in ("errors_s", "solve_s")},
-        "adapt_s": [run.adapt_s for run in adapted.runs],
-        "step_s": [median(run.step_s) for run in adapted.runs],
+        **{key: [[plan[key] for plan in run.plans] for run in runs] for key in ("errors_s", "solve_s")},
+        "adapt_s": [run.adapt_s for run in runs],
+        "step_s": [median(run.step_s) for run in runs],
     }
     return Row("table 4.1", f"overhead/{name}/{family.name}", sum(mean.values()) if mean else float("nan"), "", data)
 
@@ -174,19 +194,6 @@ def plan_gains(plans: Sequence[Mapping[str, Any]]) -> list[float]:
     return [plan["reference_wire_bytes"] / plan["wire_bytes"] for plan in plans]
 
 
-def _draw(study: LGrecoStudy, rows: Mapping[str, Row]) -> None:
-    titles = [f"{TITLES[name]}: times less than fp32" for name in NAMES]
-    figure, panels = plots.canvas(len(NAMES), titles=titles, x="", y="compression ratio, measured")
-    for axes, name in zip(panels, NAMES, strict=True):
-        bars = []
-        for family in FAMILIES:
-            ratio = rows[f"{TABLES[name]}/gain/{name}/{family.name}"].data["ratio"]
-            bars.append((f"{family.title}, uniform", f"{family.color}80", ratio["uniform"]))
-            bars.append((f"{family.title}, L-GreCo", family.color, ratio["lgreco"]))
-        draw_bars(axes, bars)
-    plots.save(figure, study.picture("4.2-4.3"))
-
-
 def _draw_b2(study: LGrecoStudy, adapted: Side) -> None:
     figure, (axes,) = plots.canvas(1, titles=["L-GreCo with PowerSGD, CNN"], x="step", y="ratio to uniform")
     for seed, run in enumerate(adapted.runs):
@@ -198,12 +205,11 @@ THRESHOLD = 0.05
 """λ of Rethink-GS, tuned by hand, as its authors do, until it sends about what L-GreCo does and training survives."""
 GLOBAL_DENSITY = 0.0025
 """Of the global top-k (section 4.6.3)."""
-_WEAK, _STRONG = "topk(density=0.02)", "topk(density=0.001)"
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A row of the table: a variant, and what the thesis's table says of it, relative to a density of 2 %."""
+    """A row of a table: a variant, and what the thesis's table says of it, relative to uniform compression."""
 
     name: str
     title: str
@@ -211,29 +217,57 @@ class Policy:
     thesis: float | None = None
 
 
-def variants_of_policies(scale: LGrecoScale) -> list[Policy]:
-    every = scale.every("cnn")
+def table_3_8(scale: LGrecoScale) -> list[Policy]:
+    every, spec, low = scale.every("gpt"), BITS.spec("gpt"), "minmax(bits=3, bucket=128)"
     return [
-        Policy("uniform", "uniform, 2 %", _WEAK, 1.0),
-        Policy("strong", "uniform, 0.1 %", _STRONG, 20.0),
-        Policy("accordion", "Accordion", with_policy(_WEAK, accordion(every, _WEAK, _STRONG)), 3.5),
+        Policy("uniform", "uniform", spec, 1.0),
+        Policy("kmeans", "k-means", with_policy(spec, policy_of("kmeans", every)), 1.47),
+        Policy("accordion", "Accordion", with_policy(spec, accordion(every, spec, low)), 1.21),
+        Policy("lgreco", "L-GreCo", BITS.adapted("gpt", every)),
+    ]
+
+
+def table_4_4(scale: LGrecoScale) -> list[Policy]:
+    every, weak, strong = scale.every("cnn"), "topk(density=0.02)", "topk(density=0.001)"
+    return [
+        Policy("uniform", "uniform, 2 %", weak, 1.0),
+        Policy("strong", "uniform, 0.1 %", strong, 20.0),
+        Policy("accordion", "Accordion", with_policy(weak, accordion(every, weak, strong)), 3.5),
         Policy("threshold", "Rethink-GS", f"threshold(lam={THRESHOLD})", 5.7),
         Policy("global", "global top-k", f"globaltopk(density={GLOBAL_DENSITY})"),
         Policy("lgreco", "L-GreCo", TOPK.adapted("cnn", every), 6.7),
     ]
 
 
-def policies(study: LGrecoStudy) -> list[Row]:
+def table_4_5(scale: LGrecoScale) -> list[Policy]:
+    every, spec = scale.every("gpt"), POWERSGD.spec("gpt")
+    hybrid = accordion(every, "powersgd(rank=64)", "powersgd(rank=16)")
+
+    def adapted(policy: str, bounds: tuple[int, int], more: str = "") -> str:
+        return with_policy(spec, policy_of(policy, every, f", bounds={bounds}{more}"))
+
+    return [
+        Policy("uniform", "uniform", spec, 1.0),
+        Policy("lgreco", "L-GreCo", adapted("lgreco", (8, 64)), 23.5 / 14.1),
+        Policy("accordion", "Accordion", with_policy(spec, hybrid), 23.9 / 14.1),
+        Policy("kmeans", "k-means", adapted("kmeans", (8, 64)), 21.6 / 14.1),
+        Policy("both", "L-GreCo + Accordion", adapted("lgreco", (8, 128), f", reference={hybrid}"), 36.9 / 14.1),
+    ]
+
+
+def policies(figure: str, name: Name, table: Callable[[LGrecoScale], list[Policy]], study: LGrecoStudy) -> list[Row]:
     """Trainings under every policy: how many times fewer bytes than uniform's each sends, as measured once plans are
     chosen, and its quality."""
-    rows, margin = variants_of_policies(study.scale), study.scale.margin
-    base = [study.train("cnn", None, seed) for seed in study.seeds]
-    trained = {method.name: [study.train("cnn", method.variant, seed) for seed in study.seeds] for method in rows}
+    rows, margin = table(study.scale), study.scale.margin
+    base = [study.train(name, None, seed) for seed in study.seeds]
+    trained = {method.name: [study.train(name, method.variant, seed) for seed in study.seeds] for method in rows}
     made = []
     for method in rows:
         runs = trained[method.name]
         data = {"variant": method.variant, "thesis": method.thesis, "title": method.title, **lost(runs, base, margin)}
         data |= {"plans": [run.plans for run in runs]}
-        made.append(Row("table 4.4", f"ratio/cnn/{method.name}", fmean(gains(runs, trained["uniform"])), "x", data))
+        made.append(Row(figure, f"ratio/{name}/{method.name}", fmean(gains(runs, trained["uniform"])), "x", data))
+    if "threshold" not in trained:
+        return made
     beside = lost(trained["lgreco"], trained["threshold"], margin)
-    return [*made, Row("table 4.4", "lgreco_no_worse_than_threshold", beside["lost"], "", beside)]
+    return [*made, Row(figure, "lgreco_no_worse_than_threshold", beside["lost"], "", beside)]

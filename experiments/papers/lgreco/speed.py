@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -19,8 +20,8 @@ from experiments.papers.lgreco.methods import (
     FAMILIES,
     POWERSGD,
     kmeans_method,
-    lgreco,
     lgreco_method,
+    policy_of,
     settled,
     uniform_method,
     with_policy,
@@ -119,13 +120,11 @@ def rank_methods(scale: LGrecoScale) -> list[Method]:
 def figure_4_2(study: LGrecoStudy) -> list[Row]:
     """Train with every rank, and time every rank over the slower link."""
     scale, (name, rate) = study.scale, next(iter(study.rates.items()))
-    policy = lgreco(scale.every("gpt"))
+    policy = policy_of("lgreco", scale.every("gpt"))
+    variants = {rank: (_spec(rank), with_policy(_spec(rank), policy)) for rank in scale.ranks}
     losses = {
-        rank: (
-            study.train("gpt", _spec(rank), 0).val_loss,
-            study.train("gpt", with_policy(_spec(rank), policy), 0).val_loss,
-        )
-        for rank in scale.ranks
+        rank: [[study.train("gpt", variant, seed).val_loss for seed in study.seeds] for variant in pair]
+        for rank, pair in variants.items()
     }
     (times,) = study.times(rank_methods(scale), rates=(rate,))
     points = [point(rank, *losses[rank], times) for rank in scale.ranks]
@@ -134,19 +133,36 @@ def figure_4_2(study: LGrecoStudy) -> list[Row]:
     return [Row("figure 4.2", "frontier", fmean(p["uniform_s"] / p["lgreco_s"] for p in points), "x", data)]
 
 
-def point(rank: int, uniform: float, adapted: float, times: Times) -> dict[str, float]:
-    """One rank: its trainings' losses and its step's time, uniform and by L-GreCo."""
+def point(rank: int, uniform: Sequence[float], adapted: Sequence[float], times: Times) -> dict[str, Any]:
+    """One rank: its trainings' losses by seed and its step's time, uniform and by L-GreCo."""
     seconds = {"uniform_s": times.step_s(f"rank {rank}"), "lgreco_s": times.step_s(f"rank {rank} lgreco")}
-    return {"rank": rank, "uniform_loss": uniform, "lgreco_loss": adapted, **seconds}
+    return {"rank": rank, "uniform_losses": uniform, "lgreco_losses": adapted, **seconds}
+
+
+def at_equal_loss(row: Mapping[str, Any]) -> list[float]:
+    """How many times longer uniform compression's steps take at the losses that L-GreCo ends at, on the line through
+    its ranks: the geometric mean of those within the line, by seed, each with the times of a run of its own."""
+    points, step_s, ratios = row["points"], row["step_s"], []
+    # The file of an earlier run has one training each, which cannot tell.
+    trained = [len(point.get("uniform_losses", ())) for point in points]
+    for at in range(min(*trained, *map(len, step_s.values()))):
+        uniform, adapted = (
+            sorted((p[f"{how}_losses"][at], math.log(step_s[f"rank {p['rank']}{of}"][at])) for p in points)
+            for how, of in (("uniform", ""), ("lgreco", " lgreco"))
+        )
+        losses, log_s = zip(*uniform, strict=True)
+        gains = [np.interp(loss, losses, log_s) - own for loss, own in adapted if losses[0] <= loss <= losses[-1]]
+        ratios += [math.exp(fmean(gains))] if gains else []
+    return ratios
 
 
 # --- pictures
 
 
-def _draw_4_2(study: LGrecoStudy, points: list[dict[str, float]], rate: str) -> None:
+def _draw_4_2(study: LGrecoStudy, points: list[dict[str, Any]], rate: str) -> None:
     figure, (axes,) = plots.canvas(1, titles=[f"PowerSGD, GPT {where(rate)}"], x="ms a step", y="held-out loss")
     for key, title, color in (("uniform", "uniform", "#555555"), ("lgreco", "L-GreCo", POWERSGD.color)):
-        places = [(1e3 * p[f"{key}_s"], p[f"{key}_loss"]) for p in points]
+        places = [(1e3 * p[f"{key}_s"], fmean(p[f"{key}_losses"])) for p in points]
         axes.plot(*zip(*places, strict=True), color=color, marker="o", label=title)
         for p, place in zip(points, places, strict=True):
             axes.annotate(f"{p['rank']}", place, textcoords="offset points", xytext=(4, 4), fontsize=8)

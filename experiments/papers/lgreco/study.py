@@ -43,9 +43,9 @@ class LGrecoScale(Scale):
     turn_steps: int = 2
     worlds: tuple[int, ...] = (2, 4)
     ranks: tuple[int, ...] = (8, 16, 32)
-    """Of PowerSGD in figure 4.2; the middle one is the family's reference."""
-    warm_up: int = 24
-    """Dense steps after which a plan is made for what is timed."""
+    """Of PowerSGD in figure 4.2; the largest one is the family's reference."""
+    warm_up: int = 28
+    """Dense steps: those of the learning rate's warm-up."""
     recorded: Extent = field(default_factory=Extent)
     """Of the trainings whose gradients all policies are replayed on."""
     trials: int = 16

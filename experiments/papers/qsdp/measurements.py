@@ -44,7 +44,6 @@ from experiments.papers.qsdp.methods import (
     Size,
     SizeName,
     learned,
-    rounded,
     shortened,
     timed,
     uniform,
@@ -66,8 +65,6 @@ BUCKETS_OF: SizeName = "medium"
 """Layers of the smallest network are smaller than the larger bucket."""
 ROUNDED = ("W5G4", "W4G4")
 """Of which uniform levels are also tried with rounding to the nearest, as learned ones are."""
-ROUNDED_WEIGHTS = (6,)
-"""Bits of weights that are tried with both roundings, with gradients of 6."""
 LEAST_BITS_KEPT = "W5G4"
 """The highest compression "without substantial accuracy impact" (section 5.7.1)."""
 THESIS_STEPS, THESIS_LEARNINGS = 4800, 3
@@ -310,16 +307,6 @@ def _draw_5_2(study: QSDPStudy, base: Sequence[Trained], trained: Mapping[tuple[
     plots.save(figure, study.picture("5.2"))
 
 
-def rounding_of_weights(study: QSDPStudy) -> list[Row]:
-    """Weights rounded to the nearest beside weights rounded stochastically, on the smallest network."""
-    rows = []
-    for bits in ROUNDED_WEIGHTS:
-        nearest, stochastic = (study.train("small", rounded(bits, 6, how)) for how in ("nearest", "stochastic"))
-        others = _perplexities(stochastic)
-        rows.append(lost_row("rounding", f"{bits} bits", nearest, stochastic, stochastic_perplexities=others))
-    return rows
-
-
 def lgreco_over_qsdp(study: QSDPStudy) -> list[Row]:
     """L-GreCo beside its reference, and 2 bits, which must end worse, on the smallest network."""
     every = max(2, study.scale.size("small").task.steps // 7)
@@ -371,21 +358,23 @@ def figure_c_4(study: QSDPStudy) -> list[Row]:
 # --- learned levels
 
 
-def table_5_3(study: QSDPStudy) -> list[Row]:
+def of_levels(table: str, study: QSDPStudy) -> list[Row]:
     """Uniform and learned levels on the smallest network, and what learning costs."""
-    size = study.scale.size("small")
+    size, pairs = study.scale.size("small"), [pair for pair in PAIRS if pair.table == table]
     base = study.train("small", FP16)
-    plain = {pair.name: study.train("small", uniform(pair.weights, pair.gradients)) for pair in PAIRS}
+    plain = {pair.name: study.train("small", uniform(pair.weights, pair.gradients)) for pair in pairs}
     by_levels = {
-        pair.name: study.train("small", learned(pair.weights, pair.gradients, size.learn_at)) for pair in PAIRS
+        pair.name: study.train("small", learned(pair.weights, pair.gradients, size.learn_at)) for pair in pairs
     }
+    rows = [levels_row(pair, by_levels[pair.name], plain[pair.name], base) for pair in pairs]
+    if LEAST_BITS_KEPT not in plain:
+        return rows
     nearest = {
         pair.name: study.train("small", uniform(pair.weights, pair.gradients, rounding="nearest"))
-        for pair in PAIRS
+        for pair in pairs
         if pair.name in ROUNDED
     }
     _draw_5_3(study, base, plain, by_levels, nearest)
-    rows = [levels_row(pair, by_levels[pair.name], plain[pair.name], base) for pair in PAIRS]
     for name, runs in nearest.items():
         row = lost_row("table 5.3", f"learned_beside_nearest/{name}", by_levels[name], runs, pair=name)
         rows.append(replace(row, data={**row.data, **facts(runs)}))

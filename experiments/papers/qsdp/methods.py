@@ -108,16 +108,6 @@ def uniform(weights: int, gradients: int, *, bucket: int = BUCKET, rounding: Rou
     return Method(name, name, "#0a7d4f", weights=of_weights, gradients=of_gradients)
 
 
-def rounded(weights: int, gradients: int, rounding: Rounding) -> Method:
-    """The same with this rounding of weights alone."""
-    return replace(
-        uniform(weights, gradients),
-        name=f"W{weights}G{gradients}, weights {rounding}",
-        title=f"W{weights}G{gradients}, weights {rounding}",
-        weights=_minmax(weights, BUCKET, rounding),
-    )
-
-
 def learned(weights: int, gradients: int, learn_at: Sequence[int]) -> Method:
     """The same with levels that are learned at these steps, where they have any effect: of layers of any size, since
     none of these networks' has the thesis's 10^5 elements."""

@@ -47,16 +47,18 @@ class BudgetedPolicy(Policy):
     """Range of the bits, rank or density of candidates, in place of the family's own."""
     step: float | None = None
     """Distance of two candidates, in the same units."""
-    error: Literal["l2", "squared"] = "l2"
+    error: Literal["l2", "squared"] | Callable[[str, Compressor], float] = "l2"
     """The error of a plan. ``l2`` is the sum over layers of the L2 norms of their errors, as the thesis has it (section
     4.4); ``squared`` is the L2 norm of the error of the whole gradient, whose square is the sum of the layers'
-    squares."""
+    squares. A function of a layer's name and a candidate is any other sensitivity, at least 0, of which the sum over
+    layers counts (section 4.6.4); rank 0 calls it in each decision."""
     alpha: float = 1.0
     """Largest ratio of the plan's error to the reference's."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("error", self.error, ("l2", "squared"))
+        if not callable(self.error):
+            check_choice("error", self.error, ("l2", "squared"))
         check_number("alpha", self.alpha, above=0)
 
     def check(self, reference: Mapping[str, Compressor], shapes: Mapping[str, Sequence[int]]) -> None:
@@ -139,12 +141,17 @@ class BudgetedPolicy(Policy):
 
     def layer_errors(self, layer: LayerCandidates) -> Array:
         """Return the errors of a layer's candidates, whose sum `budget` bounds."""
+        if callable(self.error):
+            found = [self.error(layer.name, candidate) for candidate in layer.candidates]
+            for value in found:
+                check_number(f"{layer.name}: the error of a candidate", value, low=0)
+            return np.array(found, dtype=np.float64)
         return layer.errors**0.5 if self.error == "l2" else layer.errors
 
     def budget(self, layers: Sequence[LayerCandidates]) -> float:
         """Return the upper bound of the sum of `layer_errors`."""
         of_reference = total([self.layer_errors(layer) for layer in layers], [layer.reference for layer in layers])
-        return (self.alpha if self.error == "l2" else self.alpha**2) * of_reference
+        return (self.alpha**2 if self.error == "squared" else self.alpha) * of_reference
 
 
 def is_raw(compressor: Compressor) -> bool:

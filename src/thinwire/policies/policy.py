@@ -189,7 +189,8 @@ class Policy(ABC):
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             if value != f.default:
-                shown.append(f"{f.name}={value if isinstance(value, Policy) else repr(value)}")
+                text = str(value) if isinstance(value, Policy) else getattr(value, "__qualname__", repr(value))
+                shown.append(f"{f.name}={text}")
         return f"{type(self).__name__.lower()}({', '.join(shown)})"
 
 
