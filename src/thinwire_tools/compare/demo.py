@@ -27,7 +27,7 @@ from thinwire_tools.results import Results
 
 TASK = GPTTask(
     model=GPTConfig(width=128),
-    steps=64,
+    steps=80,
     batch=4,
     learning_rate=3e-3,
     held_out_windows=256,
