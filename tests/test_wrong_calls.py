@@ -213,6 +213,7 @@ FAMILIES: list[Wrong] = [
 # In a world of one the arguments are checked as in any other.
 COMPRESS: list[Wrong] = [
     ({"compressor": 4}, TypeError, r"compressor must be .*compressor='minmax\(bits=4\)'"),
+    ({"compressor": nn.Sequential(nn.ReLU())}, TypeError, "compressor must be .*, not Sequential: "),
     ({"compressor": {"*": 4}}, TypeError, "compressor must be"),
     ({"compressor": {}}, ValueError, r"compressor is an empty mapping.*compressor=\{'\*': '4bit'\}"),
     ({"compressor": {"*": None}}, TypeError, "compressor must be .*, not None"),

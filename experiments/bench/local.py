@@ -70,7 +70,7 @@ def local(
     if unknown := set(methods) - set(VARIANTS):
         raise ValueError(f"--methods {' '.join(sorted(unknown))}: it can be {', '.join(VARIANTS)}")
     lab.need_network()
-    task = replace(TASK, steps=steps)
+    task = replace(TASK, steps=steps, held_out_windows=512, probe_windows=64)
     order = (CONTROLS[0], *(name for name in methods if name not in CONTROLS), CONTROLS[1])
     chosen = "" if order == METHODS else f" --rates {' '.join(rates)} --methods {' '.join(order[1:-1])}"
     results = Results(f"python -m experiments bench local{chosen}")

@@ -391,7 +391,8 @@ def _start_server(module: str) -> None:
     resource_tracker.ensure_running()
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        _processes.set_forkserver_preload([__name__, module])
+        # The first optimizer of a process imports PyTorch's compiler, which takes about two seconds of processor time.
+        _processes.set_forkserver_preload([__name__, module, "torch._dynamo"])
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

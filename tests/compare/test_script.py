@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from commands import shown_by
-from thinwire_tools.compare.comparison import Run, Side
+from thinwire_tools.compare.comparison import Run
 from thinwire_tools.compare.losses import PATTERN, NoLosses, compiled, final, loss_in, read_log
-from thinwire_tools.compare.script import ScriptComparison
+from thinwire_tools.compare.script import check_seeds
 
 TRAINING = """
 import sys, torch, torch.distributed as dist
@@ -82,10 +81,9 @@ def test_the_end_is_the_last_tenth() -> None:
 
 def test_equal_seeds_are_no_seeds() -> None:
     for losses, alike in ((1.0, 1.1, 1.2), False), ((1.0, 1.0, 1.0), True):
-        runs = tuple(Run("fp32", [2.0], losses=[3.0, loss], probe_steps=[1], val_loss=loss) for loss in losses)
-        found = ScriptComparison((0, 1, 2), 0.01, False, Side("fp32", math.nan, runs), (), None, {})
+        runs = [Run("fp32", [2.0], losses=[3.0, loss], probe_steps=[1], val_loss=loss) for loss in losses]
         with pytest.raises(ValueError, match=r"train.py --seed \{seed\}") if alike else nullcontext():
-            found.check_seeds()
+            check_seeds(runs)
 
 
 def test_a_script_is_compared_as_it_is(tmp_path: Path) -> None:

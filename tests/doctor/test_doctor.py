@@ -96,7 +96,7 @@ def test_a_prediction_is_that_of_the_timeline() -> None:
 
 def test_a_slow_link_gets_the_mildest_thing_that_helps_as_much() -> None:
     found = verdict(SLOW, predictions(SLOW))
-    assert found.sentence.startswith("Bound by communication: 57% of a step (0.46 s) waits for it. With ")
+    assert found.sentence.startswith("Bound by communication: 57% of a step (460 ms) waits for it. With ")
     assert found.advice[0].setting is not None
     assert found.advice[0].setting.care <= Care.KEPT
     titles = [advice.title for advice in found.advice]

@@ -121,6 +121,10 @@ def test_a_script_that_trains_nothing_distributed_is_reported(
     told = capsys.readouterr()
     assert told.out == f"['{script}', '--lr', '1']\n"
     assert "in the script's own process, so nothing was compressed" in told.err
+    script.write_text("raise ValueError\n")
+    with pytest.raises(ValueError) as failed:
+        run((str(script),))
+    assert failed.value.__notes__[0].startswith("thinwire run starts no ranks: torchrun ")
 
 
 def test_ctrl_c_is_one_line_and_130(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -306,7 +306,7 @@ class _Hook:
                 raise TypeError(
                     f"{name} is {parameter.dtype} by now, and was {self._dtypes[name]}: DistributedDataParallel "
                     "exchanges no gradients of a model whose dtype has changed (nor does PyTorch's own, silently). "
-                    "Call model.to() first, build DistributedDataParallel anew and call thinwire.compress() again"
+                    "Call model.to() first, build DistributedDataParallel again, and call thinwire.compress() on it"
                 )
         if engine.detector is not None:
             engine.detector.advance()
@@ -572,7 +572,7 @@ def _register(model: DistributedDataParallel, hook: _Hook, wire: Wire) -> None:
         wire.detach()
         raise RuntimeError(
             "this DDP model has a communication hook already (its own mixed precision registers one too): "
-            "wrap the module in DistributedDataParallel anew and call thinwire.compress() instead of that hook"
+            "wrap the module in DistributedDataParallel again and call thinwire.compress() instead of that hook"
         ) from error
     model.register_forward_pre_hook(hook.before_forward)
     model.register_forward_hook(hook.after_forward, always_call=True)

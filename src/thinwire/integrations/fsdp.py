@@ -235,7 +235,7 @@ class QuantizedAllGather(_Comm):
             return None
         at.follow_pass()
         at.use.watch(late=True)
-        hint = "Call thinwire.compress() again after parameters were added, replaced or sharded anew"
+        hint = "Call thinwire.compress() again after parameters were added, replaced or sharded again"
         at.check("gathers", input_tensor, at.names, hint)
         mine = output_tensor.view(at.size, -1)[at.unit.transport.rank]
         if mine.data_ptr() != input_tensor.data_ptr():

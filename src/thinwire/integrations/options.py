@@ -204,8 +204,9 @@ def check_compressor(name: str, given: object) -> None:
             right = f"{name}='minmax(bits=4)'"
             if isinstance(spec, type) and issubclass(spec, Compressor):
                 right = f"{name}={spec.__name__}(), an instance of the class, or its spec, {right}"
+            shown = type(spec).__name__ if "\n" in repr(spec) else repr(spec)
             raise TypeError(
-                f"{name} must be a compressor, its spec, or a mapping from name patterns to them, not {spec!r}: {right}"
+                f"{name} must be a compressor, its spec, or a mapping from name patterns to them, not {shown}: {right}"
             )
         if isinstance(spec, str):
             try:

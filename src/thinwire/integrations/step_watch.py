@@ -92,7 +92,7 @@ class StepWatch:
             warn_caller(
                 f"the gradients of {late[0]} ({len(late)} such) are not exchanged between the ranks, which drift "
                 "apart: it was frozen when DistributedDataParallel was built, which takes only what is trained then. "
-                "Unfreeze layers first, build DistributedDataParallel anew and call thinwire.compress() again"
+                "Unfreeze layers first, build DistributedDataParallel again, and call thinwire.compress() on it"
             )
 
 

@@ -164,7 +164,7 @@ class Pipeline:
         try:
             self.transport = bare_transport(group)
         except TransportError as error:
-            error.add_note("Ranks meet in the first step of new stages: make stages anew on all ranks, or on none.")
+            error.add_note("Ranks meet in the first step of new stages: make new stages on all ranks, or on none.")
             raise
         self.closed = False
         self.worker = Worker("thinwire pipeline")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -62,9 +63,12 @@ class Wire(Generic[E]):
         weakref.finalize(self, engine.close).atexit = False
 
     def __repr__(self) -> str:
-        """Return a table of the layers, with specs or reasons why raw, and bytes; and the `memory` that they take."""
+        """Return a table of the layers, with specs or reasons why raw, and bytes; and what this rank takes: `memory`,
+        and the threads and open files of its process."""
         table = self.engine.table(self.declined, self._raw_in_checkpoint())
-        return f"{table}\n  memory of the compressors' state: {self.memory:,} bytes on this rank"
+        threads, files = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd"))
+        state = f"{self.memory:,} bytes of compressors' state"
+        return f"{table}\n  on this rank: {state}; its process has {threads} threads and {files} open files"
 
     @property
     def rank(self) -> int:

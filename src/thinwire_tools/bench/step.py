@@ -40,8 +40,9 @@ def remarks(answer: Mapping[str, Any]) -> Iterator[str]:
     last = answer["measured"][-1]
     taken, worked = (1e3 * (by["thinwire"] - by["noop"]) for by in (last["seconds"], answer["processor_s"]))
     yield (
-        f"At batch {last['batch']} a step takes {taken:.0f} ms longer than the ceiling, and {worked:.0f} ms more "
-        "processor time of rank 0, which cores that training leaves idle would take."
+        "The ceiling is the speed of steps that send nothing; ratios are medians over turns. "
+        f"At batch {last['batch']} thinwire takes {taken:.0f} ms longer than those, and {worked:.0f} ms more processor "
+        "time of rank 0, which cores that training leaves idle would take."
     )
     if answer["declined_layers"]:
         yield f"thinwire declined to compress {answer['declined_layers']} layers: it would not have been faster."

@@ -182,7 +182,7 @@ def compare_script(
 
     Examples:
       thinwire compare -- train.py --steps 200 --seed {seed}
-      thinwire compare 4bit powersgd --rate 100mbit --plot curves.svg -- train.py
+      thinwire compare 4bit powersgd --rate 100mbit -- train.py --seed {seed}
       thinwire compare 8bit --pattern "val ([0-9.]+)" -- train.py
       thinwire compare --log {out}/log.json --key eval_loss -- train.py --out {out}
 
@@ -198,13 +198,13 @@ def compare_script(
         log: read losses from this JSON or JSON Lines file, or folder of TensorBoard's, instead.
         key: name of the loss in the log.
         timeout: seconds after which a run has failed.
-        plot: write the curves to this file, as SVG.
+        plot: write the curves to this file, as curves.svg.
         json: write the figures to this file.
     """
     from thinwire_tools.compare.compare import parse_share, show, write_figures
     from thinwire_tools.compare.comparison import Run, Side
     from thinwire_tools.compare.paired import check_margin, named
-    from thinwire_tools.compare.script import AS_IT_IS, Runs, ScriptComparison, read_losses
+    from thinwire_tools.compare.script import AS_IT_IS, Runs, ScriptComparison, check_seeds, read_losses
     from thinwire_tools.compare.variants import ALONE, BASELINE
 
     console = Console(highlight=False)
@@ -232,6 +232,7 @@ def compare_script(
                     title = AS_IT_IS if name == BASELINE else name
                     text = f"seed {seed}, {title}: loss {run.val_loss:.4f} in {sum(run.step_s):.1f} s"
                     console.print(text, style="dim", markup=False, soft_wrap=True)
+                    check_seeds(trained[BASELINE])
             for run in trained[BASELINE]:
                 run.payload_bytes = [runs.dense_bytes]
         sides = {name: Side(name, math.nan, tuple(trained[name])) for name in names}
@@ -244,7 +245,6 @@ def compare_script(
             control=sides[control] if control else None,
             about={"script": list(script), "control": control, "margin": margin},
         )
-        found.check_seeds()
         show(console, found)
     if plot is not None:
         found.picture(plot, "your training", "losses read", "loss")

@@ -27,11 +27,11 @@ from thinwire_tools.results import Results
 
 TASK = GPTTask(
     model=GPTConfig(width=128),
-    steps=96,
+    steps=80,
     batch=4,
     learning_rate=3e-3,
-    held_out_windows=512,
-    probe_windows=64,
+    held_out_windows=256,
+    probe_windows=32,
     probe_every=8,
 )
 SMOKE = replace(

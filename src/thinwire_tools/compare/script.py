@@ -145,15 +145,6 @@ class Runs:
 class ScriptComparison(Comparison):
     """Trainings of a script, which reports its own losses."""
 
-    def check_seeds(self) -> None:
-        """Raise ``ValueError`` if the seeds change nothing: an interval over equal runs would mean nothing."""
-        curves = [run.losses for run in self.baseline.runs]
-        if len(curves) > 1 and all(curve == curves[0] for curve in curves):
-            raise ValueError(
-                "every seed trained alike: the script sets its own seed, so give it ours, as in "
-                "thinwire compare -- train.py --seed {seed}"
-            )
-
     def columns(self) -> Iterator[tuple[str, Callable[[Side], str]]]:
         columns = dict(super().columns())
         yield "loss", columns["held-out\nloss"]
@@ -175,6 +166,15 @@ class ScriptComparison(Comparison):
                 bounds = {"lower": found.lower, "upper": found.upper} if len(self.seeds) > 1 else {}
                 results.add(f"difference/{side.name}", found.mean, "", verdict=str(judged.verdict), **bounds)
                 results.add(f"bytes_per_step/{side.name}", side.bytes_per_step, "B")
+
+
+def check_seeds(runs: Sequence[Run]) -> None:
+    """Raise ``ValueError`` if seeds change nothing in ``runs``: an interval over equal runs would mean nothing."""
+    if len(runs) > 1 and all(run.losses == runs[0].losses for run in runs):
+        raise ValueError(
+            "every seed trained alike: the script sets its own seed, so give it ours, as in "
+            "thinwire compare -- train.py --seed {seed}"
+        )
 
 
 def _seconds(side: Side) -> float:

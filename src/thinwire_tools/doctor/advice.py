@@ -9,6 +9,7 @@ from statistics import median
 from thinwire_tools.doctor.measure import Measured
 from thinwire_tools.doctor.settings import Care, Prediction, Setting
 from thinwire_tools.doctor.settings_sharded import predict_step
+from thinwire_tools.lab.units import duration
 
 HARMLESS_SHARE = 0.05
 """Share of the step time waiting for communication below which nothing is worth doing."""
@@ -83,29 +84,29 @@ def conclude(
     others = [p for p in predictions if not p.setting.is_today]
     doubtful = _doubt(as_is, today)
     faster = [p for p in others if _faster(p, as_is, today)]
-    ranked = _ranked(faster)
+    ranked, step = _ranked(faster), duration(today)
     if share <= HARMLESS_SHARE:
         nothing = Advice("nothing", "backward hides the communication, or there is little of it")
-        sentence = f"Not bound by communication: {share:.1%} of a step ({today:.3g} s) waits for it. Leave it as it is."
+        sentence = f"Not bound by communication: {share:.1%} of a step ({step}) waits for it. Leave it as it is."
         return Verdict(sentence + doubtful, (nothing, *(_advice(p, today) for p in ranked[:1])), today)
     advice = [*first, *(_advice(p, today) for p in ranked)]
-    waits = f"{share:.0%} of a step ({today:.3g} s) waits for communication"
+    waits = f"{share:.0%} of a step ({step}) waits for communication"
     if not ranked:
         least = min((p for p in others if _may_be_faster(p, as_is, today)), key=lambda p: p.step.value, default=None)
         if least is not None:
             ratio = least.relative_to(as_is)
             sentence = (
                 f"{waits}. Whether anything here would make it at least {LEAST_GAIN:.0%} faster is too noisy to tell: "
-                f"with {least.setting.title} a step would take {least.step.value:.3g} s, which is {ratio.low:.0%} to "
-                f"{ratio.high:.0%} of the same step as it is."
+                f"with {least.setting.title} a step would take {duration(least.step.value)}, which is "
+                f"{ratio.low:.0%} to {ratio.high:.0%} of the same step as it is."
             )
             return Verdict(sentence + doubtful, (*advice, _AGAIN), today)
         sentence = f"{waits}, and nothing here would make it at least {LEAST_GAIN:.0%} faster."
         return Verdict(sentence + doubtful, (*advice, Advice("nothing", _why_nothing(others, free, today))), today)
     best = ranked[0]
     sentence = (
-        f"Bound by communication: {share:.0%} of a step ({today:.3g} s) waits for it. With {best.setting.title} a step "
-        f"would take {best.step.value:.3g} s ({best.step.low:.3g} to {best.step.high:.3g}), "
+        f"Bound by communication: {share:.0%} of a step ({step}) waits for it. With {best.setting.title} a step "
+        f"would take {duration(best.step.value)} ({duration(best.step.low)} to {duration(best.step.high)}), "
         f"{today / best.step.value:.1f} times as fast."
     )
     return Verdict(sentence + doubtful, tuple(advice), today)
@@ -140,7 +141,7 @@ def _why_nothing(others: Sequence[Prediction], free: Callable[[Prediction], Pred
     best = min((free(p).step.value for p in others if p.setting.spec and not p.setting.every), default=today)
     if best < (1 - LEAST_GAIN) * today:
         return (
-            f"if compressing took no time a step would take {best:.3g} s: it costs more here than it saves, the "
+            f"if compressing took no time a step would take {duration(best)}: it costs more here than it saves, the "
             "processors are slow beside the link"
         )
     return f"even if compressing took no time, none of the settings would make a step {LEAST_GAIN:.0%} faster"

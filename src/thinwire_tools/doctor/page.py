@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from thinwire_tools.doctor import pictures, report
+from thinwire_tools.lab.units import duration
 
 _SHOWN = 6
 _SPEC = re.compile(r"^(.*)\n\[dim\](.*)\[/\]$", re.DOTALL)
@@ -63,12 +64,12 @@ def _numbers(about: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the figures at the top, with their names."""
     best = next((row for row in about["predictions"] if row["title"] == about["advice"][0]["title"]), None)
     numbers = [
-        (report.duration(about["today_s"]), "a step now"),
+        (duration(about["today_s"]), "a step now"),
         (f"{about['exposed_share']:.0%}", "of it waits for the link"),
-        (report.duration(about["compute_s"]["value"]), "with nothing sent"),
+        (duration(about["compute_s"]["value"]), "with nothing sent"),
     ]
     if best is not None:
-        numbers.append((report.duration(best["step_s"]), f"with {best['title']}"))
+        numbers.append((duration(best["step_s"]), f"with {best['title']}"))
     return numbers
 
 

@@ -9,14 +9,9 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from thinwire_tools.lab.units import format_bytes, format_rate
+from thinwire_tools.lab.units import duration, format_bytes, format_rate
 
 _SHOWN = 5
-
-
-def duration(seconds: float) -> str:
-    """Format as ``12.3 ms`` or ``1.23 s``, to three digits."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def count(number: float, what: str) -> str:

@@ -140,7 +140,7 @@ def launch(
 
 
 def _print_bytes(notes: Console, seconds: float, link: dict[str, Any], link_bytes: list[tuple[int, int]]) -> None:
-    notes.print(f"after {seconds:.1f} s, with all headers:", style="bold")
+    notes.print(f"after {seconds:.1f} s, with headers and what ranks send at the start:", style="bold")
     whose = "rank" if link["ranks_per_node"] == 1 else "node"
     for number, (sent, received) in enumerate(link_bytes):
         notes.print(f"{whose} {number}: sent {format_bytes(sent)}, received {format_bytes(received)}")

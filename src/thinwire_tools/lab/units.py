@@ -87,3 +87,8 @@ def format_rate(rate_bps: float) -> str:
 def format_bytes(num_bytes: float) -> str:
     """Format 62 500 as ``"62.5 kB"``; decimal units, as rates have."""
     return _format(num_bytes, (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1)))
+
+
+def duration(seconds: float) -> str:
+    """Format 0.0123 as ``"12.3 ms"``."""
+    return _format(seconds, (("s", 1), ("ms", 1e-3)))

@@ -82,6 +82,10 @@ def run(
         else:
             say(f"rank {os.environ.get('RANK')}: {type(error).__name__}: {str(error).splitlines()[0]}")
         return FAILED
+    except Exception as error:
+        if "RANK" not in os.environ:
+            error.add_note("thinwire run starts no ranks: torchrun --nproc-per-node 2 -m thinwire run -- train.py")
+        raise
     attached.report(json)
     return 0
 
