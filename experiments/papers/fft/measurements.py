@@ -15,9 +15,9 @@ from experiments.framework.claims import Row
 from experiments.framework.methods import NOTHING, Method
 from experiments.framework.study import ImageStudy, plain_log
 from experiments.framework.timing import SeparateRuns
-from experiments.framework.training import Gradients, Trained, added_loss, curves, lost_accuracy
+from experiments.framework.training import Gradients, Trained, curves, lost_accuracy
 from experiments.papers.fft import methods
-from experiments.papers.fft.methods import ALL, CAST, CONTROL, FEEDBACK, FFT, FP32, LOSSY, MILD, STRONG, THETA, TOPK
+from experiments.papers.fft.methods import ALL, CONTROL, FEEDBACK, FFT, FP32, LOSSY, MILD, STRONG, THETA, TOPK
 from experiments.papers.fft.reconstruct import (
     Reconstruction,
     Throughputs,
@@ -34,6 +34,7 @@ from experiments.papers.fft.reconstruct import (
     reconstruct_layer,
     share_with_least_error,
 )
+from experiments.papers.rates import by_rate
 from experiments.tasks.images import Model
 from thinwire.compressors import FFT as Codec, parse
 from thinwire_tools import plots
@@ -67,7 +68,7 @@ def figure_5(study: FFTStudy) -> list[Row]:
     """FFT and top-k at one theta, without quantization: which is nearer to the gradient?"""
     gradients = study.gradients()
     steps, middle, layer = range(len(gradients.steps)), len(gradients.steps) // 2, largest_layer(gradients)
-    specs = {"fft": methods.UNQUANTIZED, "topk": TOPK.spec}
+    specs = {"fft": methods.constant(THETA).spec, "topk": TOPK.spec}
     parts_by_spec = {name: [reconstruct(gradients, i, parse(spec)) for i in steps] for name, spec in specs.items()}
     errors = {name: [part.relative_error for part in parts] for name, parts in parts_by_spec.items()}
     absolute = {
@@ -198,7 +199,7 @@ def figure_6(study: FFTStudy) -> list[Row]:
     without = [message_bytes(_MESSAGE_BYTES, k, bitmap=False) for k in _RATIOS]
     with_it = [message_bytes(_MESSAGE_BYTES, k, bitmap=True) for k in _RATIOS]
     numel = _MESSAGE_BYTES // 4
-    sent = [parse(methods.constant(theta).spec).wire_bytes((numel,)) for theta in _THETAS]
+    sent = [Codec(theta=theta).wire_bytes((numel,)) for theta in _THETAS]
     figure, (axes,) = plots.canvas(
         1, titles=["100 MB of gradients"], x="compression ratio without the bitmap", y="message (MB)"
     )
@@ -320,7 +321,9 @@ def convergence_rows(chosen: Mapping[str, Method], runs: Mapping[str, Sequence[T
         data = {"spec": spec_of(chosen[name]), "lost": lost_accuracy(runs["sgd"], own), **curves(own)}
         rows.append(Row("13", f"accuracy/{name}", accuracy, "", data))
         loss = fmean(run.last_train_loss for run in own)
-        rows.append(Row("13", f"train_loss/{name}", loss, "nats", {"more": added_loss(runs["sgd"], own)}))
+        # In nats: of a small loss a share would say nothing.
+        more = [run.last_train_loss - base.last_train_loss for base, run in zip(runs["sgd"], own, strict=True)]
+        rows.append(Row("13", f"train_loss/{name}", loss, "nats", {"more": more}))
     return rows
 
 
@@ -358,10 +361,11 @@ def _mark_drop(study: FFTStudy, axes: Any, *, label: str = "learning rate falls"
 
 
 def table_2(study: FFTStudy) -> list[Row]:
-    """Accuracy of every method, and of a control that must be worse; no clock takes part."""
-    methods_by_name = {method.name: method for method in (*ALL, CAST)} | {"control": CONTROL}
+    """Accuracy of every method, of a control that must be worse, and of fp32 at other rates; no clock takes part."""
+    methods_by_name = {method.name: method for method in (FP32, *LOSSY)} | {"control": CONTROL}
     runs = {name: [study.train(method, seed) for seed in study.seeds] for name, method in methods_by_name.items()}
-    return accuracy_rows(methods_by_name, runs)
+    rates = by_rate(study, study.task, FP32, study.scale.num_ranks)
+    return [*accuracy_rows(methods_by_name, runs), Row("table 2", *rates)]
 
 
 def accuracy_rows(chosen: Mapping[str, Method], runs: Mapping[str, Sequence[Trained]]) -> list[Row]:
@@ -430,7 +434,7 @@ def _draw_14(study: FFTStudy, trained: Mapping[str, Sequence[Trained]]) -> None:
 def figure_16(study: FFTStudy) -> list[Row]:
     """Images a second by world size, as multiples of one rank's: of replayed steps, in several separate runs."""
     scale, computes = study.scale, {}
-    model = Model("cnn", "CNN", "ResNet-32", scale.task, scale.task.batch, "images/s", 0)
+    model = Model("cnn", "CNN", "ResNet-32", scale.timed, scale.timed.batch, "images/s", 0)
     step_s: dict[str, dict[int, Sequence[float]]] = {method.name: {} for method in (*_SCALED, NOTHING)}
     for size in scale.world_sizes:
         runs = SeparateRuns("links", study.emulated and size > 1, size, scale.runs, computes)
