@@ -30,19 +30,7 @@ QSGD = _method("qsgd", "QSGD", "#d98a00", _QSGD)
 TERNGRAD = _method("terngrad", "TernGrad", "#8250c4", "terngrad()", exclude=("head",))
 LOSSY = (FFT, TOPK, QSGD, TERNGRAD)
 
-_WITH_FEEDBACK = {
-    "fft": f"fft(theta={THETA})",
-    "topk": f"topk(density={1 - THETA:.2f})",
-    "qsgd": f"ef({_QSGD})",
-    "terngrad": "ef(terngrad())",
-}
-FEEDBACK = tuple(
-    replace(method, name=f"{method.name} ef", title=f"{method.title} + EF", spec=_WITH_FEEDBACK[method.name])
-    for method in LOSSY
-)
-"""The same with error feedback, which the paper does not show. TernGrad's error can be larger than the gradient, and
-its residual grows: feedback is not for it, and it is here to be seen so."""
-ALL = (FP32, *LOSSY, *FEEDBACK)
+ALL = (FP32, *LOSSY)
 
 
 def constant(theta: float) -> Method:

@@ -209,8 +209,12 @@ PAPER = Paper(
     ),
     differs=(
         "a ResNet of three blocks with group norm on small images, instead of ResNet-32 and AlexNet",
-        "layer by layer with biases and norms raw, FFT in blocks of 4096, instead of one vector of all gradients",
-        "FFT's 10-bit floats span what is kept of each layer, without rounding to fp16 first; the paper's span -1 to 1",
+        "normal noise, as large as the pixels' own deviation and drawn again in each batch, is added, so that "
+        "the training loss stays far from zero (not in figure 14, which was recorded earlier)",
+        "layer by layer with biases and norms raw, FFT in blocks of 512 (figures 10, 14 and 16: 4096), instead of one "
+        "vector of all gradients",
+        "figures 5, 12 and 13 send 32 bits, so that only what theta drops is lost; elsewhere FFT's 10-bit floats "
+        "span what is kept of each layer, without rounding to fp16 first; the paper's span -1 to 1",
         "fp32 goes by all-reduce; the paper sends everything, fp32 too, by all-gather",
         "ranks are processes that share this machine's cores, on an emulated link, instead of GPUs on InfiniBand; "
         "for figure 16 computation is [replayed](docs/results.md#how-steps-are-timed)",
