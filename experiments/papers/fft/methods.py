@@ -61,7 +61,6 @@ def convergence(drop_step: int, rate: float) -> dict[str, Method]:
         "mild": constant(MILD),
         "strong": replace(constant(STRONG), color="#c0392b"),
         "dropped": dropped(STRONG, drop_step),
-        "stronger": replace(constant(STRONGER), color="#e8a33d"),
         "stronger dropped": replace(dropped(STRONGER, drop_step), color="#1f6fb2"),
         "diminishing": diminishing(STRONGER, rate),
         "control": CONTROL,
