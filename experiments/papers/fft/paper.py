@@ -211,8 +211,8 @@ PAPER = Paper(
         "a ResNet of three blocks with group norm on small images, instead of ResNet-32 and AlexNet",
         "figure 13 and table 2 are of 120 steps on images to which noise as large as their own deviation is added in "
         "each batch, so that the task is not solved; other trainings were recorded earlier, without noise, 400 steps",
-        "layer by layer with biases and norms raw, FFT in blocks of 512 (figure 13, table 2) or 4096, instead of one "
-        "vector of all gradients",
+        "layer by layer with biases and norms raw, FFT in blocks of 512 (figure 13, table 2) or 4096, or whole (figure 5), "
+        "instead of one vector of all gradients",
         "figures 5 and 13 send 32 bits, so that only what theta drops is lost; elsewhere FFT's 10-bit floats span what "
         "is kept of each layer, without rounding to fp16 first; the paper's span -1 to 1",
         "fp32 goes by all-reduce; the paper sends everything, fp32 too, by all-gather",
