@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from pathlib import Path
 
@@ -63,6 +64,13 @@ def test_the_task_is_a_function_of_seed_and_rank(cifar_task: ImageTask) -> None:
     again = list(cifar_task.batches(3, 0, 2))
     assert all(torch.equal(a[1], b[1]) for a, b in zip(first, again, strict=True))
     assert any(not torch.equal(a[1], b[1]) for a, b in zip(first, second, strict=True))
+    noisy = dataclasses.replace(cifar_task, noise=0.5)
+    drawn = [
+        next(iter(noisy.batches(3, rank, 2)))[0] - next(iter(cifar_task.batches(3, rank, 2)))[0] for rank in (0, 1)
+    ]
+    assert float(drawn[0].std()) == pytest.approx(0.5, rel=0.05)
+    assert not torch.equal(*drawn)
+    assert len(noisy.images.held_out) == 3 * (4000 // 3)
     # The rate falls to a tenth once.
     assert [cifar_task.rate(step) for step in range(10)] == pytest.approx([0.02] * 7 + [0.002] * 3)
 

@@ -61,6 +61,6 @@ def test_theta_follows_the_learning_rate_or_drops_to_0_at_its_step() -> None:
     x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     before, after = (at_step(codec, step, None) for step in (287, 288))
     assert float((before.roundtrip(x) - x).norm() / x.norm()) > 0.5
-    # Nothing is dropped; what is left is the rounding of ten bits.
-    assert float((after.roundtrip(x) - x).norm() / x.norm()) < 0.02
-    assert before.wire_bytes((numel,)) < after.wire_bytes((numel,)) < 0.4 * 4 * numel
+    # Nothing is dropped, and nothing is rounded to few bits.
+    assert torch.allclose(after.roundtrip(x), x, atol=1e-5)
+    assert before.wire_bytes((numel,)) < after.wire_bytes((numel,))

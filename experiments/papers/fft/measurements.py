@@ -16,7 +16,7 @@ from experiments.framework.study import ImageStudy, plain_log
 from experiments.framework.timing import SeparateRuns
 from experiments.framework.training import Gradients, Trained, added_loss, curves, lost_accuracy
 from experiments.papers.fft import methods
-from experiments.papers.fft.methods import ALL, CAST, CONTROL, FEEDBACK, FFT, FP32, LOSSY, MILD, STRONG, THETA, TOPK
+from experiments.papers.fft.methods import ALL, CONTROL, FFT, FP32, LOSSY, MILD, STRONG, THETA, TOPK
 from experiments.papers.fft.reconstruct import (
     Reconstruction,
     distance,
@@ -30,6 +30,7 @@ from experiments.papers.fft.reconstruct import (
     reconstruct_layer,
     share_with_least_error,
 )
+from experiments.papers.rates import by_rate
 from experiments.tasks.images import Model
 from thinwire.compressors import parse
 from thinwire_tools import plots
@@ -48,7 +49,6 @@ _SHOWN = 200
 # Odd, so that zero lies within a bin.
 _BINS = 81
 _PAPER_RATIOS = {"fp32": 1.0, "fft": 21.3, "topk": 6.67, "qsgd": 10.6, "terngrad": 16.0}
-_SCALED = (FP32, *LOSSY)
 
 
 # --- figures 5 and 15: recorded gradients as receivers see them
@@ -58,7 +58,7 @@ def figure_5(study: FFTStudy) -> list[Row]:
     """FFT and top-k at one theta, without quantization: which is nearer to the gradient?"""
     gradients = study.gradients()
     steps, middle, layer = range(len(gradients.steps)), len(gradients.steps) // 2, largest_layer(gradients)
-    specs = {"fft": methods.UNQUANTIZED, "topk": TOPK.spec}
+    specs = {"fft": methods.constant(THETA).spec, "topk": TOPK.spec}
     parts_by_spec = {name: [reconstruct(gradients, i, parse(spec)) for i in steps] for name, spec in specs.items()}
     errors = {name: [part.relative_error for part in parts] for name, parts in parts_by_spec.items()}
     absolute = {
@@ -189,7 +189,7 @@ def figure_6(study: FFTStudy) -> list[Row]:
     without = [message_bytes(_MESSAGE_BYTES, k, bitmap=False) for k in _RATIOS]
     with_it = [message_bytes(_MESSAGE_BYTES, k, bitmap=True) for k in _RATIOS]
     numel = _MESSAGE_BYTES // 4
-    sent = [parse(methods.constant(theta).spec).wire_bytes((numel,)) for theta in _THETAS]
+    sent = [Codec(theta=theta).wire_bytes((numel,)) for theta in _THETAS]
     figure, (axes,) = plots.canvas(
         1, titles=["100 MB of gradients"], x="compression ratio without the bitmap", y="message (MB)"
     )
@@ -299,10 +299,11 @@ def _mark_drop(study: FFTStudy, axes: Any, *, label: str = "learning rate falls"
 
 
 def table_2(study: FFTStudy) -> list[Row]:
-    """Accuracy of every method, and of a control that must be worse; no clock takes part."""
-    methods_by_name = {method.name: method for method in (*ALL, CAST)} | {"control": CONTROL}
+    """Accuracy of every method, of a control that must be worse, and of fp32 at other rates; no clock takes part."""
+    methods_by_name = {method.name: method for method in ALL} | {"control": CONTROL}
     runs = {name: [study.train(method, seed) for seed in study.seeds] for name, method in methods_by_name.items()}
-    return accuracy_rows(methods_by_name, runs)
+    rates = by_rate(study, study.task, FP32, study.scale.num_ranks)
+    return [*accuracy_rows(methods_by_name, runs), Row("table 2", *rates)]
 
 
 def accuracy_rows(chosen: Mapping[str, Method], runs: Mapping[str, Sequence[Trained]]) -> list[Row]:
@@ -345,7 +346,7 @@ def speed_rows(runs: Mapping[str, Sequence[Trained]]) -> list[Row]:
                 "train_s": [sum(run.step_s) for run in runs[name]],
                 "payload_bytes": sent[name],
                 "ratio": sent[FP32.name] / sent[name],
-                "ratio_in_the_paper": _PAPER_RATIOS.get(name.removesuffix(" ef")),
+                "ratio_in_the_paper": _PAPER_RATIOS.get(name),
             },
         )
         for name, times in step_s.items()
@@ -353,29 +354,26 @@ def speed_rows(runs: Mapping[str, Sequence[Trained]]) -> list[Row]:
 
 
 def _draw_14(study: FFTStudy, trained: Mapping[str, Sequence[Trained]]) -> None:
-    titles = ["without error feedback, as in the FFT paper", "with error feedback"]
-    figure, panels = plots.canvas(2, titles=titles, x=f"seconds of training {study.over}", y="held-out loss (nats)")
-    for axes, feedback in zip(panels, (False, True), strict=True):
-        for method in (FP32, *(FEEDBACK if feedback else LOSSY)):
-            runs = trained[method.name]
-            seconds = np.mean([run.seconds for run in runs], axis=0)
-            accuracy = fmean(run.final_accuracy for run in runs)
-            label = f"{method.title.removesuffix(' + EF')} (accuracy {accuracy:.1%})"
-            losses = np.mean([run.held_out_loss for run in runs], axis=0)
-            axes.plot(seconds, losses, color=method.color, label=label)
-        axes.set_yscale("log")
-        plain_log(axes.yaxis)
+    figure, (axes,) = plots.canvas(1, titles=[""], x=f"seconds of training {study.over}", y="held-out loss (nats)")
+    for method in ALL:
+        runs = trained[method.name]
+        seconds = np.mean([run.seconds for run in runs], axis=0)
+        accuracy = fmean(run.final_accuracy for run in runs)
+        losses = np.mean([run.held_out_loss for run in runs], axis=0)
+        axes.plot(seconds, losses, color=method.color, label=f"{method.title} (accuracy {accuracy:.1%})")
+    axes.set_yscale("log")
+    plain_log(axes.yaxis)
     plots.save(figure, study.picture("14"))
 
 
 def figure_16(study: FFTStudy) -> list[Row]:
     """Images a second by world size, as multiples of one rank's: of replayed steps, in several separate runs."""
     scale, computes = study.scale, {}
-    model = Model("cnn", "CNN", "ResNet-32", scale.task, scale.task.batch, "images/s", 0)
-    step_s: dict[str, dict[int, Sequence[float]]] = {method.name: {} for method in (*_SCALED, NOTHING)}
+    model = Model("cnn", "CNN", "ResNet-32", scale.timed, scale.timed.batch, "images/s", 0)
+    step_s: dict[str, dict[int, Sequence[float]]] = {method.name: {} for method in (*ALL, NOTHING)}
     for size in scale.world_sizes:
         runs = SeparateRuns("links", study.emulated and size > 1, size, scale.runs, computes)
-        methods = (*_SCALED, NOTHING) if size > 1 else (FP32,)
+        methods = (*ALL, NOTHING) if size > 1 else (FP32,)
         options: dict[str, Any] = {"rounds": scale.rounds, "steps": scale.scaling_steps, "on_turn": study.advance}
         (times,) = runs.times(model, methods, rates=(study.rate if size > 1 else None,), **options)
         for name, by_size in step_s.items():
@@ -410,7 +408,7 @@ def _draw_16(study: FFTStudy, times: dict[str, dict[int, float]]) -> None:
     figure, (axes,) = plots.canvas(
         1, titles=[f"weak scaling {study.over}"], x="ranks", y="images/s, relative to one rank"
     )
-    styles = {method.name: (method.title, method.color) for method in _SCALED}
+    styles = {method.name: (method.title, method.color) for method in ALL}
     styles[NOTHING.name] = ("nothing sent", "#aaaaaa")
     for name, by_size in times.items():
         title, color = styles[name]

@@ -13,11 +13,9 @@ MILD, STRONG = 0.5, 0.9
 STRONGER, STRONGEST = 0.99, 0.999
 """Keep a tenth and a hundredth of what `STRONG` does: graded controls, of which the second must be clearly worse."""
 
-_FFT = "bits=10, block=4096"
 # Seven clusters of QSGD's 3 bits (section 4.2.1) take one scale for many values, and that of the largest: steps of a
 # layer's L2 norm would leave next to nothing but zeros. TernGrad's scale is that of the largest by definition.
 _QSGD = "qsgd(bits=3, bucket=layer, norm=linf)"
-UNQUANTIZED = f"fft(theta={THETA}, bits=32, block=whole, feedback=False)"
 
 
 def _method(name: str, title: str, color: str, spec: str, exclude: tuple[str, ...] = ()) -> Method:
@@ -25,49 +23,35 @@ def _method(name: str, title: str, color: str, spec: str, exclude: tuple[str, ..
 
 
 FP32 = replace(PLAIN, title="SGD fp32")
-FFT = _method("fft", "FFT", "#0a7d4f", f"fft(theta={THETA}, {_FFT}, feedback=False)")
+FFT = _method("fft", "FFT", "#0a7d4f", f"fft(theta={THETA}, feedback=False)")
 TOPK = _method("topk", "top-k", "#c0392b", f"topk(density={1 - THETA:.2f}, feedback=False)")
 QSGD = _method("qsgd", "QSGD", "#d98a00", _QSGD)
 # The paper's TernGrad leaves the classifier's last layer as it is.
 TERNGRAD = _method("terngrad", "TernGrad", "#8250c4", "terngrad()", exclude=("head",))
 LOSSY = (FFT, TOPK, QSGD, TERNGRAD)
 
-_WITH_FEEDBACK = {
-    "fft": f"fft(theta={THETA}, {_FFT})",
-    "topk": f"topk(density={1 - THETA:.2f})",
-    "qsgd": f"ef({_QSGD})",
-    "terngrad": "ef(terngrad())",
-}
-FEEDBACK = tuple(
-    replace(method, name=f"{method.name} ef", title=f"{method.title} + EF", spec=_WITH_FEEDBACK[method.name])
-    for method in LOSSY
-)
-"""The same with error feedback, which the paper does not show. TernGrad's error can be larger than the gradient, and
-its residual grows: feedback is not for it, and it is here to be seen so."""
-ALL = (FP32, *LOSSY, *FEEDBACK)
+ALL = (FP32, *LOSSY)
 
 
 def constant(theta: float) -> Method:
-    """FFT at one theta, without error feedback."""
-    return _method(f"theta {theta}", f"theta={theta}", "#0a7d4f", f"fft(theta={theta}, {_FFT}, feedback=False)")
+    """FFT at one theta, whose values are sent in 32 bits: what is lost is what is dropped."""
+    return _method(f"theta {theta}", f"theta={theta}", "#0a7d4f", f"fft(theta={theta}, bits=32, feedback=False)")
 
 
 def dropped(theta: float, step: int) -> Method:
-    """FFT at ``theta`` that drops nothing from ``step`` on, but still sends 10 bits (theorem 3.5, section 4.1)."""
-    spec = f"fft(theta=((0, {theta}), ({step}, 0.0)), {_FFT}, feedback=False)"
+    """FFT at ``theta`` that drops nothing from ``step`` on (theorem 3.5, section 4.1)."""
+    spec = f"fft(theta=((0, {theta}), ({step}, 0.0)), bits=32, feedback=False)"
     return _method("dropped", f"theta={theta}, then 0", "#d98a00", spec)
 
 
 def diminishing(theta: float, rate: float) -> Method:
     """FFT whose theta follows the learning rate η, ``θ² = Lη`` (theorem 3.5), from ``theta`` at η = ``rate`` on."""
-    spec = f"fft(theta=diminishing, lipschitz={theta**2 / rate:g}, {_FFT}, feedback=False)"
+    spec = f"fft(theta=diminishing, lipschitz={theta**2 / rate:g}, bits=32, feedback=False)"
     return _method("diminishing", f"theta² = Lη from {theta}", "#8250c4", spec)
 
 
 CONTROL = replace(constant(STRONGEST), color="#222222")
 """Must be worse."""
-CAST = _method("fft cast", "FFT, fp16 first", "#5fb88f", f"fft(theta={THETA}, {_FFT}, cast=True, feedback=False)")
-"""As in the paper, whose FFT is of gradients in fp16 (section 3.1)."""
 
 
 def convergence(drop_step: int, rate: float) -> dict[str, Method]:
@@ -77,7 +61,6 @@ def convergence(drop_step: int, rate: float) -> dict[str, Method]:
         "mild": constant(MILD),
         "strong": replace(constant(STRONG), color="#c0392b"),
         "dropped": dropped(STRONG, drop_step),
-        "stronger": replace(constant(STRONGER), color="#e8a33d"),
         "stronger dropped": replace(dropped(STRONGER, drop_step), color="#1f6fb2"),
         "diminishing": diminishing(STRONGER, rate),
         "control": CONTROL,

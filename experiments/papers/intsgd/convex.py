@@ -35,8 +35,6 @@ METHODS = (
     Method("lsvrg", "L-SVRG", reference=True),
     Method("intgd", "IntGD", integers=True),
     Method("intdiana", "IntDIANA", shifts=True, integers=True),
-    Method("intdiana blocks", "IntDIANA, 4 blocks", shifts=True, integers=True, blocks=4),
-    Method("intdiana coordinates", "IntDIANA, by coordinate", shifts=True, integers=True, blocks="coordinate"),
     Method("vr-intdiana", "VR-IntDIANA", shifts=True, integers=True, reference=True),
 )
 
@@ -176,8 +174,6 @@ _COLORS = {
     "lsvrg": "#3b6fb6",
     "intgd": "#c0392b",
     "intdiana": "#0a7d4f",
-    "intdiana blocks": "#7fb800",
-    "intdiana coordinates": "#d98a00",
     "vr-intdiana": "#8250c4",
 }
 _DASHED = ("diana", "lsvrg")

@@ -24,6 +24,7 @@ from experiments.papers.intsgd.networks import (
     HEURISTIC_32,
     NATSGD,
     NETWORKS,
+    ONE_SCALE,
     POWERSGD,
     QSGD,
     RANDOM,
@@ -48,7 +49,9 @@ class IntSGDScale(Scale):
     rate: str | None = "200mbit"
     data: str | None = None
     sources: tuple[Source, ...] = convex.SOURCES
-    pictures: Pictures = field(default_factory=Pictures)
+    pictures: Pictures = field(
+        default_factory=lambda: Pictures(steps=160, batch=8, warm_up=40, probe_every=16, noise=1.0)
+    )
     words: LanguageTask = field(default_factory=lambda: LanguageTask(clip_each_rank=True, learning_rate=8.0))
     timed_pictures: Pictures = field(default_factory=lambda: Pictures(width=64, batch=4))
     timed_words: LanguageTask = field(default_factory=lambda: LanguageTask(words=4096, width=192, batch=1))
@@ -187,6 +190,7 @@ _QUALITY: dict[Network, tuple[tuple[Method, bool, float | None, str], ...]] = {
     "pictures": (
         (RANDOM, True, None, "94.55 against 94.67 %, table 2"),
         (RANDOM_32, True, None, "figure 1"),
+        (ONE_SCALE, True, None, "94.55 against 94.67 %, table 2"),
         (DETERM, True, None, "94.43 against 94.67 %, table 2"),
         (HEURISTIC, False, None, "figure 1, section 5.2"),
         (HEURISTIC_32, False, None, "figure 1, section 5.2"),
@@ -197,6 +201,7 @@ _QUALITY: dict[Network, tuple[tuple[Method, bool, float | None, str], ...]] = {
     "words": (
         (RANDOM, True, None, "4.54 against 4.54, table 3"),
         (RANDOM_32, True, None, "figure 1"),
+        (ONE_SCALE, True, None, "4.54 against 4.54, table 3"),
         (DETERM, False, 0.16, "4.70 against 4.54, table 3"),
         (HEURISTIC, False, None, "figure 1, section 5.2"),
         (HEURISTIC_32, False, None, "figure 1, section 5.2"),
@@ -218,8 +223,8 @@ _UNITS: dict[Network, str] = {"pictures": "points", "words": "hundredths of a na
 
 def _quality_rule(network: Network, name: str, matching: bool, effect: float | None) -> Rule:
     def rule(rows: Rows) -> Judgment:
-        others = (f"quality/{method.name}" for method, *_ in _QUALITY[network])
-        better = [row for row in others if estimated(rows[row], "lost").upper < 0]
+        others = (rows.get(f"quality/{method.name}") for method, *_ in _QUALITY[network])
+        better = [row for row in others if row and estimated(row, "lost").upper < 0]
         lost, unit = estimated(rows[name], "lost"), _UNITS[network]
         judgment = matches(lost, _LOST[network] / 2, unit) if matching else exceeds(lost, effect, unit)
         if better:
@@ -248,8 +253,6 @@ _TIMES: tuple[tuple[str, Method, Method, str, float, bool], ...] = (
     ("total", POWERSGD, SGD, "PowerSGD is faster than SGD by all-reduce (5.3)", 1.0, False),
     ("total", QSGD, SGD_GATHERED, "QSGD is faster than SGD by all-gather (5.3)", 1.0, False),
     ("total", NATSGD, SGD_GATHERED, "NatSGD is faster than SGD by all-gather (5.3)", 1.0, False),
-    ("total", QSGD, SGD, "QSGD is slower than SGD by all-reduce (5.3)", 1.0, True),
-    ("total", NATSGD, SGD, "NatSGD is slower than SGD by all-reduce (5.3)", 1.0, True),
     ("overhead", RANDOM, DETERM, "random rounding takes more computation than determ. (5.3)", 1.0, True),
 )
 """Part of a step, method, what it is compared with, the paper's words, the ratio that is asked about, and whether it is
@@ -288,6 +291,19 @@ def _claims_of_times(network: Network) -> Iterator[Claim]:
             value=lambda rows, ratios=ratios: median(ratios(rows)),
             unit="x",
         )
+    for method in (QSGD, NATSGD):
+        yield Claim(
+            TABLES[network],
+            f"sent/{method.name}",
+            f"{NETWORKS[network]}: on 16 ranks {method.title} sends more than SGD by all-reduce, which slows it (5.3)",
+            _sends_more(f"sent/{method.name}"),
+        )
+
+
+def _sends_more(name: str) -> Rule:
+    # An all-gather sends (n - 1)d bytes and fp32's all-reduce 8(n - 1)d/n: the same on 8 ranks, and fewer on 4.
+    why = "counted; on the 4 ranks that are timed it sends half as many"
+    return lambda rows: counted(rows[name]["value"] > 1, f"{rows[name]['value']:.2f}x, {why}")
 
 
 # --- part (c)
@@ -323,7 +339,9 @@ PAPER = Paper(
     "IntSGD's experiments, as found here",
     {
         "a": Part("a: logistic regression", convex.part_a),
-        "b": Part("b: networks", networks.part_b),
+        "2": Part("b: the ResNet", networks.table_2),
+        "3": Part("b: the LSTM", networks.table_3),
+        "sent": Part("b: bytes on 16 ranks", networks.sent),
         "times": Part("b: times of steps", networks.times),
         "c": Part("c: beta and eps", networks.part_c),
     },
@@ -343,8 +361,8 @@ PAPER = Paper(
         "logistic regression: 20 seeds, but 3 on real-sim's shape; f* is found by gradient descent and then L-BFGS",
         "networks: 4 ranks are processes on this machine, on emulated links, instead of 16 GPUs on InfiniBand; "
         "where steps are timed, computation is [replayed](docs/results.md#how-steps-are-timed)",
-        "networks: an all-gather of 8 bits sends half of what fp32's all-reduce does, not twice as much; what is "
-        "timed is larger than what is trained",
+        "networks: on 4 ranks an all-gather of 8 bits sends half of what fp32's all-reduce does, on 16 twice as much: "
+        "which is slower is judged by bytes; what is timed is larger than what is trained",
         "networks: a ResNet of three blocks with group norm on small images, 20 epochs, instead of ResNet18 on "
         "CIFAR-10, 300",
         "networks: a 3-layer LSTM of 96 units on the words of Python's standard library, 360 steps with momentum "
@@ -352,6 +370,10 @@ PAPER = Paper(
         "on Wikitext-2 for 90 epochs; the hidden state is not carried on",
         "networks: all methods have the learning rate that suits SGD; IntSGD's scales are by layer, from the "
         "aggregated gradient",
+        "networks: the heuristic was recorded with a scale for each layer, which is stronger than the authors' one for "
+        "a buffer, and the ResNet without noise, so that it learned all images by heart (training loss 0.002). The "
+        "command has since been changed: it takes the authors' heuristic, adds noise to images in each batch, trains "
+        "with Algorithm 1's own scale as well, and brackets the ResNet's learning rate",
         "beta and eps: three seeds",
     ),
     scale=IntSGDScale(),
@@ -364,7 +386,8 @@ intsgd = command(
     """Repeat the experiments of "IntSGD: Adaptive Floatless Compression of Stochastic Gradients" (ICLR 2022) here.
 
     Part a minimizes logistic regression over twelve workers whose data differ, by IntGD, IntDIANA, VR-IntDIANA and
-    their twins in full precision: figure 6; --data adds a set, a file in LibSVM's format, plain, gzip or bzip2. Part b
-    trains a small ResNet and an LSTM on four ranks with every method of tables 2 and 3, and times them over slow links:
-    figures 1 to 4. Part c changes beta and eps: figure 5. Takes about twenty minutes on two cores.""",
+    their twins in full precision: figure 6; --data adds a set, a file in LibSVM's format, plain, gzip or bzip2. Parts 2
+    and 3 train a small ResNet and an LSTM on four ranks with every method of tables 2 and 3, whose curves are figures
+    1, 3 and 4; part times takes their steps over slow links: figure 2. Part c changes beta and eps: figure 5. Takes
+    about twenty minutes on two cores.""",
 )

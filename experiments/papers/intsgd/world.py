@@ -28,8 +28,7 @@ _EPS = 1e-8
 @dataclass(frozen=True)
 class Method:
     """An algorithm. ``shifts``: gradient differences are sent, as DIANA does; ``integers``: rounded at random;
-    ``reference``: the L-SVRG estimator instead of the full gradient. ``blocks`` share a scale: "global", a number of
-    equal parts, or "coordinate".
+    ``reference``: the L-SVRG estimator instead of the full gradient.
     """
 
     name: str
@@ -37,7 +36,6 @@ class Method:
     shifts: bool = False
     integers: bool = False
     reference: bool = False
-    blocks: str | int = "global"
 
     @property
     def random(self) -> bool:
@@ -74,8 +72,7 @@ def run(problem: Logistic, method: Method, seeds: Sequence[int], steps: int, rat
     rounding, batches, coins = (draws(seeds, purpose) for purpose in range(3))
     x, shifts, shift = np.zeros((d, num_seeds)), np.zeros((n, d, num_seeds)), np.zeros((d, num_seeds))
     w, at_w = x.copy(), np.zeros_like(shifts)
-    edges = _edges(method.blocks, d)
-    squares = np.zeros((len(edges) - 1, num_seeds))
+    squares = np.zeros(num_seeds)
     records = _Records(num_seeds)
     for step in range(steps):
         if method.reference:
@@ -90,7 +87,8 @@ def run(problem: Logistic, method: Method, seeds: Sequence[int], steps: int, rat
         records.evaluated(1.0 if not method.reference or step == 0 else 2 * problem.batch_share)
         sent = gradients - shifts if method.shifts else gradients
         if method.integers and step:
-            alpha = _scales(2 * n * squares, edges, d)
+            # Proposition 2, with one scale for all coordinates.
+            alpha = np.sqrt(d) / np.sqrt(2 * n * squares + _EPS**2)
             # ⌊t⌋ and, with the probability of the rest, one more.
             integers = np.floor(alpha * sent + rounding(step, (n, d)))
             total = integers.sum(0)
@@ -108,24 +106,10 @@ def run(problem: Logistic, method: Method, seeds: Sequence[int], steps: int, rat
                 w[:, seed] = x[:, seed]
                 at_w[:, :, seed] = problem.gradients(x[:, [seed]])[0][:, :, 0]
                 records.evaluated(1.0, seed)
-        squares = np.add.reduceat(estimate**2, edges[:-1], axis=0)
+        squares = (estimate**2).sum(0)
         x = x - rate * estimate
     records.add(steps, problem.gradients(x)[1])
     return records.trace()
-
-
-def _edges(blocks: str | int, d: int) -> NDArray[np.int64]:
-    """Where blocks begin, and the end."""
-    if blocks == "coordinate":
-        return np.arange(d + 1)
-    return np.linspace(0, d, (1 if blocks == "global" else int(blocks)) + 1).astype(np.int64)
-
-
-def _scales(squares: Array, edges: NDArray[np.int64], d: int) -> Array:
-    """``α = √d_l / √(squares_l + (d_l/d)·eps²)``, ``[d, seeds]``; with ``squares`` of 2n·r, propositions 2 and 4."""
-    sizes = np.diff(edges)[:, None]
-    alpha = np.sqrt(sizes) / np.sqrt(squares + sizes / d * _EPS**2)
-    return np.repeat(alpha, sizes[:, 0], axis=0)
 
 
 def draws(seeds: Sequence[int], purpose: int) -> Draw:

@@ -1,0 +1,24 @@
+"""The learning rate of a baseline, bracketed: a rate is tuned where half and twice of it are no better."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+from experiments.framework.methods import Method
+from experiments.framework.study import Study
+from experiments.tasks.images import ImageTask
+
+
+def by_rate(
+    study: Study[Any], task: ImageTask, method: Method, num_ranks: int
+) -> tuple[str, float, str, dict[str, Any]]:
+    """Return a row's name, the rate of ``task``, and the held-out accuracy of two seeds at it, half and twice of it."""
+    found = {}
+    for factor in (1.0, 0.5, 2.0):
+        at = replace(task, learning_rate=factor * task.learning_rate)
+        trained = [study.train_task(at, method, seed, num_ranks=num_ranks) for seed in study.seeds[:2]]
+        found[f"{at.learning_rate:g}"] = [run.final_accuracy for run in trained]
+    best = max(found, key=lambda rate: fmean(found[rate]))
+    return "learning_rate", task.learning_rate, "", {"accuracy": found, "best": best}
