@@ -32,7 +32,7 @@ from experiments.papers.fft.reconstruct import (
 )
 from experiments.papers.rates import by_rate
 from experiments.tasks.images import Model
-from thinwire.compressors import parse
+from thinwire.compressors import FFT as Codec, parse
 from thinwire_tools import plots
 
 if TYPE_CHECKING:
