@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from experiments.framework.pages import show
@@ -156,6 +157,7 @@ def trained_by(setting: Setting, cap_mb: float, *, sharded: bool) -> tuple[nn.Mo
 
         cut_short(model, math.inf, math.inf)
     elif setting == NOTHING:
+        assert isinstance(model, DistributedDataParallel)
         send_nothing(model)
     if setting.spec is None:
         return model, lambda: None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import thinwire
 from experiments.papers.aqsgd.stages import Pipe
@@ -33,8 +33,11 @@ class Method:
     schedule: ScheduleName = "gpipe"
     gradients: str = ""
     hook: Literal["", "bf16", "torch-powersgd"] = ""
-    warm_up_steps: ClassVar[int] = 3
-    """The first visits of samples, and steps like all later ones."""
+
+    @property
+    def warm_up_steps(self) -> int:
+        """The first visits of samples, and steps like all later ones."""
+        return 3
 
     def attached(self, task: FineTuning, seed: int, **options: Any) -> Pipe:
         """Build this rank's stage of ``task``, and send what crosses its boundaries so."""

@@ -27,7 +27,6 @@ from experiments.papers.aqsgd.methods import (
 )
 from experiments.papers.aqsgd.split import Splitting
 from experiments.papers.aqsgd.stack import OPTIMIZERS, TIMED, StackScale, StackStudy
-from experiments.papers.aqsgd.timing import where
 from thinwire_tools.compare.statistics import Estimate, estimate, relative_differences
 
 MARGIN = 0.01
@@ -110,10 +109,6 @@ def _curve(method: Any) -> Claim:
 def _ratios(rows: Rows, rate: str, slow: Any) -> list[float]:
     """How many times faster both compressed are, by round."""
     return over(rows["throughput"]["by_round"][rate], AQSGD.name, slow.name)
-
-
-def _where(rows: Rows, rate: str) -> str:
-    return where(rate, rows["throughput"]["links"][rate])
 
 
 def _slowest(rows: Rows) -> str:

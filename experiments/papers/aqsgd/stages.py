@@ -182,12 +182,12 @@ class Pipe(Attached):
     def batches(self, seed: int) -> Iterator[Tensor]:
         return (ids for epoch in count() for ids in self.task.share(seed, epoch, self.replica))
 
-    def step(self, ids: Tensor) -> float | None:
-        """Train on some samples; the loss, where the last stage is."""
+    def step(self, batch: Tensor) -> float | None:
+        """Train on the samples with these numbers; the loss, where the last stage is."""
         before = self.sent_bytes
-        x, y = self.task.tuned_on(ids)
+        x, y = self.task.tuned_on(batch)
         if self.stage.is_first:
-            self.stage.set_sample_ids(ids)
+            self.stage.set_sample_ids(batch)
         self.optimizer.zero_grad(set_to_none=True)
         losses: list[Tensor] = []
         inputs, wanted = self._given(x, y)

@@ -123,11 +123,12 @@ def figure_4_2(study: LGrecoStudy) -> list[Row]:
     policy = policy_of("lgreco", scale.every("gpt"))
     variants = {rank: (_spec(rank), with_policy(_spec(rank), policy)) for rank in scale.ranks}
     losses = {
-        rank: [[study.train("gpt", variant, seed).val_loss for seed in study.seeds] for variant in pair]
-        for rank, pair in variants.items()
+        variant: [study.train("gpt", variant, seed).val_loss for seed in study.seeds]
+        for pair in variants.values()
+        for variant in pair
     }
     (times,) = study.times(rank_methods(scale), rates=(rate,))
-    points = [point(rank, *losses[rank], times) for rank in scale.ranks]
+    points = [point(rank, losses[uniform], losses[adapted], times) for rank, (uniform, adapted) in variants.items()]
     _draw_4_2(study, points, name)
     data = {"points": points, "payload_bytes": times.payload_bytes, "step_s": times.rounds, "rate": name}
     return [Row("figure 4.2", "frontier", fmean(p["uniform_s"] / p["lgreco_s"] for p in points), "x", data)]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import ClassVar, Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -54,16 +54,19 @@ class Method:
     transport: Literal["auto", "group", "shared"] = "group"
     adapt: str | None = None
     """The policy that gives layers compressors of their own while training."""
-    warm_up_steps: ClassVar[int] = 3
+
+    @property
+    def warm_up_steps(self) -> int:
+        return 3
 
     @property
     def exact(self) -> bool:
         """Whether its loss is a result: False where a part of what was to be sent is missing."""
         return self.weights_ratio == self.gradients_ratio == 1.0
 
-    def attached(self, task: GPTTask, seed: int, *, num_micro: int = 1) -> Shards:
-        """Shard the model of ``task``, and send its weights and gradients so, in ``num_micro`` parts a step."""
-        return Shards(task, self, seed, num_micro)
+    def attached(self, task: GPTTask, seed: int, **options: Any) -> Shards:
+        """Shard the model of ``task``, and send its weights and gradients so; ``num_micro`` is the parts of a step."""
+        return Shards(task, self, seed, **options)
 
     def attach(self, model: nn.Module, seed: int = 0) -> thinwire.Wire | None:
         """Send the weights and gradients of a sharded ``model`` so; the Wire where there is one."""
@@ -157,13 +160,13 @@ HIERARCHICAL = replace(
 
 BITS = (6, 5, 4)
 _PERPLEXITIES = (35.74, 36.08, 35.84, 36.01, 35.94, 36.36, 37.11, 37.38, 37.61)
-THESIS_GRID = dict(zip(product(BITS, BITS), _PERPLEXITIES, strict=True))
+THESIS_GRID: dict[tuple[int, int], float] = dict(zip(product(BITS, BITS), _PERPLEXITIES, strict=True))
 """Table 5.2, by bits of weights and of gradients."""
 
 RATIOS = (1, 2, 4, 8)
 _SECONDS = (23.23, 21.36, 20.62, 20.2, 19.27, 17.17, 16.26, 15.95)
 _SECONDS += (17.50, 15.35, 14.6, 14.08, 16.62, 14.52, 13.66, 13.21)
-THESIS_RATIOS = dict(zip(product(RATIOS, RATIOS), _SECONDS, strict=True))
+THESIS_RATIOS: dict[tuple[int, int], float] = dict(zip(product(RATIOS, RATIOS), _SECONDS, strict=True))
 """Seconds of a step by ratio of weights and of gradients, GPT 1.3B at 100 Gbit/s."""
 
 

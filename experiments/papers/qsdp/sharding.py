@@ -67,7 +67,7 @@ def backward(task: GPTTask, model: GPT, batch: Batch, num_micro: int = 1) -> flo
 class Shards(Attached):
     """One model under FSDP2, and the method that sends its weights and gradients."""
 
-    def __init__(self, task: GPTTask, method: "Method", seed: int, num_micro: int) -> None:
+    def __init__(self, task: GPTTask, method: "Method", seed: int, num_micro: int = 1) -> None:
         super().__init__()
         self.task, self.num_micro = task, num_micro
         self.model = shard(task, init_device_mesh("cpu", (self.num_ranks,)), seed, half=method.half)
