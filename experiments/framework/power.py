@@ -80,7 +80,7 @@ TASKS = (
     Task("CNN, layerwise", "held-out loss", "lgreco/cnn", "table 4.2/lost/cnn/"),
     Task("GPT under FSDP2", "perplexity", "qsdp/all", "table 5.2/perplexity/", "W4G4", "table 5.1/lost/small/2 ranks"),
     Task("ConvNet on digits, FFT", "accuracy", "fft/quality", "13/accuracy/", "control"),
-    Task("ResNet on digits, IntSGD", "accuracy", "intsgd/quality", "2/quality/", "heuristic"),
+    Task("ResNet on digits, IntSGD", "accuracy", "intsgd/resnet", "2/quality/", "heuristic"),
     Task("LSTM, IntSGD", "perplexity", "intsgd/quality", "3/quality/", "heuristic"),
     Task(
         "GPT under AdamW, 150 steps, every compressor",
