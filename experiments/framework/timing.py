@@ -220,7 +220,7 @@ class Timing(Ranks):
 
 
 Answers = dict[str, list[list[dict[str, Any]]]]
-"""Return what every rank says after each turn over links of one rate, by method and round."""
+"""Answers of all ranks after each turn, over links of one rate, by method and round."""
 
 
 def _times(answers: Answers, payload_bytes: dict[str, float], layers: dict[str, Any]) -> Times:

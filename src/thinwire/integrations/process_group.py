@@ -265,8 +265,7 @@ class ProcessGroup(dist.ProcessGroup):
         if not futures:
             return exact(passed, opts)
         if passed:
-            work = exact(passed, opts)
-            futures.append(work.get_future() if passed[0].is_cuda else self._follower.follow(work, lambda: None))
+            futures.append(self._follower.follow(exact(passed, opts), lambda: None, on_host=not passed[0].is_cuda))
         return Work(futures, tensors)
 
     def _reduce_scatter(self, output: Tensor, inputs: Tensor | list[Tensor], opts: Any) -> Work | None:

@@ -203,11 +203,15 @@ class Follower:
         """Use the second thread of ``executor`` in place of one more, until that is closed."""
         self._shared = executor._second
 
-    def follow(self, work: Pending, result: Callable[[], _T]) -> torch.futures.Future[_T]:
-        """Return a future with what ``result`` returns once ``work`` has ended. It raises what either raises.
+    def follow(self, work: Any, result: Callable[[], _T], *, on_host: bool = True) -> torch.futures.Future[_T]:
+        """Return a future with what ``result`` returns once ``work``, a `Pending`, has ended. It raises what either
+        raises. Unless ``on_host``, ``work`` is a device's, of PyTorch.
 
         For a communication hook of DDP, see `for_reducer`.
         """
+        if not on_host:
+            # The future does not wait for the device: the callback runs here and now.
+            return work.get_future().then(lambda ended: (ended.value(), result())[1])
         future: torch.futures.Future[_T] = torch.futures.Future()
 
         def wait() -> None:
@@ -234,8 +238,7 @@ class Follower:
             detector.advance()
         work = _start_mean(flat, group)
         if flat.device.type != "cpu":
-            # The future does not wait for the device: the callback runs here and now.
-            return work.get_future().then(lambda future: future.value()[0])
+            return self.follow(work, lambda: flat, on_host=False)
         return self.follow(PendingWork(work, "the all-reduce", group_timeout(group), detector=detector), lambda: flat)
 
 
