@@ -266,6 +266,7 @@ def _dies(rank: int) -> tuple[int | None, str | None]:
     return error.value.rank, error.value.reason
 
 
+@pytest.mark.alone  # Heartbeats tell what became of a rank: on a starved machine, a dead one may be called late.
 def test_killed_ranks_are_named_by_all_others() -> None:
     for rank, reason in run_ranks(_dies, 4, may_die=True)[2:]:
         assert rank in (0, 1)
