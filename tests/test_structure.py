@@ -16,6 +16,7 @@ import voice
 
 import thinwire
 import thinwire_tools
+from thinwire.compat import OPTIMIZERS_IMPORT
 
 ROOT = Path(thinwire.__file__).parent
 TOOLS = Path(thinwire_tools.__file__).parent
@@ -162,6 +163,11 @@ def test_import_is_lean() -> None:
     )
     answer = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"
+
+
+def test_what_the_first_optimizer_imports_is_known() -> None:
+    code = f"import sys, torch; torch.optim.SGD([torch.ones(1)]); assert {OPTIMIZERS_IMPORT!r} in sys.modules"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
 def test_every_public_name_is_documented_and_there_are_few() -> None:

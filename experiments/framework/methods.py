@@ -79,7 +79,7 @@ class Method:
     @property
     def _follows_rate(self) -> bool:
         """Whether the compressor needs the learning rate."""
-        return "diminishing" in self.spec
+        return "diminishing" in self.spec or "scale=params" in self.spec
 
     @property
     def warm_up_steps(self) -> int:

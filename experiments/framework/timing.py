@@ -267,8 +267,8 @@ FoundT = TypeVar("FoundT")
 
 @dataclass(frozen=True)
 class SeparateRuns:
-    """Methods timed in ``runs`` runs with new ranks in each. Steps are replayed (`experiments.framework.replay`) or,
-    without ``computes``, computed."""
+    """Methods timed in ``runs`` runs with new ranks in each, over emulated links with a round-trip time of ``rtt_s``.
+    Steps are replayed (`experiments.framework.replay`) or, without ``computes``, computed."""
 
     place: Place
     emulated: bool
@@ -277,6 +277,7 @@ class SeparateRuns:
     computes: dict[Model, Compute] | None = field(default_factory=dict)
     """Recorded computation of each model, once for all runs; None if steps are computed."""
     num_cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    rtt_s: float = 0.0
 
     def times(
         self,
@@ -315,15 +316,17 @@ class PinnedTiming(Timing):
     """One run of `SeparateRuns`: a `Timing` of ranks that each keep to a core; a context manager.
 
     Rates and seconds are those of ranks that have a core each. With more ranks than cores, time runs slower by a
-    factor: links have that part of the rate, and seconds are divided by it.
+    factor: links have that part of the rate and a longer round-trip time, and seconds are divided by it.
     """
 
     def __init__(self, runs: SeparateRuns, seed: int) -> None:
         """Prepare the run. ``seed``: seed of the order of turns."""
-        super().__init__(runs.place, emulated=runs.emulated, num_ranks=runs.num_ranks)
-        self._computes, self._random = runs.computes, random.Random(seed)
         self._cores = sorted(os.sched_getaffinity(0))[: runs.num_cores]
         self._slowdown = -(-runs.num_ranks // len(self._cores))
+        # Where time runs slower, so does what is under way.
+        links = {"rtt": f"{1e3 * runs.rtt_s * self._slowdown:g}ms"} if runs.rtt_s else None
+        super().__init__(runs.place, emulated=runs.emulated, num_ranks=runs.num_ranks, links=links)
+        self._computes, self._random = runs.computes, random.Random(seed)
 
     def __enter__(self) -> Self:
         super().__enter__()

@@ -32,10 +32,6 @@ _REWORDED = (
     ),
     (r"a difference below ([\d.]+ %) cannot be seen", "the interval (±\\1) contains zero"),
     ("the control did not surely fail, so that this says nothing", "the control was not clearly worse"),
-    (
-        "the two grids differ, and the shift is not what makes the difference: see the same grid",
-        "the two grids differ; the next row compares both on the same grid",
-    ),
     (": no interval", ", so there is no interval"),
 )
 """Words of pages for recorded reasons."""

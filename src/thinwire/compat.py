@@ -16,6 +16,10 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
+OPTIMIZERS_IMPORT = "torch._dynamo"
+"""Module that the first optimizer of a process imports, which takes about two seconds of processor time. A fork server
+that is to import it beforehand does without where it is missing."""
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _RANGE_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)

@@ -32,6 +32,7 @@ from typing import Any, NoReturn, Self, TextIO
 import torch
 import torch.distributed as dist
 
+from thinwire.compat import OPTIMIZERS_IMPORT
 from thinwire_tools.exits import CommandError
 from thinwire_tools.lab import Link, Loopback, NodeNamespaces
 
@@ -391,8 +392,7 @@ def _start_server(module: str) -> None:
     resource_tracker.ensure_running()
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        # The first optimizer of a process imports PyTorch's compiler, which takes about two seconds of processor time.
-        _processes.set_forkserver_preload([__name__, module, "torch._dynamo"])
+        _processes.set_forkserver_preload([__name__, module, OPTIMIZERS_IMPORT])
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

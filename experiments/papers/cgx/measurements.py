@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from statistics import fmean, median
 from typing import Any, Literal
@@ -23,20 +23,10 @@ from experiments.framework.methods import (
 )
 from experiments.framework.replay import Compute
 from experiments.framework.study import PartWatcher, Scale, Study, draw_bars
-from experiments.framework.timing import (
-    NUM_RANKS,
-    RANKS_PER_NODE,
-    FoundT,
-    PinnedTiming,
-    Place,
-    SeparateRuns,
-    Times,
-    Timing,
-    shown_rate,
-)
+from experiments.framework.timing import NUM_RANKS, RANKS_PER_NODE, Place, SeparateRuns, Times, Timing, shown_rate
 from experiments.framework.verdicts import matches
 from experiments.tasks.images import TIMED, TRAINED, ImageTask, Model, load
-from thinwire_tools import lab, plots
+from thinwire_tools import plots
 from thinwire_tools.compare.data import standard_library
 from thinwire_tools.compare.paired import CONTROL, compare_training
 from thinwire_tools.compare.statistics import estimate
@@ -192,27 +182,6 @@ class CGXScale(Scale):
         return 1 if place == "nodes" else self.steps_a_turn
 
 
-@dataclass(frozen=True)
-class DelayedRuns(SeparateRuns):
-    """Separate runs over links that have a round-trip time as well."""
-
-    rtt_s: float = 0.0
-
-    def each(self, measure: Callable[[Timing], FoundT]) -> list[FoundT]:
-        found = []
-        for run in range(self.runs):
-            with _DelayedTiming(self, run) as timing:
-                found.append(measure(timing))
-        return found
-
-
-class _DelayedTiming(PinnedTiming):
-    def __init__(self, runs: DelayedRuns, seed: int) -> None:
-        super().__init__(replace(runs, emulated=False), seed)
-        # Where time runs slower, so does what is under way.
-        self._made = lab.Network(runs.num_ranks, rtt=f"{1e3 * runs.rtt_s * self._slowdown:g}ms")
-
-
 @dataclass
 class CGXStudy(Study[CGXScale]):
     links: dict[str, Any] = field(default_factory=dict)
@@ -262,9 +231,7 @@ class CGXStudy(Study[CGXScale]):
 
     def timing(self, place: Place, num_ranks: int = NUM_RANKS, rtt_s: float = 0.0) -> SeparateRuns:
         options: dict[str, Any] = {"num_ranks": num_ranks, "runs": self.scale.runs, "computes": self.computes}
-        if rtt_s and self.emulated:
-            return DelayedRuns(place, emulated=self.emulated, **options, rtt_s=rtt_s)
-        return SeparateRuns(place, emulated=self.emulated, **options)
+        return SeparateRuns(place, emulated=self.emulated, rtt_s=rtt_s, **options)
 
     def errors(self, model: Model, methods: Sequence[Method]) -> dict[str, list[float]]:
         """`Timing.errors`, of the scale's number of steps."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Literal
@@ -42,16 +42,7 @@ HEURISTIC = _method("heuristic", "Heuristic IntSGD, int8", "#c0392b", f"heuristi
 HEURISTIC_32 = _method("heuristic 32", "Heuristic IntSGD, int32", "#e58a80", f"heuristic_intsgd(bits=32, {_PUBLISHED})")
 
 
-@dataclass(frozen=True)
-class _OfSteps(Method):
-    """A method whose scale follows the optimizer's steps."""
-
-    @property
-    def _follows_rate(self) -> bool:
-        return True
-
-
-ONE_SCALE = _OfSteps(
+ONE_SCALE = Method(
     "intsgd global",
     "IntSGD (random), Algorithm 1's scale",
     "#111111",

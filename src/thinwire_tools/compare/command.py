@@ -198,7 +198,7 @@ def compare_script(
         log: read losses from this JSON or JSON Lines file, or folder of TensorBoard's, instead.
         key: name of the loss in the log.
         timeout: seconds after which a run has failed.
-        plot: write the curves to this file, as curves.svg.
+        plot: write the curves to this file, such as curves.svg.
         json: write the figures to this file.
     """
     from thinwire_tools.compare.compare import parse_share, show, write_figures
