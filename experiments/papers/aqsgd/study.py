@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import fmean
 from typing import Any, Literal
 
+from experiments.framework.timing import rate_text
 from experiments.framework.verdicts import Course
 from experiments.papers.aqsgd import tasks
 from experiments.papers.aqsgd.methods import FP32, Method
@@ -16,6 +18,7 @@ from experiments.papers.aqsgd.timing import Computed, LinkedScale, OverLinks, Pi
 from experiments.papers.aqsgd.trainings import Trained
 from thinwire_tools.compare.data import standard_library
 from thinwire_tools.compare.statistics import Estimate, estimate, relative_differences
+from thinwire_tools.lab import parse_rate
 
 
 def held_out(run: Trained) -> float:
@@ -85,6 +88,8 @@ def draw_runs(axes: Any, method: Method, runs: Sequence[Trained]) -> None:
 
 
 _COMPUTE_ROUNDS = 5
+_PAPER_FP32 = 3.8 / 0.5
+"""Table 2: FP32's throughput over the fastest link, over that over the slowest."""
 NUM_STAGES = 2
 """Each with a core of its own; tables and figures are of so many unless they say more."""
 MORE_STAGES = 4
@@ -156,12 +161,29 @@ class AQSGDStudy(OverLinks[AQSGDScale]):
         """In a step: messages over loopback take the cores, too, and links are what is left to make the proportion."""
         if self._computed is None:
             alone = super().computed()
-            (times,) = self.timing().times(
-                self.model, (FP32,), rounds=_COMPUTE_ROUNDS, steps=1, rates=[None], on_turn=lambda *_: None
-            )
-            share = times.step_s(FP32.name) / (self.timed.num_micro + NUM_STAGES - 1) / alone.seconds
+            share = self._fp32_s(None)[0] / (self.timed.num_micro + NUM_STAGES - 1) / alone.seconds
             self._computed = Computed(share * alone.forward_s, share * alone.backward_s)
         return self._computed
+
+    @cached_property
+    def slowdown(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What the paper's rates are divided by, so that FP32 loses as much over the slowest as in table 2."""
+        guess = super().slowdown
+        if not self.emulated:
+            return guess
+        slow, fast = (parse_rate(self.scale.rates[which]) for which in (0, -1))
+        slow_s, fast_s = self._fp32_s(rate_text(slow / guess), rate_text(fast / guess))
+        # Seconds are a + sent / rate, in units of the slowest rate; `sent` is to be what makes them the paper's.
+        sent = (slow_s - fast_s) / (1 - slow / fast)
+        a = slow_s - sent
+        return guess * a * (_PAPER_FP32 - 1) / (sent * (1 - _PAPER_FP32 * slow / fast))
+
+    def _fp32_s(self, *rates: str | None) -> list[float]:
+        """Return the seconds of FP32's step over links of each rate."""
+        times = self.timing().times(
+            self.model, (FP32,), rounds=_COMPUTE_ROUNDS, steps=1, rates=rates, on_turn=lambda *_: None
+        )
+        return [at_rate.step_s(FP32.name) for at_rate in times]
 
     def train(
         self, name: TaskName, method: Method, num_stages: int = NUM_STAGES, *, completions: bool = False

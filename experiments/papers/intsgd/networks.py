@@ -77,8 +77,6 @@ if TYPE_CHECKING:
 TABLES: dict[Network, str] = {"pictures": "2", "words": "3"}
 UNITS: dict[Network, str] = {"pictures": "", "words": "nats"}
 _CURVES: dict[Network, str] = {"pictures": "3", "words": "4"}
-_LEAST_MARGIN: dict[Network, float] = {"pictures": 0.005, "words": 0.01}
-"""In shares of the images, and in nats."""
 DEFAULT = (0.9, 1e-8)
 """Beta and eps."""
 _STABLE: dict[Network, float] = {"pictures": 0.01, "words": 0.02}
@@ -133,14 +131,12 @@ def lost(network: Network, baseline: float, value: float) -> float:
 
 
 def quality(network: Network, runs: Runs) -> list[Row]:
-    """Each method's quality, and by how much each seed's run is worse than SGD's. ``margin``: how much the seeds of
-    SGD differ, or the least that is asked about."""
+    """Each method's quality, and by how much each seed's run is worse than SGD's."""
     base = [measure(network, run) for run in runs[SGD.name]]
-    margin = max(_LEAST_MARGIN[network], max(base) - min(base))
     rows = []
     for method in TRAINED:
         own = [measure(network, run) for run in runs[method.name]]
-        data: dict[str, Any] = {"margin": margin, **curves(runs[method.name])}
+        data: dict[str, Any] = {**curves(runs[method.name])}
         if method is not SGD:
             differences = [lost(network, b, value) for b, value in zip(base, own, strict=True)]
             data |= {"spec": on(network, method).spec, "lost": differences}

@@ -34,6 +34,7 @@ from experiments.papers.intsgd.networks import (
     TABLES,
     Network,
 )
+from experiments.papers.rates import untuned
 from experiments.tasks.words import LanguageTask, Pictures
 from thinwire_tools.compare.data import standard_library
 from thinwire_tools.compare.statistics import Estimate
@@ -50,7 +51,7 @@ class IntSGDScale(Scale):
     data: str | None = None
     sources: tuple[Source, ...] = convex.SOURCES
     pictures: Pictures = field(
-        default_factory=lambda: Pictures(steps=160, batch=8, warm_up=40, probe_every=16, noise=1.0)
+        default_factory=lambda: Pictures(steps=160, batch=8, learning_rate=0.2, warm_up=40, probe_every=16, noise=1.0)
     )
     words: LanguageTask = field(default_factory=lambda: LanguageTask(clip_each_rank=True, learning_rate=8.0))
     timed_pictures: Pictures = field(default_factory=lambda: Pictures(width=64, batch=4))
@@ -214,22 +215,21 @@ _LOST = {
     network: min(effect for _, _, effect, _ in methods if effect and effect > 0.005)
     for network, methods in _QUALITY.items()
 }
-"""What QSGD loses in the paper: those that match SGD may lose half of it."""
-
+"""What QSGD loses in the paper: those that match SGD may lose half of it, and those that fall short lose more."""
+_PAPER_ERRORS = 0.0533
+"""Of SGD in table 2. A share of pictures that is lost counts by the share that SGD itself gets wrong."""
 
 _UNITS: dict[Network, str] = {"pictures": "points", "words": "hundredths of a nat"}
 
 
 def _quality_rule(network: Network, name: str, matching: bool, effect: float | None) -> Rule:
     def rule(rows: Rows) -> Judgment:
-        others = (rows.get(f"quality/{method.name}") for method, *_ in _QUALITY[network])
-        better = [row for row in others if row and estimated(row, "lost").upper < 0]
         lost, unit = estimated(rows[name], "lost"), _UNITS[network]
-        judgment = matches(lost, _LOST[network] / 2, unit) if matching else exceeds(lost, effect, unit)
-        if better:
-            why = f"{len(better)} compressed methods are better than SGD: its learning rate is not tuned"
-            return unsound(why, judgment)
-        return judgment
+        size = (1 - rows[f"quality/{SGD.name}"]["value"]) / _PAPER_ERRORS if network == "pictures" else 1.0
+        least, theirs = size * _LOST[network], size * (effect or _LOST[network])
+        judgment = matches(lost, least / 2, unit) if matching else exceeds(lost, theirs, unit)
+        why = untuned(rows)
+        return unsound(why, judgment) if why else judgment
 
     return rule
 
@@ -349,7 +349,8 @@ PAPER = Paper(
         "Logistic regression: a claim holds if it holds on every data set, and convergence for every seed. It is "
         "linear if a line fits the logarithm of the gap with an R² of at least 0.99, and like that in full "
         "precision if it takes at most 1.5 times the steps. Networks: a method that ends at SGD's quality may lose "
-        "at most half of what QSGD loses in the paper."
+        "at most half of what QSGD loses in the paper, and one that falls short loses more; accuracy is lost as a "
+        "share of SGD's errors. Where half or twice SGD's learning rate is better, nothing is judged."
     ),
     differs=(
         "logistic regression: the 12 workers are computed in one process, in fp64; integers are neither clipped nor "

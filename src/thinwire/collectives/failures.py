@@ -319,11 +319,12 @@ class Board:
                 self.tell(failed=(self.rank if suspect is None else suspect, line(text)))
             while not self._searched:
                 late_s = time.monotonic() - since - GRACE_S
-                self._found = self._found or self._find(suspect, since, guess=late_s >= 0.0)
+                guess = late_s >= (0.0 if self._known(since) else self._beat_s * _SILENT_BEATS)
+                self._found = self._found or self._find(suspect, since, guess=guess)
                 # Another rank may have found another cause: the first one in the store counts.
                 if self._cut_off(since) or late_s > _REPORT_S:
                     self._cause = self._cause or self._found
-                self._searched = self._cause is not None or (late_s >= 0.0 and self._found is None)
+                self._searched = self._cause is not None or (guess and self._found is None)
                 if not self._searched:
                     self._hurry(self._look_s)
             return self._cause
@@ -439,6 +440,15 @@ class Board:
         now, pending = time.monotonic(), self._asked > self._read
         silent = pending and now - self._asked > self._beat_s * _SILENT_BEATS
         return self._lost is not None or (silent and since is not None and now - since > 1.0)
+
+    def _known(self, since: float) -> bool:
+        """Whether more time will not tell which ranks are alive: all have sent a heartbeat ``since`` the failure, or
+        have said what became of them. On a starved machine that may take longer than the failure waits."""
+        sent = since + self._beat_s
+        return self._cut_off(since) or all(
+            record is self.mine or record.ended or self._caused(place) or heard > sent
+            for place, (record, heard) in enumerate(zip(self.records, self._heard, strict=True))
+        )
 
     def _caused(self, place: int) -> bool:
         """Whether a rank says that another one made it fail."""
