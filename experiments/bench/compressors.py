@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -94,19 +94,19 @@ def compressors(
     return 0
 
 
-def measure(chosen: Sequence[Compressor], gradients: Gradients, *, turns: int, tell=None) -> list[Row]:
+def measure(
+    chosen: Sequence[Compressor], gradients: Gradients, *, turns: int, tell: Callable[[str], None]
+) -> list[Row]:
     """Errors and sizes of each, one after the other; then speeds, all in turn.
 
     Raises ``ValueError`` where a layer's values or shape do not suit a compressor.
     """
     subjects, qualities = [], []
     for compressor in chosen:
-        if tell:
-            tell(f"error of {escape(str(compressor))}")
+        tell(f"error of {escape(str(compressor))}")
         subjects.append(Pass(compressor, gradients.layers))
         qualities.append(measure_quality(subjects[-1], gradients))
-    if tell:
-        tell(f"speeds: {turns} turns")
+    tell(f"speeds: {turns} turns")
     seconds = _times(subjects, gradients, turns)
     measured = zip(chosen, subjects, qualities, seconds[1:], strict=True)
     copy_s = seconds[0][0]

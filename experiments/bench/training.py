@@ -228,5 +228,5 @@ def train(method: Method, task: GPTTask, seed: int) -> dict[str, Any]:
             dist.all_reduce(both)
             total, count = both.tolist()
     digests: list[Any] = [None] * num_ranks
-    dist.all_gather_object(digests, digest(model))
+    dist.all_gather_object(digests, digest(model.parameters()))
     return {"loss": total / count, "sent_bytes": sent / task.steps, "replicas_differ": len(set(digests)) > 1}

@@ -227,3 +227,10 @@ def differences(row: Mapping[str, Any], key: str) -> list[float]:
 def estimated(row: Mapping[str, Any], key: str) -> Estimate:
     """Return mean and bounds of `differences`."""
     return estimate(differences(row, key))
+
+
+def bounded(row: Mapping[str, Any], mean: float | None) -> Estimate:
+    """Return a recorded mean and the row's bounds; JSON keeps as null those of one seed, and what diverged."""
+    mean, unknown = (math.inf, math.inf) if mean is None else (mean, -math.inf)
+    lower, upper = row["lower"], row["upper"]
+    return Estimate(mean, math.nan, unknown if lower is None else lower, math.inf if upper is None else upper, 0)

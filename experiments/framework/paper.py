@@ -6,7 +6,6 @@ import dataclasses
 import json as json_module
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -57,32 +56,6 @@ def write_again(
     console.print(f"Figures: {path}", soft_wrap=True, markup=False)
 
 
-def make_parts(
-    console: Console, study: Study[Any], parts: Mapping[str, tuple[str, Callable[[Study[Any]], list[Finding]]]]
-) -> tuple[list[Finding], dict[str, str]]:
-    """Return the findings of parts, each a title and what measures it, and reasons of failed ones. A failure costs its
-    part, not the others."""
-    findings: list[Finding] = []
-    failures: dict[str, str] = {}
-    with study:
-        for part, (title, make) in parts.items():
-            try:
-                with study.part(title):
-                    rows = make(study)
-            except (RankFailedError, ParityError) as failure:
-                # After a rank's failure the others are useless: later parts start new ones.
-                study.close()
-                failures[part] = str(failure)
-                console.print(f"{title}: failed: {failure}", style="bold red", markup=False)
-                if isinstance(failure, RankFailedError):
-                    console.print(failure.log, style="dim", markup=False)
-                continue
-            findings += rows
-            judged = [row.holds for row in rows if row.claim and row.holds is not None]
-            console.print(f"{title}: {f'{sum(judged)} of {len(judged)} claims hold' if judged else 'none judged'}")
-    return findings, failures
-
-
 ScaleT = TypeVar("ScaleT", bound=Scale)
 
 
@@ -109,6 +82,30 @@ class Paper(Generic[ScaleT]):
     smoke: ScaleT
     study: Callable[[ScaleT, Path, Console, bool, RunCache], Study[ScaleT]]
     source: Literal["paper", "thesis"] = "paper"
+
+    def make(self, study: Study[ScaleT], chosen: Sequence[str]) -> tuple[list[Finding], dict[str, str]]:
+        """Return the findings of the ``chosen`` parts, and reasons of failed ones. A failure costs its part, not the
+        others."""
+        console, findings, failures = study.console, [], {}
+        with study:
+            for name in chosen:
+                title, measure = self.parts[name].title, self.parts[name].measure
+                try:
+                    with study.part(title):
+                        rows = measure(study)
+                except (RankFailedError, ParityError) as failure:
+                    # After a rank's failure the others are useless: later parts start new ones.
+                    study.close()
+                    failures[name] = str(failure)
+                    console.print(f"{title}: failed: {failure}", style="bold red", markup=False)
+                    if isinstance(failure, RankFailedError):
+                        console.print(failure.log, style="dim", markup=False)
+                    continue
+                study.measured |= _by_name(rows)
+                findings += (found := judge(self.claims, rows, emulated=study.emulated))
+                judged = [row.holds for row in found if row.claim and row.holds is not None]
+                console.print(f"{title}: {f'{sum(judged)} of {len(judged)} claims hold' if judged else 'none judged'}")
+        return findings, failures
 
     def judge(self, record: Mapping[str, Any]) -> list[Finding]:
         """Return the claims, judged again by the rows of a JSON file that this paper's command wrote."""
@@ -156,14 +153,7 @@ def command(paper: Paper[Any], summary: str) -> Callable[..., int]:
         cache = RunCache(None if smoke else out / "runs")
         study = paper.study(scale, out, console, emulated, cache)
         study.measured |= _by_name(recorded(timed) if timed else ())
-
-        def measure(part: Part, study: Study[Any]) -> list[Finding]:
-            rows = part.measure(study)
-            study.measured |= _by_name(rows)
-            return judge(paper.claims, rows, emulated=emulated)
-
-        made = {name: (paper.parts[name].title, partial(measure, paper.parts[name])) for name in chosen}
-        findings, failures = make_parts(console, study, made)
+        findings, failures = paper.make(study, chosen)
         about |= study.about() | {
             "emulated": emulated,
             "smoke": smoke,

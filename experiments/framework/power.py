@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as json_format
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -61,11 +61,6 @@ class Power:
         both = float(quantile(CONFIDENCE, num_seeds - 1) + quantile(POWER, num_seeds - 1))
         return both * self.deviation / math.sqrt(num_seeds)
 
-    @property
-    def control_fails(self) -> bool | None:
-        """Whether the control is surely worse; None if there is none."""
-        return None if self.control is None else self.control.lower > 0
-
 
 TASKS = (
     Task("GPT, fine-tuned in 2 stages", "loss", "aqsgd/all", "figure 3/", "direct/small/2 stages/fw2 bw4"),
@@ -95,14 +90,9 @@ TASKS = (
 
 
 def powers(folder: Path) -> list[Power]:
-    """Return the power of every task that is recorded in ``folder``."""
-    measured_powers = []
-    for task in TASKS:
-        path = folder / f"{task.file}.json"
-        results = json_format.loads(path.read_text())["results"] if path.exists() else []
-        if (one := measured(task, by_name(results))) is not None:
-            measured_powers.append(one)
-    return measured_powers
+    """Return the power of every task, by the records in ``folder``."""
+    records = (json.loads((folder / f"{task.file}.json").read_text()) for task in TASKS)
+    return [measured(task, by_name(record["results"])) for task, record in zip(TASKS, records, strict=True)]
 
 
 def by_name(results: Sequence[Mapping[str, Any]]) -> Rows:
@@ -117,8 +107,8 @@ def by_name(results: Sequence[Mapping[str, Any]]) -> Rows:
     return rows
 
 
-def measured(task: Task, rows: Rows) -> Power | None:
-    """Return the power of a task by the recorded rows; None where a method has fewer than two seeds."""
+def measured(task: Task, rows: Rows) -> Power:
+    """Return the power of a task by the recorded rows of methods that have at least two seeds."""
     controls, methods = [], []
     for name, row in rows.items():
         if not name.startswith(task.rows):
@@ -130,8 +120,6 @@ def measured(task: Task, rows: Rows) -> Power | None:
                 estimate(relative)
             )
     every = [*methods, *controls]
-    if not every:
-        return None
     return Power(
         task,
         len(every),
@@ -144,9 +132,8 @@ def measured(task: Task, rows: Rows) -> Power | None:
 
 def differences(task: Task, row: Mapping[str, Any], rows: Rows) -> list[float]:
     """Return the loss of a method against the baseline, seed by seed; empty where its row has no values of seeds."""
-    for key in ("lost", "differences"):
-        if isinstance(row.get(key), list):
-            return claims.differences(row, key)
+    if isinstance(row.get("lost"), list):
+        return claims.differences(row, "lost")
     key = next((key for key in _VALUES if isinstance(row.get(key), list)), None)
     if key is None:
         return []
@@ -173,7 +160,7 @@ def cells(one: Power) -> list[str]:
     if one.control is None:
         control = "none recorded"
     else:
-        control = shown_difference(one.control) + ("" if one.control_fails else ": not clearly worse")
+        control = shown_difference(one.control) + ("" if one.control.lower > 0 else ": not clearly worse")
     least = "none" if math.isinf(one.least) else _percent(one.least)
     seen = [_percent(one.visible(number)) for number in _SEEDS]
     return [one.task.title, one.task.metric, f"{one.num_methods}, {one.num_seeds}", *seen, least, control]

@@ -78,7 +78,7 @@ class Replica(Attached):
         """Return the score over all held-out data, and alpha by step."""
         return {
             "held_out": self.score(probe=False),
-            "digests": {} if self.method.kind == "nothing" else {"parameters": digest(self.model)},
+            "digests": {} if self.method.kind == "nothing" else {"parameters": digest(self.model.parameters())},
             "alpha": self.wire.stats.alpha if self.wire else [],
         }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -73,34 +73,12 @@ _WIDE = ("a ratio within", "a difference below", "the interval")
 
 
 @dataclass(frozen=True)
-class RecordedClaim:
-    """One row: a paper's statement, the finding, and what was found when it was measured, if that was another."""
-
-    figure: str
-    claim: str
-    text: str
-    holds: bool | None
-    why: str
-    detectable: float | None
-    machine: str
-    before: dict[str, Any] | None
-
-    @property
-    def changed(self) -> bool:
-        return self.before is not None and self.before["holds"] is not self.holds
-
-    @property
-    def turned(self) -> bool:
-        """Whether one verdict has become the other."""
-        return self.before is not None and self.changed and None not in (self.before["holds"], self.holds)
-
-
-@dataclass(frozen=True)
 class RecordedPaper:
     """The record of one paper in a folder of JSON files."""
 
     entry: Entry
-    claims: tuple[RecordedClaim, ...]
+    claims: tuple[Mapping[str, Any], ...]
+    """Rows that have a claim, each with its ``machine``."""
     failures: tuple[str, ...]
     """Parts that ended in an error, and the error."""
     machines: tuple[str, ...]
@@ -109,7 +87,7 @@ class RecordedPaper:
     """Records that name no commit."""
 
     def counts(self) -> Counter[str]:
-        return Counter(_WORDS[claim.holds] for claim in self.claims)
+        return Counter(_WORDS[row["holds"]] for row in self.claims)
 
 
 def read(folder: Path, *, judge: bool = False) -> list[RecordedPaper]:
@@ -125,7 +103,7 @@ def read(folder: Path, *, judge: bool = False) -> list[RecordedPaper]:
 
 
 def _recorded(entry: Entry, folder: Path, judge: bool) -> RecordedPaper:
-    rows: dict[str, tuple[dict[str, Any], str]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     failures: list[str] = []
     machines: list[str] = []
     unnamed: list[str] = []
@@ -135,9 +113,9 @@ def _recorded(entry: Entry, folder: Path, judge: bool) -> RecordedPaper:
         machine = _machine(record)
         machines += [] if machine in machines else [machine]
         results = _judged(entry, record) if judge else record["results"]
-        rows |= {row["name"]: (row, machine) for row in results}
+        rows |= {row["name"]: {**row, "machine": machine} for row in results}
         failures += [f"{part}: {why}" for part, why in record.get("about", {}).get("failures", {}).items()]
-    claims = tuple(_claim(row, machine) for row, machine in rows.values() if row.get("claim"))
+    claims = tuple(row for row in rows.values() if row.get("claim"))
     return RecordedPaper(entry, claims, tuple(failures), tuple(machines), tuple(unnamed))
 
 
@@ -146,12 +124,6 @@ def _judged(entry: Entry, record: dict[str, Any]) -> list[dict[str, Any]]:
     before = {row["name"]: row["judged_before"] for row in record["results"] if "judged_before" in row}
     rows = results_of(entry.paper.judge(record), "", {}).results
     return [row | ({"judged_before": before[row["name"]]} if row["name"] in before else {}) for row in rows]
-
-
-def _claim(row: dict[str, Any], machine: str) -> RecordedClaim:
-    figure, claim, text = (str(row[key]) for key in ("figure", "claim", "found"))
-    more = row.get("why", ""), row.get("detectable"), machine, row.get("judged_before")
-    return RecordedClaim(figure, claim, text, row["holds"], *more)
 
 
 def _record(path: Path) -> dict[str, Any]:
@@ -206,7 +178,7 @@ def _totals(papers: Sequence[RecordedPaper]) -> str:
     total: Counter[str] = Counter()
     for paper in papers:
         total += paper.counts()
-    open_ = [claim.why for paper in papers for claim in paper.claims if claim.holds is None]
+    open_ = [row.get("why", "") for paper in papers for row in paper.claims if row["holds"] is None]
     once, wide = (sum(why.startswith(begins) for why in open_) for begins in (_ONCE, _WIDE))
     return (
         f"Of {sum(total.values())} claims, {total[_WORDS[True]]} hold here, {total[_WORDS[False]]} do not, and "
@@ -219,19 +191,20 @@ def _totals(papers: Sequence[RecordedPaper]) -> str:
 def changes(papers: Sequence[RecordedPaper]) -> str:
     """Return the verdicts that are not those of the run, and the records that name no commit."""
     parts = []
-    changed = [(paper.entry.name, claim) for paper in papers for claim in paper.claims if claim.changed]
+    rows = [(paper.entry.name, row, row.get("judged_before", row)) for paper in papers for row in paper.claims]
+    changed = [(name, row, before) for name, row, before in rows if before["holds"] is not row["holds"]]
     if changed:
-        rows = [
-            [name, c.figure, str(c.before["claim"]), _WORDS[c.before["holds"]], _WORDS[c.holds]]
-            for name, c in changed
-            if c.before and c.turned
+        turned = [
+            [name, row["figure"], str(before["claim"]), _WORDS[before["holds"]], _WORDS[row["holds"]]]
+            for name, row, before in changed
+            if None not in (before["holds"], row["holds"])
         ]
         parts += [
             "## Verdicts that have changed",
             f"{len(changed)} claims were judged otherwise when they were measured, by earlier rules or settings. "
-            f"{len(rows)} of them turned from one verdict into the other. The others were inconclusive, or have become "
-            "so.",
-            *([table(["", "figure", "the paper", "before", "now"], rows)] if rows else []),
+            f"{len(turned)} of them turned from one verdict into the other. The others were inconclusive, or have "
+            "become so.",
+            *([table(["", "figure", "the paper", "before", "now"], turned)] if turned else []),
         ]
     if unnamed := [name for paper in papers for name in paper.unnamed]:
         parts += ["## Records without a commit", f"{UNNAMED.capitalize()}: {', '.join(unnamed)}."]
@@ -249,11 +222,11 @@ def _section(paper: RecordedPaper) -> Iterator[str]:
     if paper.failures:
         yield "Parts that ended in an error:\n\n" + "\n".join(f"- {cell(failure)}" for failure in paper.failures)
     rows = []
-    for claim in paper.claims:
-        at = paper.machines.index(claim.machine)
-        text = outcome(claim.text, claim.why) + (f" ({at + 1})" if at else "")
-        interval = "" if claim.detectable is None else f"{100 * claim.detectable:.2g} %"
-        rows.append([claim.figure, claim.claim, text, _WORDS[claim.holds], interval])
+    for row in paper.claims:
+        at = paper.machines.index(row["machine"])
+        text = outcome(row["found"], row.get("why")) + (f" ({at + 1})" if at else "")
+        interval = f"{100 * row['detectable']:.2g} %" if row.get("detectable") else ""
+        rows.append([row["figure"], row["claim"], text, _WORDS[row["holds"]], interval])
     yield table(["figure", "the paper", "here", "", "interval"], rows)
     yield f"{paper.machines[0]}."
     for i, machine in enumerate(paper.machines[1:], 2):

@@ -16,11 +16,11 @@ from experiments.framework.claims import Row
 from experiments.framework.methods import Method
 from experiments.framework.ranks import OnStep, RunCache
 from experiments.framework.replicas import ScoredTask
-from experiments.framework.training import Gradients, Trained, Trainings, record
-from experiments.tasks.images import ImageTask
+from experiments.framework.timing import where
+from experiments.framework.training import Trained, Trainings
 from thinwire_tools import lab
 from thinwire_tools.compare.paired import Watcher
-from thinwire_tools.lab.units import format_rate, parse_rate, parse_rates
+from thinwire_tools.lab.units import parse_rates
 
 
 def draw_bars(axes: Any, shown: Sequence[tuple[str, str, float]]) -> None:
@@ -144,7 +144,7 @@ class Study(Generic[ScaleT]):
     @property
     def over(self) -> str:
         """Description of the link, for people."""
-        return "over loopback" if self.rate is None else f"over {format_rate(parse_rate(self.rate))}"
+        return where(self.rate)
 
     def picture(self, figure: str) -> Path:
         return self.out / f"{figure}.svg"
@@ -188,63 +188,3 @@ class PartWatcher(Watcher):
     def step(self, step: int, loss: float) -> None:
         self._study.advance(step - self._done, f"{self._title}: loss {loss:.2f}")
         self._done = step
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageScale(Scale):
-    """Scale of a paper that trains one network on images, of the folder ``data`` (None: scikit-learn's digits)."""
-
-    task: ImageTask
-    num_ranks: int = 2
-    data: str | None = None
-    steps: int | None = None
-    rate: str | None = "200mbit"
-
-    def adapted(self, **options: Any) -> Self:
-        made = super().adapted(**options)
-        task = replace(made.task, data=made.data)
-        if made.steps is not None:
-            task = replace(task, steps=made.steps, probe_every=max(1, made.steps // 16))
-        return replace(made, task=task)
-
-    def about(self) -> dict[str, Any]:
-        images = self.task.images
-        return {
-            "images": {"name": images.name, "train": len(images.train), "held_out": len(images.held_out)},
-            "parameters": sum(parameter.numel() for parameter in self.task.build(0).parameters()),
-        }
-
-
-ImageScaleT = TypeVar("ImageScaleT", bound=ImageScale)
-
-
-@dataclass
-class ImageStudy(Study[ImageScaleT]):
-    """A run that trains the scale's task."""
-
-    link: Any = "loopback"
-    _gradients: dict[int, Gradients] = field(default_factory=dict)
-
-    def about(self) -> dict[str, Any]:
-        return {"link": self.link}
-
-    @property
-    def task(self) -> ImageTask:
-        return self.scale.task
-
-    def train(self, method: Method, seed: int, *, measure: int = 0, shaped: bool = False) -> Trained:
-        """Run `Study.train_task` with the scale's task and ranks."""
-        num_ranks = self.scale.num_ranks
-        trained = self.train_task(self.task, method, seed, num_ranks=num_ranks, measure=measure, shaped=shaped)
-        if shaped and self.emulated:
-            link = self.trainings(num_ranks).link
-            self.link = link if link != "loopback" else self.link
-        return trained
-
-    def gradients(self, seed: int = 0) -> Gradients:
-        """Return gradients recorded ten times, evenly, along an uncompressed training."""
-        if seed not in self._gradients:
-            at = sorted({self.task.steps * i // 10 for i in range(10)})
-            on_step = self.reporter("gradients")
-            self._gradients[seed] = record(self.task, seed, self.scale.num_ranks, at, on_step)
-        return self._gradients[seed]

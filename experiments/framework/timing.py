@@ -114,7 +114,7 @@ class Timing(Ranks):
         """
         entered = self._enter(model, methods)
         found = self._turns(methods, entered, rounds=rounds, steps=steps, rates=rates, on_turn=on_turn)
-        self._leave()
+        self.call(Rank.leave)
         return found
 
     def syncs(
@@ -126,7 +126,7 @@ class Timing(Ranks):
         self.shape(rate)
         answer = self.call(replicas.syncs, which=0, steps=steps)[0]
         on_turn(steps, method.title)
-        self._leave()
+        self.call(Rank.leave)
         return [Sync(tuple(sizes), seconds) for sizes, seconds in answer["syncs"]], answer["layers"]
 
     def errors(self, model: Model, methods: Sequence[Method], *, steps: int, on_turn: OnTurn) -> dict[str, list[float]]:
@@ -137,7 +137,7 @@ class Timing(Ranks):
             answers = self.call(replicas.errors, which=which, steps=steps)
             errors[method.name] = [float(error) for error in answers[0]["errors"]]
             on_turn(steps, method.title)
-        self._leave()
+        self.call(Rank.leave)
         return errors
 
     def calibrate(self, model: Model, share: float, *, on_turn: OnTurn) -> str:
@@ -158,7 +158,7 @@ class Timing(Ranks):
         high = bits / (ceiling * (min(1 / share, _SLOWEST_GUESS) - _FIRST_GUESS_HIDDEN))
         low = high / 2
         at_high, at_low = seconds(high), seconds(low)
-        self._leave()
+        self.call(Rank.leave)
         rate = solve_rate(
             (high, at_high["fp32"]),
             (low, at_low["fp32"]),
@@ -182,9 +182,6 @@ class Timing(Ranks):
         """Return further arguments with which ranks build models."""
         return self._options
 
-    def _leave(self) -> None:
-        self.call(Rank.leave)
-
     def _turns(
         self,
         methods: Sequence[Attaching],
@@ -202,9 +199,9 @@ class Timing(Ranks):
                 self.shape(rate)
                 if len(rates) > 1:
                     # The turn that sends least makes connections adapt to the other rate.
-                    self._turn(len(methods) - 1, 1)
+                    self.call(Rank.turn, which=len(methods) - 1, steps=1)
                 for which, method in self._order(methods, round_):
-                    turn = self._turn(which, steps)
+                    turn = self.call(Rank.turn, which=which, steps=steps)
                     if round_:
                         answers[method.name].append(turn)
                     on_turn(steps, method.title)
@@ -214,9 +211,6 @@ class Timing(Ranks):
         """Return the methods in alternating order, so that none is always the first or the last."""
         order = list(enumerate(methods))
         return order if round_ % 2 else order[::-1]
-
-    def _turn(self, which: int, steps: int) -> list[dict[str, Any]]:
-        return self.call(Rank.turn, which=which, steps=steps)
 
 
 Answers = dict[str, list[list[dict[str, Any]]]]
@@ -262,6 +256,11 @@ def shown_rate(rate: str) -> str:
     return format_rate(lab.parse_rate(rate))
 
 
+def where(rate: str | None) -> str:
+    """Return a link's description, for people."""
+    return "over loopback" if rate is None else f"over {shown_rate(rate)}"
+
+
 FoundT = TypeVar("FoundT")
 
 
@@ -279,22 +278,13 @@ class SeparateRuns:
     num_cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     rtt_s: float = 0.0
 
-    def times(
-        self,
-        model: Model,
-        methods: Sequence[Attaching],
-        *,
-        rounds: int,
-        steps: int,
-        rates: Sequence[str | None],
-        on_turn: OnTurn,
-    ) -> list[Times]:
-        """Return `Times` over links of each of ``rates`` with a run where `Timing.times` has a round: its median round.
+    def times(self, model: Model, methods: Sequence[Attaching], **turns: Any) -> list[Times]:
+        """Return what `Timing.times` does, with the median round of a run in place of a round; ``turns`` are its other
+        arguments.
 
         Raises:
             RankFailedError: a rank did not make it.
         """
-        turns: dict[str, Any] = {"rounds": rounds, "steps": steps, "rates": rates, "on_turn": on_turn}
         found = self.each(lambda timing: timing.times(model, methods, **turns))
         return [joined(at_rate) for at_rate in zip(*found, strict=True)]
 

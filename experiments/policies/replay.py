@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -88,7 +88,7 @@ def _kept(tables: Sequence[Table], family: Family, lgreco: Method) -> list[list[
 
 
 Ratios = tuple[float, ...]
-"""A geometric mean for each training."""
+"""For each training, a geometric mean over levels and snapshots; NaN if no point lies within the line."""
 
 DecisionPlace = tuple[int, int, int]
 """Training, step and level of a decision."""
@@ -101,56 +101,48 @@ def places(bench: Bench, method: str) -> frozenset[DecisionPlace]:
 
 def fewer_bytes(
     bench: Bench, method: str, *, later: bool = False, at: frozenset[DecisionPlace] | None = None
-) -> Ratios | None:
-    """How many times fewer bytes than uniform compression of the same error a policy sends: the geometric mean over
-    levels and snapshots of each training. ``later``: on the snapshot after the one that a plan was made on; ``at``:
-    of these decisions only. None where a training has no point that lies between those of uniform compression."""
-
-    def ratio(point: Point, line: Line) -> float:
-        return line.bytes_at(point) / point.sent_bytes
-
-    return _over_trainings(bench, method, later, at, ratio)
+) -> Ratios:
+    """How many times fewer bytes than uniform compression of the same error a policy sends. ``later``: on the snapshot
+    after the one that a plan was made on; ``at``: of these decisions only."""
+    return _by_training(bench, method, Line.fewer_bytes, later=later, at=at)
 
 
-def less_error(bench: Bench, method: str, *, at: frozenset[DecisionPlace] | None = None) -> Ratios | None:
+def less_error(bench: Bench, method: str, *, at: frozenset[DecisionPlace] | None = None) -> Ratios:
     """How many times less error than uniform compression of the same bytes a policy has."""
-
-    def ratio(point: Point, line: Line) -> float:
-        return line.error_at(point) / point.error if point.error else math.nan
-
-    return _over_trainings(bench, method, False, at, ratio)
+    return _by_training(bench, method, Line.less_error, at=at)
 
 
-def against(bench: Bench, method: str, other: str, *, later: bool = False) -> Ratios | None:
+def against(bench: Bench, method: str, other: str, *, later: bool = False) -> Ratios:
     """How many times fewer bytes than another policy's frontier, at the same error on the same snapshot; ``later``: on
     the snapshot after the one that the plans of both were made on."""
-    means = []
-    for training in range(len(bench.uniform)):
-        lines: dict[int, list[Point]] = {}
-        for snapshot, point in _points(bench, bench.decisions[other], training, later):
-            lines.setdefault(snapshot, []).append(point)
-        ratios = [
-            Line(lines[snapshot]).bytes_at(point) / point.sent_bytes
-            for snapshot, point in _points(bench, bench.decisions[method], training, later)
-        ]
-        known = [math.log(ratio) for ratio in ratios if math.isfinite(ratio)]
-        if not known:
-            return None
-        means.append(fmean(known))
-    return tuple(map(math.exp, means)) or None
+    frontiers: dict[tuple[int, int], list[Point]] = {}
+    for place, point in _points(bench, other, later):
+        frontiers.setdefault(place, []).append(point)
+    lines = {place: Line(points) for place, points in frontiers.items()}
+    return _by_training(bench, method, Line.fewer_bytes, later=later, lines=lines)
+
+
+def geometric_mean(ratios: Iterable[float]) -> float:
+    """The mean of those that are known; NaN if none is."""
+    known = [math.log(ratio) for ratio in ratios if ratio > 0 and math.isfinite(ratio)]
+    return math.exp(fmean(known)) if known else math.nan
 
 
 @dataclass(frozen=True)
 class Line:
-    """Uniform compression on one snapshot, interpolated linearly in logarithms; NaN outside of what was measured."""
+    """Plans on one snapshot, interpolated linearly in logarithms; ratios to it are NaN outside of what was measured."""
 
     points: Sequence[Point]
 
-    def bytes_at(self, point: Point) -> float:
-        return _between(point.error, [p.error for p in self.points], [p.sent_bytes for p in self.points])
+    def fewer_bytes(self, point: Point) -> float:
+        """How many times fewer bytes than the line's at the same error the point sends."""
+        here = _between(point.error, [p.error for p in self.points], [p.sent_bytes for p in self.points])
+        return here / point.sent_bytes
 
-    def error_at(self, point: Point) -> float:
-        return _between(point.sent_bytes, [p.sent_bytes for p in self.points], [p.error for p in self.points])
+    def less_error(self, point: Point) -> float:
+        """How many times less error than the line's at the same bytes the point has."""
+        here = _between(point.sent_bytes, [p.sent_bytes for p in self.points], [p.error for p in self.points])
+        return here / point.error if point.error else math.nan
 
 
 def _between(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
@@ -162,31 +154,32 @@ def _between(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
     return math.exp(float(np.interp(at, known, values)))
 
 
-def _over_trainings(
-    bench: Bench, method: str, later: bool, at: frozenset[DecisionPlace] | None, ratio: Callable[[Point, Line], float]
-) -> Ratios | None:
-    means, decisions = [], bench.decisions[method]
-    if at is not None:
-        decisions = [one for one in decisions if (one.training, one.step, one.level) in at]
-    for training in range(len(bench.uniform)):
-        values = [
-            ratio(point, Line(bench.uniform[training][snapshot]))
-            for snapshot, point in _points(bench, decisions, training, later)
-        ]
-        known = [math.log(value) for value in values if math.isfinite(value) and value > 0]
-        if not known:
-            return None
-        means.append(fmean(known))
-    return tuple(map(math.exp, means)) or None
+def _by_training(
+    bench: Bench,
+    method: str,
+    ratio: Callable[[Line, Point], float],
+    *,
+    later: bool = False,
+    at: frozenset[DecisionPlace] | None = None,
+    lines: Mapping[tuple[int, int], Line] | None = None,
+) -> Ratios:
+    """Means of ratios to uniform compression, or to other ``lines``, by training and snapshot."""
+    ratios: list[list[float]] = [[] for _ in bench.uniform]
+    for (training, snapshot), point in _points(bench, method, later, at):
+        line = lines[training, snapshot] if lines else Line(bench.uniform[training][snapshot])
+        ratios[training].append(ratio(line, point))
+    return tuple(map(geometric_mean, ratios))
 
 
-def _points(bench: Bench, decisions: Iterable[Decision], training: int, later: bool) -> Iterable[tuple[int, Point]]:
-    """Index of the snapshot that a point is on, and the point."""
-    steps = bench.steps[training]
-    for decision in decisions:
-        if decision.training == training:
-            at = steps.index(decision.step)
-            if not later:
-                yield at, decision.point
-            elif decision.later is not None:
-                yield at + 1, decision.later
+def _points(
+    bench: Bench, method: str, later: bool, at: frozenset[DecisionPlace] | None = None
+) -> Iterator[tuple[tuple[int, int], Point]]:
+    """Training and index of the snapshot that a point is on, and the point."""
+    for one in bench.decisions[method]:
+        if at is not None and (one.training, one.step, one.level) not in at:
+            continue
+        snapshot = bench.steps[one.training].index(one.step)
+        if not later:
+            yield (one.training, snapshot), one.point
+        elif one.later is not None:
+            yield (one.training, snapshot + 1), one.later

@@ -139,22 +139,16 @@ class _Rank:
 
     def failed(self, error: BaseException) -> None:
         """Say what was met, and whether a checkpoint can be written afterwards."""
-        cause = {name: getattr(error, name, None) for name in ("rank", "host", "reason")}
-        self.tell(
-            outcome="error",
-            kind=type(error).__name__,
-            typed=isinstance(error, thinwire.CommunicationError),
-            text=f"{error}"[:300],
-            **cause,
-        )
+        named = getattr(error, "rank", None)
+        self.tell(outcome="error", kind=type(error).__name__, text=f"{error}"[:300], rank=named)
         if self._save is None:
             return
         try:
             torch.save(self._save(), self._folder / f"rank{self.rank}.pt")
             torch.load(self._folder / f"rank{self.rank}.pt", weights_only=True)
             self.tell(saved=True)
-        except Exception as unsaved:  # noqa: BLE001 - it is what is judged
-            self.tell(saved=False, why=f"{type(unsaved).__name__}: {unsaved}"[:300])
+        except Exception:  # noqa: BLE001 - it is what is judged
+            self.tell(saved=False)
 
     # The fault.
 

@@ -95,7 +95,7 @@ class _Rank:
             if step % (steps // _MARKS) == 0:
                 mark = {"memory_bytes": _resident_bytes(), "threads": len(os.listdir("/proc/self/task"))}
                 mark |= {"files": len(os.listdir("/proc/self/fd")), "seconds": round(time.monotonic() - started, 1)}
-                self._channel.send("mark", step=step, digest=digest(model), **mark)
+                self._channel.send("mark", step=step, digest=digest(model.parameters()), **mark)
         return {}
 
 

@@ -226,7 +226,7 @@ def test_a_rank_that_fails_costs_its_figure_only(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(lab, "unavailable", lambda: "no right to make namespaces")
     monkeypatch.setattr(RankProcesses, "run", run_and_kill)
-    assert experiments_main(["fft", "--smoke", "--parts", "6", "13", "5", "--out", str(tmp_path)]) == 1
+    assert experiments_main(["fft", "--smoke", "--parts", "15", "13", "5", "--out", str(tmp_path)]) == 1
     found = json.loads((tmp_path / "all.json").read_text())
-    assert {row["figure"] for row in found["results"]} == {"6", "5"}
+    assert {row["figure"] for row in found["results"]} == {"15", "5"}
     assert found["about"]["failures"] == {"13": "rank 1: ended by signal 9"}

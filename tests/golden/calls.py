@@ -439,7 +439,7 @@ def claims(folder: Any) -> dict[str, list[tuple[str, str, str, bool | None]]]:
     from experiments.framework.results_page import read
 
     return {
-        paper.entry.name: [(claim.figure, claim.claim, claim.text, claim.holds) for claim in paper.claims]
+        paper.entry.name: [tuple(row[key] for key in ("figure", "claim", "found", "holds")) for row in paper.claims]
         for paper in read(folder)
     }
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import fmean, median
 from typing import Any
@@ -27,6 +26,7 @@ from experiments.papers.aqsgd.methods import (
 )
 from experiments.papers.aqsgd.split import Splitting
 from experiments.papers.aqsgd.stack import OPTIMIZERS, TIMED, StackScale, StackStudy
+from experiments.papers.aqsgd.study import known
 from thinwire_tools.compare.statistics import Estimate, estimate, relative_differences
 
 MARGIN = 0.01
@@ -47,7 +47,7 @@ Losses = Callable[[Rows], Sequence[float]]
 
 def _of_table(name: str) -> Losses:
     """By seed, from the row of a part that trains in one process."""
-    return lambda rows: [_number(loss) for loss in rows["table"]["loss"][name]]
+    return lambda rows: known(rows["table"]["loss"][name])
 
 
 def _compared(
@@ -106,6 +106,9 @@ def _curve(method: Any) -> Claim:
 # --- figure 5: throughput and time
 
 
+_PARTS = (ACTIVATIONS, ONLY_GRADIENTS)
+
+
 def _ratios(rows: Rows, rate: str, slow: Any) -> list[float]:
     """How many times faster both compressed are, by round."""
     return over(rows["throughput"]["by_round"][rate], AQSGD.name, slow.name)
@@ -122,12 +125,6 @@ def ceiling(by_round: Rows, slow: str) -> float:
     return median(by_round[slow][FP32.name]) / fastest
 
 
-def _both_gain(rows: Rows) -> tuple[float, float]:
-    """Of both compressed over activations only, and over gradients only."""
-    slow = _slowest(rows)
-    return median(_ratios(rows, slow, ACTIVATIONS)), median(_ratios(rows, slow, ONLY_GRADIENTS))
-
-
 def _in_time(rows: Rows) -> Sooner:
     ours, base = (Course.of(rows["sooner"], name) for name in ("aqsgd", "fp32"))
     return sooner(ours, base, rows["throughput"]["by_round"][_slowest(rows)])
@@ -138,22 +135,14 @@ def _in_time(rows: Rows) -> Sooner:
 
 def _ends(rows: Rows, method: Any) -> list[float]:
     """Losses of the last epoch, by seed."""
-    return [_number(losses[-1]) for losses in rows["seconds"]["methods"][method.name]["losses"]]
-
-
-def _number(value: float | None) -> float:
-    # JSON keeps what is not finite as null.
-    return math.inf if value is None else value
+    return known([losses[-1] for losses in rows["seconds"]["methods"][method.name]["losses"]])
 
 
 def _optimizer(method: Any) -> Claim:
     row = f"sooner/{method.name}"
 
-    def differences(rows: Rows) -> list[float]:
-        return [_number(value) for value in rows[row]["differences"]]
-
     def rule(rows: Rows) -> Judgment:
-        return faster([1 / (1 + value) for value in differences(rows)])
+        return faster([1 / (1 + value) for value in known(rows[row]["differences"])])
 
     statement = f"over 100 Mbit/s QuantizedAdam is at the same loss sooner than {method.title}"
     return Claim("adam", row, statement, rule, over_link=True)
@@ -179,6 +168,23 @@ def _accuracy(row: str, statement: str, ours: str, others: str, *, margin: float
     return Claim("figure 10", row, statement, rule, value=lambda rows: fmean(lost(rows)))
 
 
+# --- appendices G and F, of which there is the record
+
+
+def _appendices() -> Iterator[Claim]:
+    centers = "cluster centers", "cluster centers help, DirectQ ends at a worse loss"
+    deltas = "delta compensation", "delta compensation helps, without it the loss is worse"
+    for figure, kind, all_bits, setting, (remedy, helps) in (
+        ("appendix G", "centers", CENTER_BITS, "one epoch, fw{} bw6", centers),
+        ("appendix F", "delta", SUM_BITS, "tensor parallelism, {} bits", deltas),
+    ):
+        for bits in all_bits:
+            ours, of_bits = _of_table(f"{kind}{bits}"), setting.format(bits)
+            kept = f"{of_bits}: with {remedy} the loss is within {MARGIN:.0%} of FP32's"
+            yield _compared(figure, f"loss/{bits}", kept, ours, _of_table("fp32"), margin=MARGIN)
+            yield _compared(figure, f"direct/{bits}", f"{of_bits}: {helps}", _of_table(f"direct{bits}"), ours)
+
+
 CLAIMS = (
     *(_curve(method) for method in (AQSGD, DIRECT)),
     _compared(
@@ -201,11 +207,9 @@ CLAIMS = (
         "figure 5",
         "both_count",
         "switching off either part costs throughput",
-        lambda rows: all_hold(
-            faster(_ratios(rows, _slowest(rows), method)) for method in (ACTIVATIONS, ONLY_GRADIENTS)
-        ),
+        lambda rows: all_hold(faster(_ratios(rows, _slowest(rows), method)) for method in _PARTS),
         over_link=True,
-        value=lambda rows: min(_both_gain(rows)),
+        value=lambda rows: min(median(_ratios(rows, _slowest(rows), method)) for method in _PARTS),
         unit="x",
     ),
     Claim(
@@ -248,49 +252,7 @@ CLAIMS = (
         _of_table("aqsgd"),
     ),
     _accuracy("accuracy/direct", "split learning: AQ-SGD generalizes better than DirectQ", "direct", "aqsgd"),
-    # Appendices G and F were measured once: the record is what there is of them.
-    *(
-        claim
-        for bits in CENTER_BITS
-        for claim in (
-            _compared(
-                "appendix G",
-                f"loss/{bits}",
-                f"one epoch, fw{bits} bw6: with cluster centers the loss is within {MARGIN:.0%} of FP32's",
-                _of_table(f"centers{bits}"),
-                _of_table("fp32"),
-                margin=MARGIN,
-            ),
-            _compared(
-                "appendix G",
-                f"direct/{bits}",
-                f"one epoch, fw{bits} bw6: cluster centers help, DirectQ ends at a worse loss",
-                _of_table(f"direct{bits}"),
-                _of_table(f"centers{bits}"),
-            ),
-        )
-    ),
-    *(
-        claim
-        for bits in SUM_BITS
-        for claim in (
-            _compared(
-                "appendix F",
-                f"loss/{bits}",
-                f"tensor parallelism, {bits} bits: with delta compensation the loss is within {MARGIN:.0%} of FP32's",
-                _of_table(f"delta{bits}"),
-                _of_table("fp32"),
-                margin=MARGIN,
-            ),
-            _compared(
-                "appendix F",
-                f"direct/{bits}",
-                f"tensor parallelism, {bits} bits: delta compensation helps, without it the loss is worse",
-                _of_table(f"direct{bits}"),
-                _of_table(f"delta{bits}"),
-            ),
-        )
-    ),
+    *_appendices(),
 )
 
 _DIFFERS = (

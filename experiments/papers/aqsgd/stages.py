@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
 from statistics import fmean
@@ -19,7 +18,7 @@ import thinwire
 from experiments.framework.rank import Attached
 from experiments.papers.aqsgd.tasks import FineTuning, Stacked
 from thinwire_tools.compare.gpt import GPT, Block, rotary_angles
-from thinwire_tools.compare.train import gradient_bytes, ring_factor
+from thinwire_tools.compare.train import digest, gradient_bytes, ring_factor
 from thinwire_tools.compare.variants import Variant
 
 if TYPE_CHECKING:
@@ -290,11 +289,3 @@ class Pipe(Attached):
     def _given(self, x: Tensor, y: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """What the schedule takes on this rank."""
         return ((x,) if self.stage.is_first else (), y if self.is_last else None)
-
-
-def digest(tensors: Iterable[Tensor]) -> str:
-    """A hash of the bytes of tensors, one after the other."""
-    state = hashlib.sha256()
-    for tensor in tensors:
-        state.update(tensor.detach().contiguous().numpy().tobytes())
-    return state.hexdigest()

@@ -23,7 +23,16 @@ from experiments.framework.methods import (
 )
 from experiments.framework.replay import Compute
 from experiments.framework.study import PartWatcher, Scale, Study, draw_bars
-from experiments.framework.timing import NUM_RANKS, RANKS_PER_NODE, Place, SeparateRuns, Times, Timing, shown_rate
+from experiments.framework.timing import (
+    NUM_RANKS,
+    RANKS_PER_NODE,
+    Place,
+    SeparateRuns,
+    Times,
+    Timing,
+    shown_rate,
+    where,
+)
 from experiments.framework.verdicts import matches
 from experiments.tasks.images import TIMED, TRAINED, ImageTask, Model, load
 from thinwire_tools import plots
@@ -200,7 +209,7 @@ class CGXStudy(Study[CGXScale]):
     def where(self, model: Model, place: Place) -> str:
         """The link, for people."""
         rate = self.rate_of(model, place)
-        return "on one host" if place == "host" else "over loopback" if rate is None else f"over {shown_rate(rate)}"
+        return "on one host" if place == "host" else where(rate)
 
     def times(self, timed: Timed, model: Model) -> Times:
         """`SeparateRuns.times`, at the rate that is this model's."""

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
 
 from experiments.framework.claims import Row
 from experiments.framework.methods import NOTHING, Method
-from experiments.framework.study import ImageStudy, plain_log
+from experiments.framework.study import Scale, Study, plain_log
 from experiments.framework.timing import SeparateRuns
-from experiments.framework.training import Gradients, Trained, added_loss, curves, lost_accuracy
+from experiments.framework.training import Gradients, Trained, added_loss, curves, lost_accuracy, record
 from experiments.papers.fft import methods
 from experiments.papers.fft.methods import ALL, CONTROL, FFT, FP32, LOSSY, MILD, STRONG, THETA, TOPK
 from experiments.papers.fft.reconstruct import (
@@ -23,32 +23,87 @@ from experiments.papers.fft.reconstruct import (
     histogram,
     join,
     largest_layer,
-    message_bytes,
     quantiles,
-    ratio_with_bitmap,
     reconstruct,
     reconstruct_layer,
     share_with_least_error,
 )
 from experiments.papers.rates import by_rate
-from experiments.tasks.images import Model
-from thinwire.compressors import FFT as Codec, parse
+from experiments.tasks.images import ImageTask, Model
+from thinwire.compressors import parse
 from thinwire_tools import plots
-
-if TYPE_CHECKING:
-    from experiments.papers.fft.paper import FFTScale
-
-    FFTStudy = ImageStudy[FFTScale]
 
 ALPHA_THETAS = (MILD, THETA, STRONG)
 """Thetas whose alpha is sampled for figure 12."""
-_MESSAGE_BYTES = 100_000_000
-_RATIOS = (2, 5, 10, 20, 40, 80)
-_THETAS = (0.5, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99)
 _SHOWN = 200
 # Odd, so that zero lies within a bin.
 _BINS = 81
 _PAPER_RATIOS = {"fp32": 1.0, "fft": 21.3, "topk": 6.67, "qsgd": 10.6, "terngrad": 16.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FFTScale(Scale):
+    """The network of ``task`` learns images of the folder ``data`` (None: scikit-learn's digits). For figure 16 each of
+    ``world_sizes`` has ``runs`` separate runs of ``rounds`` turns of ``scaling_steps`` replayed steps of the ``timed``
+    network; alpha is measured every ``measure_every`` steps."""
+
+    task: ImageTask
+    timed: ImageTask = field(default_factory=ImageTask)
+    num_ranks: int = 2
+    data: str | None = None
+    steps: int | None = None
+    rate: str | None = "200mbit"
+    measure_every: int = 10
+    runs: int = 5
+    rounds: int = 3
+    scaling_steps: int = 8
+    world_sizes: tuple[int, ...] = (1, 2, 3, 4)
+
+    def adapted(self, **options: Any) -> Self:
+        made = super().adapted(**options)
+        task = replace(made.task, data=made.data)
+        if made.steps is not None:
+            task = replace(task, steps=made.steps, probe_every=max(1, made.steps // 16))
+        return replace(made, task=task)
+
+    def about(self) -> dict[str, Any]:
+        images = self.task.images
+        return {
+            "images": {"name": images.name, "train": len(images.train), "held_out": len(images.held_out)},
+            "parameters": sum(parameter.numel() for parameter in self.task.build(0).parameters()),
+        }
+
+
+@dataclass
+class FFTStudy(Study[FFTScale]):
+    """A run that trains the scale's task."""
+
+    link: Any = "loopback"
+    _gradients: dict[int, Gradients] = field(default_factory=dict)
+
+    def about(self) -> dict[str, Any]:
+        return {"link": self.link}
+
+    @property
+    def task(self) -> ImageTask:
+        return self.scale.task
+
+    def train(self, method: Method, seed: int, *, measure: int = 0, shaped: bool = False) -> Trained:
+        """Run `Study.train_task` with the scale's task and ranks."""
+        num_ranks = self.scale.num_ranks
+        trained = self.train_task(self.task, method, seed, num_ranks=num_ranks, measure=measure, shaped=shaped)
+        if shaped and self.emulated:
+            link = self.trainings(num_ranks).link
+            self.link = link if link != "loopback" else self.link
+        return trained
+
+    def gradients(self, seed: int = 0) -> Gradients:
+        """Return gradients recorded ten times, evenly, along an uncompressed training."""
+        if seed not in self._gradients:
+            at = sorted({self.task.steps * i // 10 for i in range(10)})
+            on_step = self.reporter("gradients")
+            self._gradients[seed] = record(self.task, seed, self.scale.num_ranks, at, on_step)
+        return self._gradients[seed]
 
 
 # --- figures 5 and 15: recorded gradients as receivers see them
@@ -184,39 +239,6 @@ def _draw_15(
     plots.save(figure, study.picture("15"))
 
 
-def figure_6(study: FFTStudy) -> list[Row]:
-    """100 MB of gradients, with the status bitmap and without."""
-    without = [message_bytes(_MESSAGE_BYTES, k, bitmap=False) for k in _RATIOS]
-    with_it = [message_bytes(_MESSAGE_BYTES, k, bitmap=True) for k in _RATIOS]
-    numel = _MESSAGE_BYTES // 4
-    sent = [Codec(theta=theta).wire_bytes((numel,)) for theta in _THETAS]
-    figure, (axes,) = plots.canvas(
-        1, titles=["100 MB of gradients"], x="compression ratio without the bitmap", y="message (MB)"
-    )
-    axes.plot(_RATIOS, np.array(without) / 1e6, color="#aaaaaa", marker="o", label="values alone")
-    axes.plot(_RATIOS, np.array(with_it) / 1e6, color="#c0392b", marker="o", label="with the bitmap")
-    at = [counted_ratio(theta) for theta in _THETAS]
-    axes.plot(at, np.array(sent) / 1e6, color="#0a7d4f", marker="o", label="thinwire's fft: 10 bits, all included")
-    axes.set(xscale="log", yscale="log")
-    plots.save(figure, study.picture("6"))
-    real = _MESSAGE_BYTES / parse(FFT.spec).wire_bytes((numel,))
-    return [
-        Row(
-            "6",
-            "ratio_with_bitmap",
-            ratio_with_bitmap(20),
-            "x",
-            {"ratios": _RATIOS, "bytes_without": without, "bytes_with": with_it},
-        ),
-        Row("6", "ratio_on_the_wire", real, "x", {"thetas": _THETAS, "bytes": sent, "as_counted_by_the_paper": at}),
-    ]
-
-
-def counted_ratio(theta: float) -> float:
-    """Compression ratio of FFT with 10 bits as the paper counts it: 32/10 from the float, and no bitmap."""
-    return 32 / 10 / (1 - theta)
-
-
 def figure_12(study: FFTStudy) -> list[Row]:
     """Alpha, ``‖v̄ − v̂̄‖ / ‖v̄‖``, along a training at several thetas."""
     every = study.scale.measure_every
@@ -250,24 +272,23 @@ def figure_13(study: FFTStudy) -> list[Row]:
     chosen = methods.convergence(study.task.drop_step, study.task.learning_rate)
     runs = {name: [study.train(method, seed) for seed in study.seeds] for name, method in chosen.items()}
     _draw_13(study, runs)
-    return convergence_rows(chosen, runs)
-
-
-def convergence_rows(chosen: Mapping[str, Method], runs: Mapping[str, Sequence[Trained]]) -> list[Row]:
-    """Accuracy and training loss of each method, and by how much they differ from SGD's seed by seed."""
-    rows = []
+    rows = accuracy_rows("13", chosen, runs, "sgd")
     for name, own in runs.items():
-        accuracy = fmean(run.final_accuracy for run in own)
-        data = {"spec": spec_of(chosen[name]), "lost": lost_accuracy(runs["sgd"], own), **curves(own)}
-        rows.append(Row("13", f"accuracy/{name}", accuracy, "", data))
         loss = fmean(run.last_train_loss for run in own)
         rows.append(Row("13", f"train_loss/{name}", loss, "nats", {"more": added_loss(runs["sgd"], own)}))
     return rows
 
 
-def spec_of(method: Method) -> str | None:
-    """None for plain DDP."""
-    return None if method.kind == "ddp" else method.spec
+def accuracy_rows(
+    figure: str, chosen: Mapping[str, Method], runs: Mapping[str, Sequence[Trained]], baseline: str
+) -> list[Row]:
+    """Accuracy of each method, and by how much it is below the baseline's seed by seed."""
+    rows = []
+    for name, own in runs.items():
+        spec = None if chosen[name].kind == "ddp" else chosen[name].spec
+        data = {"spec": spec, "lost": lost_accuracy(runs[baseline], own), **curves(own)}
+        rows.append(Row(figure, f"accuracy/{name}", fmean(run.final_accuracy for run in own), "", data))
+    return rows
 
 
 def _draw_13(study: FFTStudy, trained: Mapping[str, Sequence[Trained]]) -> None:
@@ -303,21 +324,7 @@ def table_2(study: FFTStudy) -> list[Row]:
     methods_by_name = {method.name: method for method in ALL} | {"control": CONTROL}
     runs = {name: [study.train(method, seed) for seed in study.seeds] for name, method in methods_by_name.items()}
     rates = by_rate(study, study.task, FP32, study.scale.num_ranks)
-    return [*accuracy_rows(methods_by_name, runs), Row("table 2", *rates)]
-
-
-def accuracy_rows(chosen: Mapping[str, Method], runs: Mapping[str, Sequence[Trained]]) -> list[Row]:
-    """Accuracy of each method, and by how much it is below fp32's seed by seed."""
-    return [
-        Row(
-            "table 2",
-            f"accuracy/{name}",
-            fmean(run.final_accuracy for run in own),
-            "",
-            {"spec": spec_of(chosen[name]), "lost": lost_accuracy(runs[FP32.name], own), **curves(own)},
-        )
-        for name, own in runs.items()
-    ]
+    return [*accuracy_rows("table 2", methods_by_name, runs, FP32.name), Row("table 2", *rates)]
 
 
 def figure_14(study: FFTStudy) -> list[Row]:

@@ -1,4 +1,4 @@
-"""What receivers see of recorded gradients (figures 5 and 15), and what messages take (section 3.3)."""
+"""What receivers see of recorded gradients (figures 5 and 15)."""
 
 from __future__ import annotations
 
@@ -82,16 +82,3 @@ def histogram(values: Tensor, edges: np.ndarray) -> np.ndarray:
     """Share of ``values`` in each bin; values outside the edges count to the outermost ones."""
     counts, _ = np.histogram(np.clip(values.numpy(), edges[0], edges[-1]), edges)
     return counts / max(1, values.numel())
-
-
-VALUE_BITS = 32
-
-
-def ratio_with_bitmap(ratio: float) -> float:
-    """A compression ratio after the status bitmap, one bit for each fp32 value, is sent too (Fig. 6)."""
-    return 1 / (1 / ratio + 1 / VALUE_BITS)
-
-
-def message_bytes(num_bytes: float, ratio: float, *, bitmap: bool) -> float:
-    """Bytes of a message for ``num_bytes`` of fp32 gradient, with the status bitmap or without."""
-    return num_bytes / (ratio_with_bitmap(ratio) if bitmap else ratio)

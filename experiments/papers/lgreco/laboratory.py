@@ -7,15 +7,24 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from statistics import fmean
-from typing import Any
 
-from experiments.framework.claims import Claim, Row, Rows, Rule
+from experiments.framework.claims import Claim, Row, Rows
 from experiments.framework.verdicts import Judgment, larger_by, unsound
 from experiments.papers.lgreco.methods import RANK, Name
 from experiments.papers.lgreco.study import NAMES, TITLES, LGrecoStudy
-from experiments.policies.candidates import FAMILIES, Point
+from experiments.policies.candidates import FAMILIES
 from experiments.policies.methods import METHODS
-from experiments.policies.replay import Bench, Line, Ratios, against, fewer_bytes, less_error, places, replay
+from experiments.policies.replay import (
+    Bench,
+    Line,
+    Ratios,
+    against,
+    fewer_bytes,
+    geometric_mean,
+    less_error,
+    places,
+    replay,
+)
 from thinwire.compressors import PowerSGD
 
 _CHAPTER_3 = ("kmeans", "bayes", "linear", "accordion")
@@ -84,9 +93,9 @@ def bytes_of_buckets(study: LGrecoStudy) -> dict[str, list[float]]:
     return {"uniform": data["uniform"], **means}
 
 
-def _row(figure: str, name: str, ratios: Mapping[str, Sequence[float] | None]) -> Row:
+def _row(figure: str, name: str, ratios: Mapping[str, Sequence[float]]) -> Row:
     """One ratio a training, by policy, and the first policy's mean; nothing of a policy that has none."""
-    found = {name: () if all_ is None or not all(map(math.isfinite, all_)) else all_ for name, all_ in ratios.items()}
+    found = {name: of_all if all(map(math.isfinite, of_all)) else () for name, of_all in ratios.items()}
     first = next(iter(found.values()))
     return Row(figure, name, fmean(first) if first else math.nan, "x", {"ratios": found})
 
@@ -97,7 +106,8 @@ def first_plan(bench: Bench) -> Row:
     kept = []
     for training, uniform in enumerate(bench.uniform):
         later = [Line(points) for points in uniform[1:]]
-        kept.append(_saving([pair for points in bench.kept[training] for pair in zip(later, points, strict=True)]))
+        pairs = (pair for points in bench.kept[training] for pair in zip(later, points, strict=True))
+        kept.append(geometric_mean(line.fewer_bytes(point) for line, point in pairs))
     found = {"the first plan": kept, "new plans": _on_snapshots(bench, lambda at, _: at > 0)}
     return _row("figure 4.5a", "first_plan_lasts", found)
 
@@ -106,25 +116,17 @@ def growth(bench: Bench, name: Name) -> Row:
     """Figure B.2: what L-GreCo saves in the last third of a training's snapshots, for what it saves in the first."""
     first = _on_snapshots(bench, lambda at, count: at < max(1, count // 3))
     last = _on_snapshots(bench, lambda at, count: at >= count - max(1, count // 3))
-    ratios = tuple(b / a for a, b in zip(first, last, strict=True)) if first and last else None
+    ratios = [b / a for a, b in zip(first, last, strict=True)]
     return _row("figure B.2", f"saves_more_later/{name}", {"lgreco": ratios})
 
 
-def _on_snapshots(bench: Bench, chosen: Callable[[int, int], bool]) -> Ratios | None:
+def _on_snapshots(bench: Bench, chosen: Callable[[int, int], bool]) -> Ratios:
     """`fewer_bytes` of L-GreCo's plans of those snapshots: by their index, of so many."""
     taken = {
         (t, step) for t, steps in enumerate(bench.steps) for at, step in enumerate(steps) if chosen(at, len(steps))
     }
     at = frozenset(place for place in places(bench, "lgreco") if place[:2] in taken)
     return fewer_bytes(bench, "lgreco", at=at)
-
-
-def _saving(pairs: Sequence[tuple[Line, Point]]) -> float:
-    """The geometric mean of how many times fewer bytes than the line's at the same error the points send, of those
-    that lie within it."""
-    ratios = [line.bytes_at(point) / point.sent_bytes for line, point in pairs]
-    known = [math.log(ratio) for ratio in ratios if math.isfinite(ratio)]
-    return math.exp(fmean(known)) if known else math.nan
 
 
 def of_buckets(bench: Bench) -> list[Row]:
@@ -160,20 +162,18 @@ def _later_share(sizes: Sequence[float]) -> float:
 # --- claims
 
 
-def _logs(row: Mapping[str, Any], method: str) -> list[float]:
-    return [math.log(value) for value in row["ratios"][method]]
-
-
-def _above_one(row: str, combine: Callable[[Sequence[float]], float], effect: float | None = None) -> Rule:
+def _above_one(
+    figure: str, row: str, statement: str, combine: Callable[[Sequence[float]], float], effect: float | None = None
+) -> Claim:
     """What ``combine`` makes of each training's logarithms, method by method, is above zero."""
 
     def rule(rows: Rows) -> Judgment:
-        columns = [_logs(rows[row], method) for method in rows[row]["ratios"]]
+        columns = [[math.log(ratio) for ratio in of_policy] for of_policy in rows[row]["ratios"].values()]
         if not all(columns) or len({len(column) for column in columns}) > 1:
             return unsound("the policies were not all replayed on the same trainings")
         return larger_by([combine(logs) for logs in zip(*columns, strict=True)], effect)
 
-    return rule
+    return Claim(figure, row, statement, rule)
 
 
 def _beyond_others(logs: Sequence[float]) -> float:
@@ -210,63 +210,42 @@ def _ratio_above_one(over: Sequence[float], under: Sequence[float]) -> Judgment:
 
 def claims() -> Iterator[Claim]:
     """What the recorded gradients judge."""
-    yield Claim(
+    yield _above_one(
         "table 3.8, replayed",
         "kmeans_saves_most",
         "k-means compresses more than Bayes, Linear and Accordion (1.47x against 1.34x, 1.15x and 1.21x)",
-        _above_one("kmeans_saves_most", _beyond_others, math.log(1.47 / 1.34)),
+        _beyond_others,
+        math.log(1.47 / 1.34),
     )
-    row = "kmeans_errs_least_at_equal_bytes"
-    yield Claim(
+    yield _above_one(
         "figure 3.8a",
-        row,
+        "kmeans_errs_least_at_equal_bytes",
         "k-means has the lowest compression error of the policies of chapter 3 (section 3.7.3)",
-        _above_one(row, _beyond_others),
+        _beyond_others,
     )
     # On its own snapshot L-GreCo has the fewest bytes of all plans within its error by construction.
-    row = "lgreco_saves_more_later"
-    yield Claim(
+    yield _above_one(
         "figure 3.8b",
-        row,
+        "lgreco_saves_more_later",
         "L-GreCo compresses more than k-means, within the same error (section 4.6.3: up to 33 %)",
-        _above_one(row, _beyond_others),
+        _beyond_others,
     )
-    yield Claim(
-        "table 4.5, replayed",
-        "lgreco_saves_more",
-        "L-GreCo compresses more than k-means (23.5x against 21.6x)",
-        _above_one("lgreco_saves_more", _beyond_others, math.log(23.5 / 21.6)),
-    )
-    yield Claim(
-        "table 4.5, replayed",
-        "both_over_accordion",
-        "L-GreCo + Accordion compresses more than Accordion (36.9x against 23.9x)",
-        _above_one("both_over_accordion", min, math.log(36.9 / 23.9)),
-    )
+    statement = "L-GreCo compresses more than k-means (23.5x against 21.6x)"
+    yield _above_one("table 4.5, replayed", "lgreco_saves_more", statement, _beyond_others, math.log(23.5 / 21.6))
+    statement = "L-GreCo + Accordion compresses more than Accordion (36.9x against 23.9x)"
+    yield _above_one("table 4.5, replayed", "both_over_accordion", statement, min, math.log(36.9 / 23.9))
     for other, title, theirs in (("global", "Rethink-GS", 5.7), ("accordion", "Accordion", 3.5)):
-        row = f"lgreco_over_{other}"
-        yield Claim(
-            "table 4.4, replayed",
-            row,
-            f"L-GreCo (6.7x) compresses more than {title} ({theirs}x), relative to 2 %",
-            _above_one(row, min, math.log(6.7 / theirs)),
-        )
-    row = "first_plan_lasts"
-    yield Claim(
+        statement = f"L-GreCo (6.7x) compresses more than {title} ({theirs}x), relative to 2 %"
+        yield _above_one("table 4.4, replayed", f"lgreco_over_{other}", statement, min, math.log(6.7 / theirs))
+    yield _above_one(
         "figure 4.5a",
-        row,
+        "first_plan_lasts",
         "the ratio that L-GreCo finds is relatively stable: it needs no frequent re-adjustment (section 4.6.1)",
-        _above_one(row, _beyond_half),
+        _beyond_half,
     )
     for name in NAMES:
-        row = f"saves_more_later/{name}"
-        yield Claim(
-            "figure B.2",
-            row,
-            f"{TITLES[name]}: with PowerSGD the compression that L-GreCo finds generally increases during training "
-            "(section B.3)",
-            _above_one(row, min),
-        )
+        statement = "with PowerSGD the compression that L-GreCo finds generally increases during training (section B.3)"
+        yield _above_one("figure B.2", f"saves_more_later/{name}", f"{TITLES[name]}: {statement}", min)
     yield Claim(
         "figure 4.5b",
         _LAST,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from statistics import fmean, median
 from typing import Any
 
-from experiments.framework.claims import Row
+from experiments.framework.claims import Row, bounded
 from experiments.framework.verdicts import Judgment, matches
 from experiments.papers.lgreco.methods import (
     BITS,
@@ -55,16 +54,9 @@ def kept(row: Mapping[str, Any], margin: float | None = None) -> Judgment:
     allowed = row["margin"] if margin is None else margin
     # The loss is the logarithm of perplexity: a difference of 0.01 is 1 % of it.
     nats = 1.0 if row["counts_right"] else row["theirs"]
-    lost = _estimate(row)
+    lost = bounded(row, row["lost"])
     difference = Estimate(nats * lost.mean, lost.deviation, nats * lost.lower, nats * lost.upper, 2)
     return matches(difference, allowed, "points" if row["counts_right"] else "%")
-
-
-def _estimate(row: Mapping[str, Any]) -> Estimate:
-    # JSON keeps what is not finite as null: bounds of one seed, or a run that diverged.
-    mean = math.inf if row["lost"] is None else row["lost"]
-    lower = row["lower"] if row["lower"] is not None else math.inf if math.isinf(mean) else -math.inf
-    return Estimate(mean, math.nan, lower, math.inf if row["upper"] is None else row["upper"], 2)
 
 
 def bytes_from(run: Run, step: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from experiments.framework.claims import Row
 from experiments.framework.methods import FP32, NOTHING, Method
 from experiments.framework.study import draw_bars
-from experiments.framework.timing import Times
+from experiments.framework.timing import Times, where
 from experiments.papers.lgreco.gradients import Snapshot, choose, plan_bytes
 from experiments.papers.lgreco.laboratory import bytes_of_buckets
 from experiments.papers.lgreco.methods import (
@@ -26,7 +27,7 @@ from experiments.papers.lgreco.methods import (
     uniform_method,
     with_policy,
 )
-from experiments.papers.lgreco.study import NUM_RANKS, RATES, LGrecoScale, LGrecoStudy, where
+from experiments.papers.lgreco.study import NUM_RANKS, RATES, LGrecoScale, LGrecoStudy
 from experiments.tasks.images import Model
 from thinwire.policies import LGreco, Sync
 from thinwire.policies.lgreco import seconds_per_byte
@@ -209,15 +210,9 @@ _SKIPPED_STEPS = 2
 
 def bucket_methods(scale: LGrecoScale) -> list[Method]:
     """Whose steps are timed: as L-GreCo is, and with buckets weighed."""
-    prioritized = Method(
-        "priority",
-        "PowerSGD, L-GreCo by priority",
-        "#1f6fb2",
-        spec=POWERSGD.spec("gpt"),
-        adapt=settled("lgreco", scale.warm_up),
-        by_priority=True,
-    )
     adapted, other = lgreco_method(POWERSGD, scale.warm_up), kmeans_method(POWERSGD, scale.warm_up)
+    title = "PowerSGD, L-GreCo by priority"
+    prioritized = replace(adapted, name="priority", title=title, color="#1f6fb2", by_priority=True)
     return [uniform_method(POWERSGD), adapted, prioritized, other]
 
 

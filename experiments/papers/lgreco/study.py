@@ -9,7 +9,7 @@ from typing import Any, Self
 from experiments.framework.methods import Method
 from experiments.framework.replay import Compute
 from experiments.framework.study import PartWatcher, Scale, Study
-from experiments.framework.timing import SeparateRuns, Times, shown_rate
+from experiments.framework.timing import SeparateRuns, Times
 from experiments.papers.lgreco.gradients import Extent, Training
 from experiments.papers.lgreco.methods import PICTURES, PICTURES_SMOKE, Name, timed
 from experiments.tasks.images import ImageTask, Model
@@ -142,8 +142,3 @@ class LGrecoStudy(Study[LGrecoScale]):
 
     def _trainings(self, name: Name) -> Runs:
         return self.kept(name, lambda: Runs(self.scale.task(name), NUM_RANKS, None, PartWatcher(self)))
-
-
-def where(rate: str) -> str:
-    """A link, for people."""
-    return f"over {shown_rate(rate)}"

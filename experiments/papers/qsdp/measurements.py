@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.framework.claims import Row
 from experiments.framework.study import Scale, Study, draw_bars
-from experiments.framework.timing import RANKS_PER_NODE, Place, Times, Timing, shown_rate
+from experiments.framework.timing import RANKS_PER_NODE, Place, Times, Timing, where
 from experiments.framework.verdicts import Course, Rounds, courses, sooner
 from experiments.papers.qsdp.methods import (
     BITS,
@@ -95,8 +95,6 @@ class QSDPScale(Scale):
     """Of figure 5.2, and between nodes."""
     ratio_rate: str = "300mbit"
     """Of figure C.1 and table C.2."""
-    errors_every: int = 8
-    """Steps between two looks at the compression error (figures C.2 and C.3)."""
 
     def adapted(self, **options: Any) -> QSDPScale:
         made = super().adapted(**options)
@@ -148,11 +146,6 @@ class QSDPStudy(Study[QSDPScale]):
         """Ranks that are timed."""
         options: dict[str, Any] = {"num_ranks": num_ranks, "num_micro": self.scale.num_micro}
         return self.kept(("timing", place, num_ranks), lambda: Timing(place, emulated=self.emulated, **options))
-
-
-def where(rate: str | None) -> str:
-    """A link, for people."""
-    return "over loopback" if rate is None else f"over {shown_rate(rate)}"
 
 
 # --- perplexity
@@ -312,20 +305,15 @@ def lgreco_over_qsdp(study: QSDPStudy) -> list[Row]:
     every = max(2, study.scale.size("small").task.steps // 7)
     methods = (FP32, W4G4, W2G2, replace(LGRECO, adapt=f"lgreco(every={every})"))
     base, plain, fewest, ours = (study.train("small", method) for method in methods)
+    sent = {"reference_bytes": _sent(plain)["step_bytes"], "plans": [dict(run.plan) for run in ours]}
     return [
-        lgreco_row(ours, plain),
+        lost_row("L-GreCo", "lost/reference", ours, plain, **_sent(ours), **sent),
         *(
             lost_row("L-GreCo", f"lost/{method.name}", runs, base, title=method.title, **_sent(runs))
             for method, runs in ((W4G4, plain), (LGRECO, ours), (W2G2, fewest))
         ),
         lost_row("L-GreCo", "control", fewest, plain, spec=W2G2.weights),
     ]
-
-
-def lgreco_row(ours: Sequence[Trained], plain: Sequence[Trained]) -> Row:
-    """What L-GreCo loses beside its reference, with the bytes of both and its last plans."""
-    sent = {"reference_bytes": _sent(plain)["step_bytes"], "plans": [dict(run.plan) for run in ours]}
-    return lost_row("L-GreCo", "lost/reference", ours, plain, **_sent(ours), **sent)
 
 
 def _sent(runs: Sequence[Trained]) -> dict[str, list[float]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,8 +9,9 @@ from itertools import product
 from statistics import fmean, median
 from typing import Any
 
-from experiments.framework.claims import Claim, Rows, over, ratios, times_faster
+from experiments.framework.claims import Claim, Rows, bounded, over, ratios, times_faster
 from experiments.framework.paper import Paper, Part, command
+from experiments.framework.timing import where
 from experiments.framework.verdicts import (
     Course,
     Judgment,
@@ -26,7 +26,7 @@ from experiments.framework.verdicts import (
     sooner,
     unsound,
 )
-from experiments.papers.qsdp import appendix, measurements
+from experiments.papers.qsdp import measurements
 from experiments.papers.qsdp.measurements import (
     BUCKETS_OF,
     LEAST_BITS_KEPT,
@@ -36,7 +36,6 @@ from experiments.papers.qsdp.measurements import (
     ROUNDED,
     QSDPScale,
     QSDPStudy,
-    where,
 )
 from experiments.papers.qsdp.methods import (
     BUCKET,
@@ -75,19 +74,11 @@ _NEAR = 0.85
 # --- perplexity: a row has the mean of what is lost, and its bounds
 
 
-def _estimate(row: Mapping[str, Any], value: float | None) -> Estimate:
-    # JSON keeps what is not finite as null: bounds of a single seed, or of runs that diverged.
-    mean = math.inf if value is None else value
-    lower, upper = row["lower"], row["upper"]
-    unknown = math.inf if value is None else -math.inf
-    return Estimate(mean, math.nan, unknown if lower is None else lower, math.inf if upper is None else upper, 0)
-
-
 def _lost(figure: str, row: str, statement: str, *, within: float | None = None, effect: float | None = None) -> Claim:
     """What is lost is at most ``within``; where that is None, it is worse than nothing, by ``effect`` in the thesis."""
 
     def rule(rows: Rows) -> Judgment:
-        difference = _estimate(rows[row], rows[row]["value"])
+        difference = bounded(rows[row], rows[row]["value"])
         return exceeds(difference, effect) if within is None else matches(difference, within)
 
     return Claim(figure, row, statement, rule)
@@ -119,7 +110,7 @@ def _recovered(size: Size, num_ranks: int) -> Claim:
 
 
 def _sensitive(rows: Rows) -> bool:
-    return matches(_estimate(rows["control"], rows["control"]["value"]), MARGIN).holds is False
+    return matches(bounded(rows["control"], rows["control"]["value"]), MARGIN).holds is False
 
 
 def _quality() -> Iterator[Claim]:
@@ -176,7 +167,7 @@ def _quality() -> Iterator[Claim]:
         "table 5.2",
         "fewer_bits_of_weights",
         "weights of 4 bits lose more than those of 5, whatever gradients have (37.11 to 37.61 against 35.94 to 36.36)",
-        lambda rows: all_hold(exceeds(_estimate(step, step["mean"]), _fewer_bits_lose(g)) for g, step in _steps(rows)),
+        lambda rows: all_hold(exceeds(bounded(step, step["mean"]), _fewer_bits_lose(g)) for g, step in _steps(rows)),
     )
     gap = f"{title}: 8 bits in buckets of {LARGE_BUCKET} are worse than in those of {BUCKET} (more than {MARGIN:.0%})"
     yield _not_within("gap/8", gap)
@@ -220,7 +211,7 @@ def _lgreco() -> Iterator[Claim]:
 
 
 def _levels() -> Iterator[Claim]:
-    """Tables 5.3 and C.3, and figures C.2 and C.3."""
+    """Tables 5.3 and C.3."""
     for pair in PAIRS:
         statement = (
             f"{pair.name}: learned levels end at a lower perplexity than uniform ones ({pair.learned} against "
@@ -241,15 +232,13 @@ def _levels() -> Iterator[Claim]:
         "substantial impact)",
         within=MARGIN,
     )
-    for layer in appendix.LAYERS:
-        yield from _errors(layer)
 
 
 def _better(figure: str, row: str, statement: str, effect: float) -> Claim:
     """Perplexity is lower, by the share ``effect`` in the thesis."""
 
     def rule(rows: Rows) -> Judgment:
-        lost = _estimate(rows[row], rows[row]["value"])
+        lost = bounded(rows[row], rows[row]["value"])
         gained = Estimate(-lost.mean, lost.deviation, -lost.upper, -lost.lower, lost.num_pairs)
         # Lower is lower, however little: what the thesis gains decides only where nothing is seen.
         return exceeds(gained) if gained.lower > 0 else exceeds(gained, effect)
@@ -257,28 +246,27 @@ def _better(figure: str, row: str, statement: str, effect: float) -> Claim:
     return Claim(figure, row, statement, rule)
 
 
+# --- figures C.2 and C.3, of which there is the record: errors of learned levels along a training
+
+_LAYERS = {"blocks.0.attention.weight": ("C.2", "an attention layer"), "embedding.weight": ("C.3", "the LM head")}
+_CURVES = ("weights", "gradients")
+
+
 def _errors(layer: str) -> Iterator[Claim]:
-    """Figures C.2 and C.3."""
-    number, title = appendix.LAYERS[layer]
+    number, title = _LAYERS[layer]
     figure, row = f"figure {number}", f"gain/{layer}"
 
-    def after(rows: Rows, learning: int, key: str) -> dict[str, list[list[float]]]:
-        """That curve of weights and of gradients, seed by seed, from that learning on."""
+    def over_learned(rows: Rows, learning: int, key: str) -> dict[str, list[list[float]]]:
+        """That curve over that of learned levels, of weights and of gradients, by seed, from that learning on."""
         since, by_seed = rows[row]["learn_at"][learning], rows[row]["curves"]
         # The file of an earlier run has those of one training.
         by_seed = by_seed if isinstance(by_seed, list) else [by_seed]
-        curves = {what: [curves[what] for curves in by_seed] for what in appendix.BITS}
-        return {
-            what: [[x for x, at in zip(curve[key], curve["steps"], strict=True) if at >= since] for curve in own]
-            for what, own in curves.items()
-        }
 
-    def over_learned(rows: Rows, learning: int, key: str) -> dict[str, list[list[float]]]:
-        own, best = after(rows, learning, key), after(rows, learning, "learned")
-        return {
-            what: [[a / b for a, b in zip(*pair, strict=True)] for pair in zip(own[what], best[what], strict=True)]
-            for what in own
-        }
+        def ratios(curve: Mapping[str, Any]) -> list[float]:
+            looks = zip(curve[key], curve["learned"], curve["steps"], strict=True)
+            return [own / learned for own, learned, at in looks if at >= since]
+
+        return {what: [ratios(curves[what]) for curves in by_seed] for what in _CURVES}
 
     def constantly_lower(rows: Rows) -> Judgment:
         gained = over_learned(rows, 0, "uniform").values()
@@ -427,7 +415,8 @@ def _speeds() -> Iterator[Claim]:
         "figure C.1",
         "near_ideal",
         f"{_MOST} times less of both almost reaches the ideal of a large model (section C.2)",
-        _is_near_ideal,
+        # The file of an earlier run has the median round only.
+        lambda rows: faster(rows["near_ideal"].get("ratios", ()), _NEAR),
         over_link=True,
     )
 
@@ -437,17 +426,12 @@ def _in_time(rows: Rows) -> Sooner:
     return sooner(Course.of(row, "qsdp"), Course.of(row, "baseline"), row["rounds"])
 
 
-def _is_near_ideal(rows: Rows) -> Judgment:
-    row = rows["near_ideal"]
-    # The file of an earlier run has the median round only.
-    return faster(row.get("ratios", ()), _NEAR)
-
-
 # --- the paper
 
 CLAIMS = (
     *_quality(),
     *_levels(),
+    *(claim for layer in _LAYERS for claim in _errors(layer)),
     *_lgreco(),
     *(claim for problem, batches in product(_PROBLEMS, (True, False)) for claim in _shift(problem, batches)),
     *_speeds(),
@@ -468,7 +452,8 @@ _DIFFERS = (
     "a training; values take the nearest of them, where uniform ones are rounded as thinwire does, weights of up "
     "to 6 bits to the nearest and all else stochastically, unless it is said otherwise; bits above 6 stay uniform",
     "figures C.2 and C.3 take weights and gradients along a training that is not compressed itself, with uniform "
-    "levels rounded to the nearest, so that only levels differ; the LM head is tied to the embedding",
+    "levels rounded to the nearest, so that only levels differ; the LM head is tied to the embedding; the code of that "
+    "is in commit 49d2f0841aff",
     "8 bits without buckets have one scale for each layer, which FSDP2 keeps apart, or for each block, of which FSDP "
     "made one flat parameter, norms and biases included",
     "figure C.4 is of a network whose layers are larger than its buckets, and 4 bits are added",
@@ -493,7 +478,6 @@ PAPER = Paper(
         "lgreco": Part("L-GreCo over W4G4", measurements.lgreco_over_qsdp),
         "5.3": Part("table 5.3: learned levels", partial(measurements.of_levels, "table 5.3")),
         "C.3": Part("table C.3: learned levels, fewer bits", partial(measurements.of_levels, "table C.3")),
-        "C.2": Part("figures C.2, C.3: their error", appendix.figures_c_2_and_c_3),
         "C.4": Part("figure C.4: buckets", measurements.figure_c_4),
         "bandwidth": Part("figure 5.3: bandwidth", measurements.figure_5_3),
         "5.2fig": Part("figure 5.2: perplexity and time", measurements.figure_5_2),
@@ -513,7 +497,6 @@ PAPER = Paper(
         ratio_rounds=1,
         rates=(_SLOWEST, _FAST, _FASTEST),
         fast_steps=1,
-        errors_every=4,
     ),
     study=QSDPStudy,
     source="thesis",

@@ -237,7 +237,7 @@ class Rank:
             "formula_bytes": self.attached.formula(),
             "held_out": held_out,
             "right": right,
-            "digest": digest(self.model),
+            "digest": digest(self.model.parameters()),
         }
         self.attached.close()
         del self.model, self.steps, self.attached, wire
