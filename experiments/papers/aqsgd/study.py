@@ -166,7 +166,7 @@ class AQSGDStudy(OverLinks[AQSGDScale]):
         return self._computed
 
     @cached_property
-    def slowdown(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def slowdown(self) -> float:
         """What the paper's rates are divided by, so that FP32 loses as much over the slowest as in table 2."""
         guess = super().slowdown
         if not self.emulated:
