@@ -78,7 +78,8 @@ def record(task: Task, steps: Sequence[int]) -> Gradients:
     batches, rate = islice(task.batches(0, 0, 1), steps[-1] + 1), partial(learning_rate, task.learning_rate)
     for step, _ in enumerate(train(task, model, task.optimizer(model), batches, partial(rate, steps=task.steps))):
         if step in wanted:
-            kept[step] = torch.cat([p.grad.flatten() for p in chosen.values() if p.grad is not None])
+            gradients = (torch.zeros_like(p) if p.grad is None else p.grad for p in chosen.values())
+            kept[step] = torch.cat([gradient.flatten() for gradient in gradients])
     layers = {name: tuple(p.shape) for name, p in chosen.items()}
     return Gradients(layers, tuple(Moment(step, kept[step - 1], kept[step]) for step in steps))
 

@@ -219,14 +219,14 @@ def times_faster(rows: Rows, fast: str, slow: str, key: str = "step_s") -> float
     return median(ratios(rows, fast, slow, key))
 
 
-def differences(row: Mapping[str, Any], key: str) -> list[float]:
-    """Return one difference a seed; infinity where a training diverged, which JSON keeps as null."""
-    return [math.inf if value is None else value for value in row[key]]
+def known(values: Sequence[float | None]) -> list[float]:
+    """Return one value a seed; infinity where a training diverged, which JSON keeps as null."""
+    return [math.inf if value is None else value for value in values]
 
 
 def estimated(row: Mapping[str, Any], key: str) -> Estimate:
-    """Return mean and bounds of `differences`."""
-    return estimate(differences(row, key))
+    """Return mean and bounds of the differences under ``key``."""
+    return estimate(known(row[key]))
 
 
 def bounded(row: Mapping[str, Any], mean: float | None) -> Estimate:

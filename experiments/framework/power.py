@@ -133,7 +133,7 @@ def measured(task: Task, rows: Rows) -> Power:
 def differences(task: Task, row: Mapping[str, Any], rows: Rows) -> list[float]:
     """Return the loss of a method against the baseline, seed by seed; empty where its row has no values of seeds."""
     if isinstance(row.get("lost"), list):
-        return claims.differences(row, "lost")
+        return claims.known(row["lost"])
     key = next((key for key in _VALUES if isinstance(row.get(key), list)), None)
     if key is None:
         return []

@@ -225,7 +225,7 @@ def _section(paper: RecordedPaper) -> Iterator[str]:
     for row in paper.claims:
         at = paper.machines.index(row["machine"])
         text = outcome(row["found"], row.get("why")) + (f" ({at + 1})" if at else "")
-        interval = f"{100 * row['detectable']:.2g} %" if row.get("detectable") else ""
+        interval = "" if row.get("detectable") is None else f"{100 * row['detectable']:.2g} %"
         rows.append([row["figure"], row["claim"], text, _WORDS[row["holds"]], interval])
     yield table(["figure", "the paper", "here", "", "interval"], rows)
     yield f"{paper.machines[0]}."

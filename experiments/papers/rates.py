@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from statistics import fmean
 from typing import Any
 
 from experiments.framework.claims import Rows
@@ -22,8 +21,7 @@ def by_rate(
         at = replace(task, learning_rate=factor * task.learning_rate)
         trained = [study.train_task(at, method, seed, num_ranks=num_ranks) for seed in study.seeds]
         found[f"{at.learning_rate:g}"] = [run.final_accuracy for run in trained]
-    best = max(found, key=lambda rate: fmean(found[rate]))
-    return "learning_rate", task.learning_rate, "", {"accuracy": found, "best": best}
+    return "learning_rate", task.learning_rate, "", {"accuracy": found}
 
 
 def untuned(rows: Rows) -> str | None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from experiments.framework.claims import Claim, Rows, over
+from experiments.framework.claims import Claim, Rows, known, over
 from experiments.framework.paper import Paper, Part, command
 from experiments.framework.verdicts import (
     Course,
@@ -46,7 +46,6 @@ from experiments.papers.aqsgd.study import (
     AQSGDStudy,
     TaskName,
     ends,
-    known,
     lost,
 )
 from experiments.papers.aqsgd.throughput import AQSGD, DIRECT, DISK
@@ -326,7 +325,7 @@ def _claims_of_tables() -> Iterator[Claim]:
 
 _SOONER = 4.3
 _ASKED_SOONER = 1 + (_SOONER - 1) / 2
-"""One epoch of five is sent whole here, of ten in the paper."""
+"""Half of the gain is asked for: one epoch of five is sent whole here, of ten in the paper."""
 
 
 def _in_time(rows: Rows, name: str) -> Sooner:

@@ -7,7 +7,7 @@ from functools import partial
 from statistics import fmean, median
 from typing import Any
 
-from experiments.framework.claims import Claim, Rows, over
+from experiments.framework.claims import Claim, Rows, known, over
 from experiments.framework.paper import Paper, Part, command
 from experiments.framework.verdicts import Course, Judgment, Sooner, all_hold, exceeds, faster, if_seen, matches, sooner
 from experiments.papers.aqsgd import stack, tasks
@@ -26,7 +26,6 @@ from experiments.papers.aqsgd.methods import (
 )
 from experiments.papers.aqsgd.split import Splitting
 from experiments.papers.aqsgd.stack import OPTIMIZERS, TIMED, StackScale, StackStudy
-from experiments.papers.aqsgd.study import known
 from thinwire_tools.compare.statistics import Estimate, estimate, relative_differences
 
 MARGIN = 0.01

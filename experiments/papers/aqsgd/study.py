@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from statistics import fmean
 from typing import Any, Literal
 
+from experiments.framework.claims import known
 from experiments.framework.timing import rate_text
 from experiments.framework.verdicts import Course
 from experiments.papers.aqsgd import tasks
@@ -36,11 +36,6 @@ def differences(ours: Sequence[float], others: Sequence[float], whole: float | N
     if whole is None:
         return relative_differences(ours, others)
     return [(a - b) / whole for a, b in zip(ours, others, strict=True)]
-
-
-def known(losses: Sequence[float | None]) -> list[float]:
-    """Losses of a row; JSON keeps those of trainings that diverged as null."""
-    return [math.inf if loss is None else loss for loss in losses]
 
 
 def facts(runs: Sequence[Trained]) -> dict[str, Any]:
@@ -157,6 +152,8 @@ SMOKE = AQSGDScale(
 class AQSGDStudy(OverLinks[AQSGDScale]):
     """Trainings and timings, which parts share."""
 
+    _slowdown: float | None = None
+
     def computed(self) -> Computed:
         """In a step: messages over loopback take the cores, too, and links are what is left to make the proportion."""
         if self._computed is None:
@@ -165,12 +162,15 @@ class AQSGDStudy(OverLinks[AQSGDScale]):
             self._computed = Computed(share * alone.forward_s, share * alone.backward_s)
         return self._computed
 
-    @cached_property
+    @property
     def slowdown(self) -> float:
         """What the paper's rates are divided by, so that FP32 loses as much over the slowest as in table 2."""
-        guess = super().slowdown
-        if not self.emulated:
-            return guess
+        if self._slowdown is None:
+            self._slowdown = self._calibrated(super().slowdown) if self.emulated else super().slowdown
+        return self._slowdown
+
+    def _calibrated(self, guess: float) -> float:
+        """Return the slowdown, from FP32's steps over the slowest and the fastest link at a first ``guess`` of it."""
         slow, fast = (parse_rate(self.scale.rates[which]) for which in (0, -1))
         slow_s, fast_s = self._fp32_s(rate_text(slow / guess), rate_text(fast / guess))
         # Seconds are a + sent / rate, in units of the slowest rate; `sent` is to be what makes them the paper's.

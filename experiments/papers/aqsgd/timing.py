@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any, Self, TypeVar
@@ -192,7 +191,7 @@ class OverLinks(Study[LinkedScaleT], ABC):
             self._computed = self.timing().compute(self.timed)
         return self._computed
 
-    @cached_property
+    @property
     def slowdown(self) -> float:
         """What the paper's rates are divided by, so that a value is sent for as many times longer than it computes."""
         ours = self.timed.message_values / self.computed().seconds

@@ -319,7 +319,7 @@ class Board:
                 self.tell(failed=(self.rank if suspect is None else suspect, line(text)))
             while not self._searched:
                 late_s = time.monotonic() - since - GRACE_S
-                guess = late_s >= (0.0 if self._known(since) else self._beat_s * _SILENT_BEATS)
+                guess = late_s >= (0.0 if self._all_answered(since) else self._beat_s * _SILENT_BEATS)
                 self._found = self._found or self._find(suspect, since, guess=guess)
                 # Another rank may have found another cause: the first one in the store counts.
                 if self._cut_off(since) or late_s > _REPORT_S:
@@ -441,9 +441,10 @@ class Board:
         silent = pending and now - self._asked > self._beat_s * _SILENT_BEATS
         return self._lost is not None or (silent and since is not None and now - since > 1.0)
 
-    def _known(self, since: float) -> bool:
-        """Whether more time will not tell which ranks are alive: all have sent a heartbeat ``since`` the failure, or
-        have said what became of them. On a starved machine that may take longer than the failure waits."""
+    def _all_answered(self, since: float) -> bool:
+        """Whether each rank has sent a heartbeat ``since`` the failure, or said what became of it, or no answer can be
+        read. On a starved machine an answer may take longer than `GRACE_S`."""
+        # A heartbeat that is read soon after the failure may have been sent before it.
         sent = since + self._beat_s
         return self._cut_off(since) or all(
             record is self.mine or record.ended or self._caused(place) or heard > sent
