@@ -18,13 +18,13 @@ from experiments.papers.aqsgd.study import (
     AQSGDScale,
     AQSGDStudy,
     TaskName,
-    differences,
     draw_runs,
     facts,
     held_out,
 )
 from experiments.papers.aqsgd.trainings import Trained
 from thinwire_tools import plots
+from thinwire_tools.compare.statistics import relative_differences
 
 Bits = tuple[int, int]
 BITS: tuple[Bits, ...] = ((2, 4), (3, 6), (4, 8))
@@ -83,24 +83,21 @@ def pair(
     """AQ-SGD and DirectQ of as many bits, each with FP32's trainings beside it. ``control``: by how much the loss of
     what must fail is higher, seed by seed."""
     task, base = scale.task(name), runs_by_method[FP32.name]
-    whole = task.coin_toss if task.labels else None
     key, setting = key_of(name, num_stages, bits, recipe=recipe), setting_of(name, num_stages, recipe=recipe)
     more: dict[str, Any] = {"num_stages": num_stages, "epochs": task.epochs, "setting": setting, "bits": bits}
-    more |= {"whole": whole}
     rows = []
     for kind, family in (RECIPE if recipe else FAMILIES).items():
         runs = runs_by_method[family[bits].name]
-        lost = differences([run.loss for run in runs], [run.loss for run in base], whole)
+        lost = relative_differences([run.loss for run in runs], [run.loss for run in base])
         data = {**more, **facts(runs), "baseline": facts(base), "control": control}
         rows.append(Row(figure, f"{kind}/{key}", fmean(lost), "", data))
     return rows
 
 
-def _beyond(runs_by_method: Runs, method: Method, whole: float | None = None) -> list[float]:
+def _beyond(runs_by_method: Runs, method: Method) -> list[float]:
     """By how much a method's loss is above FP32's."""
-    return differences(
-        [run.loss for run in runs_by_method[method.name]], [run.loss for run in runs_by_method[FP32.name]], whole
-    )
+    ours, base = ([run.loss for run in runs_by_method[name]] for name in (method.name, FP32.name))
+    return relative_differences(ours, base)
 
 
 # --- figure 1
@@ -168,7 +165,7 @@ def stages_row(few: Runs, many: Runs) -> Row:
 def labels(study: AQSGDStudy) -> list[Row]:
     """Classification: its loss, and how many of the samples that are held out are classified right."""
     trained = {method.name: study.train("labels", method) for method in LABELS}
-    control = _beyond(trained, CONTROL, study.scale.labels.coin_toss)
+    control = _beyond(trained, CONTROL)
     rows = []
     for bits in LABEL_BITS:
         rows += pair(study.scale, "figure 3 (a, b)", "labels", NUM_STAGES, bits, trained, control)
@@ -206,7 +203,7 @@ def recipe(study: AQSGDStudy) -> list[Row]:
         trained = {method.name: study.train(name, method, num_stages) for method in _by_recipe(all_bits)}
         beside = RECIPE["direct"][all_bits[0]], FP32
         worse, base = ([held_out(run) for run in trained[method.name]] for method in beside)
-        control = differences(worse, base)
+        control = relative_differences(worse, base)
         for bits in all_bits:
             rows += pair(study.scale, RECIPE_FIGURE, name, num_stages, bits, trained, control, recipe=True)
         panels.append((setting_of(name, num_stages, recipe=True), trained))
@@ -229,7 +226,7 @@ def keeping(study: AQSGDStudy) -> list[Row]:
         if method.name != precise:
             beside = (*(one.name for one in KEEPERS if one not in KEPT.values()), precise, method.name)
             data = {"ends": {name: ends[name] for name in beside}, "sent_bytes": trained[method.name][0].sent_bytes}
-            lost = fmean(differences(ends[method.name], ends[precise]))
+            lost = fmean(relative_differences(ends[method.name], ends[precise]))
             rows.append(Row(KEEPING_FIGURE, f"m{bits}", lost, "", data))
     return rows
 

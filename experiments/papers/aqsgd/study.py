@@ -26,16 +26,9 @@ def held_out(run: Trained) -> float:
     return run.held_out[-1]
 
 
-def lost(ours: Sequence[float], others: Sequence[float], whole: float | None = None) -> Estimate:
-    """How much higher losses are, seed by seed, as shares of ``whole``, or of the others' loss."""
-    return estimate(differences(ours, others, whole))
-
-
-def differences(ours: Sequence[float], others: Sequence[float], whole: float | None = None) -> list[float]:
-    """Seed by seed, as shares of ``whole``, or of the others' loss."""
-    if whole is None:
-        return relative_differences(ours, others)
-    return [(a - b) / whole for a, b in zip(ours, others, strict=True)]
+def lost(ours: Sequence[float], others: Sequence[float]) -> Estimate:
+    """How much higher losses are, seed by seed, as shares of the others' loss."""
+    return estimate(relative_differences(ours, others))
 
 
 def facts(runs: Sequence[Trained]) -> dict[str, Any]:

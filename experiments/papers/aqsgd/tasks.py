@@ -3,14 +3,12 @@
 # No `from __future__ import annotations` here: ranks make tasks again of plain values.
 
 import functools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from thinwire.data import Share
 from thinwire_tools.compare.data import even_offsets, windows
@@ -20,6 +18,8 @@ from thinwire_tools.compare.train import learning_rate
 
 _WARM_UP_SHARE = 0.1
 _EPOCH_SEEDS = 1_000_003
+_REPLACED = 0.2
+"""Share of bytes in whose place others are put."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class FineTuning(GPTTask):
     """``samples`` windows of the corpus's second half, each visited once an epoch, in batches of ``batch`` samples that
     are cut into ``num_micro`` micro-batches. The first half is what ``first_steps`` steps of ``first_batch`` windows
     were drawn from before; without any, training starts from random weights. ``half``: blocks compute, and activations
-    cross, in bf16 or fp16. ``labels``: the network classifies, at the last position, samples as they are and samples
-    whose bytes were shuffled, instead of the next byte.
+    cross, in bf16 or fp16. ``labels``: the network classifies each byte, as the text's or as one that was put in
+    its place, instead of the next one.
     """
 
     samples: int = 192
@@ -102,20 +102,13 @@ class FineTuning(GPTTask):
         for starts in offsets.split(self.batch):
             yield windows(second, starts, self.model.context)
 
-    @property
-    def coin_toss(self) -> float:
-        """Loss of labels that are guessed."""
-        return math.log(2)
-
     def loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Of a micro-batch: of every next byte, or of the samples' labels."""
-        if self.labels:
-            return functional.cross_entropy(logits[:, -1, :2].float(), targets)
-        return next_token_loss(logits, targets)
+        """Of a micro-batch: of every next byte, or of the labels."""
+        return next_token_loss(logits[..., :2] if self.labels else logits, targets)
 
     def share_right(self, logits: Tensor, targets: Tensor) -> float:
         """Of labels, or of next bytes, that the network finds likeliest."""
-        picked = logits[:, -1, :2].argmax(-1) if self.labels else logits.argmax(-1)
+        picked = (logits[..., :2] if self.labels else logits).argmax(-1)
         return float((picked == targets).float().mean())
 
     def first_training(self, model: GPT) -> Iterator[float]:
@@ -153,16 +146,16 @@ def _second(context: int, samples: int, held_out: int) -> tuple[Tensor, Tensor, 
 
 @functools.cache
 def _judged(context: int, samples: int, held_out: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Samples, their labels, and those that are held out: of every second, the bytes are shuffled."""
+    """Samples, of whose bytes a share was replaced by bytes of any sample, with labels of all bytes, and those that are
+    held out."""
     second, *both = _second(context, samples, held_out)
     generator = torch.Generator().manual_seed(1)
     tensors = []
     for offsets in both:
-        tokens, _ = windows(second, offsets, context)
-        labels = torch.arange(len(offsets)) % 2
-        for i in torch.nonzero(labels == 0).flatten().tolist():
-            tokens[i] = tokens[i, torch.randperm(context, generator=generator)]
-        tensors += [tokens, labels]
+        text, _ = windows(second, offsets, context)
+        others = text.flatten()[torch.randint(text.numel(), text.shape, generator=generator)]
+        tokens = torch.where(torch.rand(text.shape, generator=generator) < _REPLACED, others, text)
+        tensors += [tokens, (tokens == text).long()]
     return tensors[0], tensors[1], tensors[2], tensors[3]
 
 
@@ -174,7 +167,7 @@ SMALL = tuning(
 SCRATCH = replace(SMALL, samples=SMALL.samples // 2, first_steps=0, learning_rate=6e-3)
 """From random weights, twice as many epochs of half as many samples (appendix H.3: 20 epochs for 10)."""
 LABELS = replace(SMALL, labels=True, samples=2 * SMALL.samples, steps=2 * SMALL.steps, learning_rate=4e-3)
-"""The same network classifies text and what was shuffled, as CoLA asks whether a sentence can be said."""
+"""The same network tells the text's bytes from others, as CoLA asks whether a sentence can be said."""
 DEEP = replace(SMALL, model=GPTConfig(width=64, layers=8, heads=2))
 """Of 0.4 million parameters, in 8 blocks: one for each of 8 stages."""
 LARGE = replace(SMALL, model=GPTConfig(width=128, layers=4, heads=4), learning_rate=1e-3)
