@@ -38,7 +38,7 @@ class LGrecoScale(Scale):
     gpt: WordsTask = WORDS
     cnn: ImageTask = PICTURES
     margin: float = 0.01
-    runs: int = 5
+    runs: int = 10
     rounds: int = 3
     turn_steps: int = 2
     worlds: tuple[int, ...] = (2, 4)
