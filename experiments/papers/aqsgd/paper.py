@@ -436,9 +436,8 @@ PAPER = Paper(
         "2 stages unless 4 or 8 are named, where the paper has 8 machines; they are processes that share this "
         "machine's two cores, on emulated links, over gloo",
         "links are slower than the paper's, since smaller networks compute for less time and have smaller activations: "
-        "by a factor that keeps the paper's ratio of communication to computation or, in the command as it is now, at "
-        "which FP32 loses as much of its throughput over the slowest link as in table 2; the backward pass takes twice "
-        "as long as the forward pass here, three times in the paper",
+        "by a factor at which FP32 loses as much of its throughput over the slowest link as in table 2; the backward "
+        "pass takes twice as long as the forward pass here, three times in the paper",
         "micro-batches of 4 samples, 4 to a step (of 2 samples, 16 to a step, where steps are timed); the paper has "
         "micro-batches of 1 or 8 samples",
         "bytes include the first epoch; the first activation of each sample is sent in full (algorithm 1); AQ-SGD "
