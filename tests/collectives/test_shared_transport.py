@@ -46,17 +46,17 @@ LAYERS = layers_of((40_000, "minmax"), (100, "raw"), (3000, "minmax(bits=2, buck
 )
 def test_messages_and_words_have_lines_of_their_own(sizes, node) -> None:
     messages = [OutgoingMessage(phase, size, tuple(sorted(of))) for phase, (size, of) in enumerate(sizes)]
-    places, num_bytes = message_places(messages, frozenset(node))
+    places, *sizes = message_places(messages, frozenset(node))
     assert set(places) == {m.phase for m in messages if node & set(m.receivers)}
-    spans = []
+    words, payloads = [], []
     for phase, place in places.items():
         assert set(place.consumed) == node & set(messages[phase].receivers)
-        spans += [(at, at + LINE_BYTES) for at in (place.published, *place.consumed.values())]
-        spans.append((place.payload, place.payload + messages[phase].num_bytes))
-    spans.sort()
-    assert all(begin % LINE_BYTES == 0 for begin, _ in spans)
-    assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
-    assert max((end for _, end in spans), default=0) <= num_bytes
+        words += [(at, at + LINE_BYTES) for at in (place.published, *place.consumed.values())]
+        payloads.append((place.payload, place.payload + messages[phase].num_bytes))
+    for spans, num_bytes in zip((sorted(words), sorted(payloads)), sizes, strict=True):
+        assert all(begin % LINE_BYTES == 0 for begin, _ in spans)
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+        assert max((end for _, end in spans), default=0) <= num_bytes
 
 
 def _layout(spec: str, num_ranks: int):

@@ -51,23 +51,13 @@ def stock() -> int:
     return max(peak for peak, _ in run_ranks(_peak, 2, None, 0))
 
 
-@pytest.mark.parametrize(
-    ("spec", "start"),
-    [
-        ("minmax(bits=4)", 0),
-        ("minmax(bits=4)", 3),
-        ("ef(minmax(bits=4))", 0),
-        ("ef(minmax(bits=4))", 3),
-        ("ef(minmax(bits=4), bits=8)", 3),  # from the first step on, DDP's one bucket of all layers is opened in fp32
-    ],
-)
-def test_at_its_peak_memory_is_what_the_wire_tells_and_messages(stock: int, spec: str, start: int) -> None:
-    """From the first step on, in which DDP has other buckets, or from the first compressed one on."""
+@pytest.mark.parametrize("start", [0, 3])
+@pytest.mark.parametrize("spec", ["minmax(bits=4)", "ef(minmax(bits=4))", "ef(minmax(bits=4), bits=8)"])
+def test_at_its_peak_memory_is_what_the_wire_tells(stock: int, spec: str, start: int) -> None:
+    """From the first step on, in which DDP has one bucket of all layers, or from the first compressed one on."""
     peak, told = max(run_ranks(_peak, 2, spec, start))
-    # Residuals in 8 bits are opened in fp32, before and after a step, in two buckets at a time.
-    opened = 4 * LAYER if "bits=8" in spec else 0
-    more, told = (peak - stock - opened) / (LAYERS * LAYER), told / (LAYERS * LAYER)
-    assert more < told + 0.35 + 0.1, f"{more:.2f} of the gradients' bytes, {told:.2f} of them for residuals"
+    more, told = (peak - stock) / (LAYERS * LAYER), told / (LAYERS * LAYER)
+    assert more < told + 0.1, f"{more:.2f} of the gradients' bytes, told were {told:.2f}"
 
 
 def _counts() -> tuple[int, int]:

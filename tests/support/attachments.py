@@ -104,7 +104,7 @@ class Training(ABC):
 
     def memory(self) -> tuple[int, int]:
         """Bytes of slots, as told before training and as they are."""
-        return self.handle.memory, self.handle.stats.slot_bytes
+        return self.handle.engine.planned_bytes, self.handle.stats.slot_bytes
 
 
 class Replicated(Training):

@@ -66,6 +66,7 @@ from thinwire.collectives.summed import (
     summed_all_reduce as summed_all_reduce,
 )
 from thinwire.collectives.transport import (
+    Arena as Arena,
     Buffers as Buffers,
     OutgoingMessage as OutgoingMessage,
     Pending as Pending,
@@ -74,6 +75,7 @@ from thinwire.collectives.transport import (
     Transport as Transport,
     contiguous_values as contiguous_values,
     overwrite as overwrite,
+    returned_zeros as returned_zeros,
     ring_bytes as ring_bytes,
     sent_bytes as sent_bytes,
 )

@@ -10,19 +10,19 @@ from torch import Tensor
 
 from thinwire.collectives.layout import Chunk, Layout
 from thinwire.collectives.message import HEADER_BYTES, WORKER, CollectiveCall, MessageError, Messages
-from thinwire.collectives.transport import Buffers, Transport
+from thinwire.collectives.transport import Arena, Buffers, Transport
 from thinwire.compressors import CodecCall, used_bytes
 
 _SIZE = struct.Struct("<i")
 
 
-def gather_buffers(layout: Layout, transport: Transport) -> Buffers:
-    """Allocate the messages of `gather_mean`. All ranks must call this, in the same order.
+def gather_buffers(layout: Layout, transport: Transport, arena: Arena | None = None) -> Buffers:
+    """Open the messages of `gather_mean`, as `Transport.open` does, in the same order on all ranks.
 
     Messages whose size depends on the data are packed before they are sent. ``work`` then has the unpacked messages
     of all ranks.
     """
-    buffers = transport.open(layout.gather_traffic())
+    buffers = transport.open(layout.gather_traffic(), arena)
     # Every rank sends all its data to all others. Begun at once, without a wait for announcements, that takes longer
     # over a long link, as soon as messages fill a few of TCP's first windows.
     buffers.ahead = ()

@@ -17,7 +17,7 @@ import torch
 
 from thinwire.collectives.algorithms import Algorithm, ScatterReduceAllGather, Tree, World
 from thinwire.collectives.message import HEADER_BYTES, SIZE_BYTES
-from thinwire.collectives.transport import OutgoingMessage, Traffic, Transport, ring_bytes, sent_bytes
+from thinwire.collectives.transport import OutgoingMessage, Traffic, Transport, arriving, ring_bytes, sent_bytes
 from thinwire.compressors import Coded, Packed, Parts, Piece, Reduction, Segments, Slot, Summed, SumShape
 from thinwire.kernels import site_id
 
@@ -289,6 +289,20 @@ class Layout:
             else:
                 sums += transport.all_reduce_bytes(s.numel, s.dtype, 0 if s.packed is None else s.packed.limit)
         return sums + sent_bytes(self.reduction_traffic(), rank) + sent_bytes(self.gather_traffic(), rank)
+
+    def message_bytes(self, rank: int) -> int:
+        """Return the bytes of the messages that ``rank`` sends and receives, each once."""
+        total = self.world_size * sum(chunk.message_bytes for chunk in self.gathered if chunk.bounded)
+        for traffic in (self.reduction_traffic(), self.gather_traffic()):
+            made = [message for message in traffic[rank] if message.source is None]
+            total += sum(message.num_bytes for message in (*made, *arriving(traffic, rank).values()))
+        return total
+
+    def sum_bytes(self, rank: int) -> int:
+        """Return the bytes of the operands of sums, and of what is needed to send them packed."""
+        packed = [(s.packed.spread_numel(s.numel), self.packed_layout(s)) for s in self.sums if s.packed is not None]
+        plain = sum(s.numel * s.dtype.itemsize for s in self.sums)
+        return plain + sum(4 * numel + layout.message_bytes(rank) for numel, layout in packed)
 
     @cached_property
     def digest(self) -> int:

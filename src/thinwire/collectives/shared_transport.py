@@ -28,6 +28,7 @@ from thinwire.collectives.shared_memory import (
     unavailable,
 )
 from thinwire.collectives.transport import (
+    Arena,
     Awaited,
     Buffers,
     OutgoingMessage,
@@ -35,9 +36,12 @@ from thinwire.collectives.transport import (
     Traffic,
     Transport,
     arriving,
+    inbox_for,
+    laid_out,
     num_phases,
     receivable_ahead,
-    room,
+    reservation,
+    room_bytes,
 )
 from thinwire.compressors import Reduction
 from thinwire.kernels import LINE_BYTES, SharedCounter, align
@@ -101,7 +105,7 @@ class _Neighbor:
 
 
 class _MessagePlace(NamedTuple):
-    """The place of a message in the memory of its sender, in bytes."""
+    """The place of a message in its sender's arena, and of its words in their memory, in bytes."""
 
     published: int
     consumed: dict[int, int]
@@ -111,20 +115,21 @@ class _MessagePlace(NamedTuple):
 
 def message_places(
     messages: Sequence[OutgoingMessage], neighbors: frozenset[int]
-) -> tuple[dict[int, _MessagePlace], int]:
-    """Return the places of a rank's messages to its ``neighbors`` by phase, and the bytes of all of them.
+) -> tuple[dict[int, _MessagePlace], int, int]:
+    """Return the places of a rank's messages to its ``neighbors`` by phase, the bytes of all words, and those of all
+    messages.
 
     Every rank computes this for every rank of its node, so nothing about it is sent.
     """
-    places, at = {}, 0
+    places, at, payload = {}, 0, 0
     for message in messages:
         receivers = [rank for rank in message.receivers if rank in neighbors]
         if receivers:
             consumed = {rank: at + LINE_BYTES * (i + 1) for i, rank in enumerate(receivers)}
-            payload = at + LINE_BYTES * (len(receivers) + 1)
             places[message.phase] = _MessagePlace(at, consumed, payload)
-            at = payload + align(message.num_bytes)
-    return places, at
+            at += LINE_BYTES * (len(receivers) + 1)
+            payload += align(message.num_bytes)
+    return places, at, payload
 
 
 @dataclass(eq=False)
@@ -136,6 +141,7 @@ class SharedBuffers(Buffers):
     """
 
     own_bytes: int = 0
+    """Bytes of this rank's words and of messages outside the arena."""
     published: dict[int, SharedCounter] = field(default_factory=dict)
     """Words of the messages that this rank sends, by phase."""
     taken: list[tuple[int, SharedCounter]] = field(default_factory=list)
@@ -150,7 +156,7 @@ class SharedBuffers(Buffers):
     @property
     def num_bytes(self) -> int:
         """Memory in use, in bytes. Memory of other ranks is counted there."""
-        return self.own_bytes + sum(t.numel() for t in self.work)
+        return self.arena_bytes + self.own_bytes + sum(t.numel() for t in self.work)
 
 
 class SharedMemoryTransport(Transport):
@@ -208,30 +214,37 @@ class SharedMemoryTransport(Transport):
             # Neighbors would otherwise wait for this rank until their timeout.
             self._given_up.post(1)
 
-    def open(self, traffic: Traffic) -> SharedBuffers:
+    def open(self, traffic: Traffic, arena: Arena | None = None) -> SharedBuffers:
         """See `Transport.open`. Raises `SharedMemoryError`, on every rank alike, if memory runs out."""
-        rank = self.rank
+        rank, arena = self.rank, arena or Arena()
+        neighbors = self._node - {rank}
         places = {peer: message_places(traffic[peer], self._node - {peer}) for peer in self._node | {rank}}
-        mine, own_bytes = places[rank]
+        mine, own_bytes, num_bytes = places[rank]
         senders = {
-            p: size for p, (own, size) in places.items() if any(rank in place.consumed for place in own.values())
+            p: size for p, (own, size, _) in places.items() if any(rank in place.consumed for place in own.values())
         }
-        memory, others = share(self, own_bytes, senders)
+        words, others = share(self, own_bytes, senders)
+        # The same on all ranks, also of other nodes: all of them take part.
+        reserved = reservation(max(map(room_bytes, traffic)))
+        if reserved > arena.reserved:
+            arena.memory, mapped = share(self, reserved if neighbors else 0, dict.fromkeys(neighbors, reserved))
+            arena.others, arena.reserved = {peer: its.memory for peer, its in mapped.items()}, reserved
+        arena.num_bytes = max(num_bytes, arena.num_bytes)
         outgoing = {message.phase: message for message in traffic[rank]}
         outbox: dict[int, Tensor] = {}
         inbox: dict[tuple[int, int], Tensor] = {}
-        incoming = arriving(traffic, rank)
-        buffers = SharedBuffers(outgoing, outbox, inbox, incoming, self.new_tag(num_phases(traffic)))
+        incoming, tag = arriving(traffic, rank), self.new_tag(num_phases(traffic))
+        buffers = SharedBuffers(outgoing, outbox, inbox, incoming, tag, arena, num_bytes)
         for phase, place in mine.items():
-            outbox[phase] = _payload(memory, place, outgoing[phase])
-            buffers.published[phase] = SharedCounter(memory, place.published)
-            buffers.taken += [(peer, SharedCounter(memory, at)) for peer, at in place.consumed.items()]
+            outbox[phase] = _payload(arena.memory, place, outgoing[phase])
+            buffers.published[phase] = SharedCounter(words, place.published)
+            buffers.taken += [(peer, SharedCounter(words, at)) for peer, at in place.consumed.items()]
         alone = {}
         for (phase, peer), message in incoming.items():
             forwarded = phase in outgoing and outgoing[phase].source is not None
             if peer in others:
                 place, theirs = places[peer][0][phase], others[peer].memory
-                inbox[phase, peer] = _payload(theirs, place, message)
+                inbox[phase, peer] = _payload(arena.others[peer], place, message)
                 buffers.awaited[phase, peer] = SharedCounter(theirs, place.published)
                 buffers.done.append(SharedCounter(theirs, place.consumed[rank]))
             elif forwarded and phase in mine:
@@ -240,26 +253,26 @@ class SharedMemoryTransport(Transport):
                 inbox[phase, peer] = outbox[phase]
             else:
                 alone[phase, peer] = message
-                inbox[phase, peer] = room(message)
-                if forwarded:
-                    outbox[phase] = inbox[phase, peer]
-        private = [inbox[address] for address in alone]
+        received, buffers.received = inbox_for(alone)
+        inbox |= received
+        # What comes from another node and goes to others alone is sent from where it is received.
+        outbox |= {p: room for (p, _), room in received.items() if p in outgoing and outgoing[p].source is not None}
         for phase, message in outgoing.items():
             buffers.remote[phase] = tuple(peer for peer in message.receivers if peer not in self._node)
-            if phase not in outbox:
-                outbox[phase] = room(message)
-                private.append(outbox[phase])
+        rest = {phase: message for phase, message in outgoing.items() if phase not in outbox}
+        outbox |= laid_out(rest, torch.zeros(room_bytes(rest.values()), dtype=torch.uint8, device="cpu"))
         buffers.ahead = receivable_ahead(outgoing, alone)
-        buffers.own_bytes = own_bytes + sum(tensor.numel() for tensor in private)
+        buffers.own_bytes = own_bytes + room_bytes(alone.values()) + room_bytes(rest.values())
         return buffers
 
     def begin(self, buffers: Buffers) -> None:
         """See `Transport.begin`. Waits until neighbors have read the messages of the last exchange in the same
-        memory."""
+        arena."""
         super().begin(buffers)
         assert isinstance(buffers, SharedBuffers)
-        for peer, word in buffers.taken:
-            self._await(word, buffers.uses - 1, peer, "sending to")
+        for peer, word, uses in buffers.arena.unread:
+            self._await(word, uses, peer, "sending to")
+        buffers.arena.unread = [(peer, word, buffers.uses) for peer, word in buffers.taken]
 
     def end(self, buffers: Buffers) -> None:
         assert isinstance(buffers, SharedBuffers)

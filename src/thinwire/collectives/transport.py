@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import mmap
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple, Protocol
+from itertools import accumulate
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,9 @@ from thinwire.collectives.errors import CommunicationError, TransportError
 from thinwire.collectives.failures import FailureDetector
 from thinwire.compat import missing_member
 from thinwire.compressors import Reduction
+from thinwire.kernels import SharedCounter, align
+
+_K = TypeVar("_K")
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -37,6 +42,9 @@ a ring gains by adding one part of a tensor while the next one is on its way. Th
 
 _SMALL_REDUCTIONS = 256
 """Number of small all-reduces of a lane that may be under way."""
+
+_LEAST_MAPPING = 1 << 20
+"""Least bytes of memory that the system gives and takes back by itself."""
 
 _LEAST_PART = 1 << 14
 """Least bytes of a message for one of several streams: about what a new TCP connection sends at once."""
@@ -112,9 +120,64 @@ class IntegerReducer(Protocol):
         ...
 
 
+def returned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros whose memory goes back to the system when they are freed; what was never written takes none.
+
+    An allocator keeps freed memory for later, and puts smaller tensors that stay into it: a whole model's state, once
+    or several times more, until the process ends.
+    """
+    num_bytes = numel * dtype.itemsize
+    if device.type != "cpu" or num_bytes < _LEAST_MAPPING:
+        return torch.zeros(numel, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE), dtype=dtype)
+
+
+def laid_out(messages: Mapping[_K, OutgoingMessage], memory: Tensor) -> dict[_K, Tensor]:
+    """Return the room of each message in ``memory``, one after the other."""
+    ends = accumulate(align(message.num_bytes) for message in messages.values())
+    rooms = zip(messages.items(), ends, strict=True)
+    return {key: memory[end - align(m.num_bytes) :][: m.num_bytes] for (key, m), end in rooms}
+
+
+def inbox_for(incoming: Mapping[_K, OutgoingMessage]) -> tuple[dict[_K, Tensor], mmap.mmap | None]:
+    """Return room for messages that are received, and its memory where that can be given back to the system."""
+    num_bytes = room_bytes(incoming.values())
+    if num_bytes < _LEAST_MAPPING:
+        return laid_out(incoming, torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")), None
+    received = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE)
+    return laid_out(incoming, torch.frombuffer(received, dtype=torch.uint8)), received
+
+
+def room_bytes(messages: Iterable[OutgoingMessage]) -> int:
+    """Return the bytes that messages take one after the other."""
+    return sum(align(message.num_bytes) for message in messages)
+
+
+class Arena:
+    """Memory for messages that a rank sends, in which `Buffers` that are never under way at the same time take turns.
+
+    It takes as much as the largest of them need. More is reserved, so that larger ones seldom need another: memory that
+    was never written takes none.
+    """
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.num_bytes = self.reserved = 0
+        """Bytes in use, and bytes that are reserved on every rank."""
+        self.others: Mapping[int, Tensor] = {}
+        """Arenas of other ranks, whose messages this rank reads where they are."""
+        self.unread: Sequence[tuple[int, SharedCounter, int]] = ()
+        """Ranks that read the messages of the last exchange here, each with its word and what this is afterwards."""
+
+
+def reservation(num_bytes: int) -> int:
+    """Return how many bytes of an arena to reserve for messages of ``num_bytes``: a power of two."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
+
+
 @dataclass(eq=False)
 class Buffers:
-    """All messages that a rank sends and receives in one collective: allocated once, by `Transport.open`."""
+    """All messages that a rank sends and receives in one collective: made once, by `Transport.open`."""
 
     outgoing: Mapping[int, OutgoingMessage]
     """Messages that this rank sends, by phase."""
@@ -126,6 +189,9 @@ class Buffers:
     tag: int
     """First of the buffers' tags, one for each phase. The next exchange uses the same tags: its messages are sent
     later."""
+    arena: Arena
+    arena_bytes: int
+    """Bytes of the arena that are for messages of these buffers."""
     work: Sequence[Tensor] = ()
     """Further memory that the collective keeps from step to step."""
     uses: int = 0
@@ -134,12 +200,13 @@ class Buffers:
     """Messages that may be received ahead, by phase and sender; see `receivable_ahead`."""
     posted: dict[tuple[int, int], Pending] = field(default_factory=dict)
     """Receives of the next exchange that have been posted, by phase and sender."""
+    received: mmap.mmap | None = None
+    """Memory of received messages that goes back to the system between two exchanges."""
 
     @property
     def num_bytes(self) -> int:
         """Memory in use, in bytes."""
-        tensors = {t.data_ptr(): t.numel() for t in (*self.outbox.values(), *self.inbox.values(), *self.work)}
-        return sum(tensors.values())
+        return self.arena_bytes + sum(tensor.numel() for tensor in (*self.inbox.values(), *self.work))
 
 
 class Transport:
@@ -203,20 +270,27 @@ class Transport:
         finally:
             self.sent_bytes, self.received_bytes, self.shared_bytes = before
 
-    def open(self, traffic: Traffic) -> Buffers:
-        """Allocate buffers for the messages of a collective. All ranks must call this, in the same order.
+    def open(self, traffic: Traffic, arena: Arena | None = None) -> Buffers:
+        """Return buffers for the messages of a collective. All ranks must call this, in the same order.
 
-        A message that a rank forwards is sent from the buffer in which it was received.
+        Messages that this rank makes lie in ``arena``, by default one of their own. One that it forwards is sent from
+        the buffer in which it was received.
         """
         outgoing = {message.phase: message for message in traffic[self.rank]}
         incoming = arriving(traffic, self.rank)
-        inbox = {address: room(message) for address, message in incoming.items()}
+        made = {phase: message for phase, message in outgoing.items() if message.source is None}
+        arena, num_bytes = arena or Arena(), room_bytes(made.values())
+        if num_bytes > arena.reserved:
+            arena.reserved = reservation(num_bytes)
+            arena.memory = returned_zeros(arena.reserved, torch.uint8, torch.device("cpu"))
+        arena.num_bytes = max(num_bytes, arena.num_bytes)
+        inbox, received = inbox_for(incoming)
         arrived = {phase: tensor for (phase, _), tensor in inbox.items()}
-        outbox = {
-            phase: room(message) if message.source is None else arrived[phase] for phase, message in outgoing.items()
-        }
-        ahead = receivable_ahead(outgoing, incoming)
-        return Buffers(outgoing, outbox, inbox, incoming, self.new_tag(num_phases(traffic)), ahead=ahead)
+        rooms = laid_out(made, arena.memory) | {phase: arrived[phase] for phase in outgoing.keys() - made.keys()}
+        outbox, tag = {phase: rooms[phase] for phase in outgoing}, self.new_tag(num_phases(traffic))
+        buffers = Buffers(outgoing, outbox, inbox, incoming, tag, arena, num_bytes)
+        buffers.ahead, buffers.received = receivable_ahead(outgoing, incoming), received
+        return buffers
 
     def begin(self, buffers: Buffers) -> None:
         """Prepare for the first message of an exchange. All ranks must begin their exchanges in the same order."""
@@ -234,6 +308,9 @@ class Transport:
         comes meanwhile. Nor for buffers that were used once, as to probe a link: they may be dropped, and others get
         their tags over a new transport, whose messages a receive that is still posted would take.
         """
+        if buffers.received is not None:
+            # The next messages may be received ahead, but are not there yet: until then their memory is nobody's.
+            buffers.received.madvise(mmap.MADV_DONTNEED)
         with self._lock:
             if buffers.uses > 1:
                 self._resting.add(buffers)
@@ -391,11 +468,6 @@ def receivable_ahead(
     """
     receivers = {peer for message in outgoing.values() if not message.late for peer in message.receivers}
     return [(phase, peer) for (phase, peer), message in incoming.items() if not message.late and peer in receivers]
-
-
-def room(message: OutgoingMessage) -> Tensor:
-    """Return a buffer for a message, in private memory."""
-    return torch.zeros(message.num_bytes, dtype=torch.uint8, device="cpu")
 
 
 class ErrorTranslation:

@@ -147,8 +147,9 @@ class EfCoded(Feedback, CodedWrapper):
             coder.reduce(messages, own, out_message, y, call, e)  # the same in one pass
         else:
             p = e.next
-            coder.add_up(messages, own, p, call)
-            kernels.rows_add(p, e.now, call.table, p, alpha=e.loss_scale)
+            total = torch.empty_like(p) if p is e.now else p
+            coder.add_up(messages, own, total, call)
+            kernels.rows_add(total, e.now, call.table, p, alpha=e.loss_scale)
             coder.encode(p, out_message, call)
             coder.decode(out_message, y, call._replace(scale=1.0))
             subtract_sent(coder, out_message, p, call, over=e.loss_scale)

@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
 
+import math
 import os
 import sys
 import warnings
@@ -416,9 +417,8 @@ def attach_ddp(model: DistributedDataParallel, options: Options) -> Wire:
         names: dict[torch.Tensor, str] = {p: name for name, p in replicated(model).items()}
         hook = _Hook(model.process_group, names, finds_unused=model.find_unused_parameters or model.static_graph)
     parameters = {name: p for p, name in hook.names.items()}
-    wire, hook.updates, hook.momentum, hook.preconditioned = connect(
-        model.module, parameters, hook.group, options, hook.follower, lambda: _check_reducer(model)
-    )
+    given = model.module, parameters, hook.group, options, hook.follower, lambda: _check_reducer(model)
+    wire, hook.updates, hook.momentum, hook.preconditioned = connect(*given, bucket_bytes=model.bucket_bytes_cap)
     if model not in _attached:
         _register(model, hook, wire)
     hook.wire = wire
@@ -440,12 +440,14 @@ def connect(
     options: Options,
     follower: Follower,
     check: Callable[[], None],
+    *,
+    bucket_bytes: float = math.inf,
 ) -> "tuple[Wire, Updates | None, Momentum | None, Preconditioned | None]":
     """Make the Wire over which ranks of ``group`` exchange gradients of ``module``, those of the ``parameters``; return
     it and what its optimizer asks for.
 
     Raises an exception for whatever is wrong with the arguments, or what ``check`` raises. ``follower`` waits for
-    gradients that are sent as they are.
+    gradients that are sent as they are; ``bucket_bytes`` is that of `BucketEngine`.
     """
     exchanged = {name: p for name, p in parameters.items() if p.requires_grad}
     shapes = {name: p.shape for name, p in exchanged.items()}
@@ -465,6 +467,7 @@ def connect(
             measure=options.checks.measure_every,
             optimizer=options.optimizer,
             dtypes={name: p.dtype for name, p in exchanged.items()},
+            bucket_bytes=bucket_bytes,
         )
         wire = Wire(engine)
     wire.moments = preconditioned

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.arguments import check_int, check_number, check_type, warn_caller
+from thinwire.collectives import returned_zeros
 from thinwire.compressors import Compressor, OnePass, Raw, Wrapper, ef, parse, unwrap
 from thinwire.optim import CompressedAdamW
 from thinwire.optim.shards import local
 from thinwire.plan import Filter, Plan, named_parameters
 from thinwire.plan.contraction import check_feedback
 from thinwire.runtime import Wire
-from thinwire.runtime.slots import returned_zeros
 
 FEW_BITS = "gaussian(bits=2, bucket=256)"
 """Compressor of pseudo-gradients where none was chosen."""

@@ -33,14 +33,14 @@ from thinwire.plan import Plan, Site, Speeds, declined, sent_bytes
 from thinwire.policies import Policy, Sync
 from thinwire.runtime import checkpoint
 from thinwire.runtime.adapt import Adapter
-from thinwire.runtime.bucket import BucketLayers, Substitute, UnsentResiduals, simulate
+from thinwire.runtime.bucket import BucketLayers, Substitute, UnsentResiduals, cut, simulate
 from thinwire.runtime.channel import Channel, Contents, Exchange, Route
 from thinwire.runtime.consistency import agree, check_parity, fail_together, resync
 from thinwire.runtime.engine import Engine, WireSettings, agreed_facts
-from thinwire.runtime.executor import Alone, AsyncReadback, StreamExecutor, ThreadExecutor, followed_by
+from thinwire.runtime.executor import Alone, AsyncReadback, StreamExecutor, ThreadExecutor, followed_by, together
 from thinwire.runtime.placement import Placement, ShardedLayer
 from thinwire.runtime.probe import measure_speeds, settle
-from thinwire.runtime.slots import Owners, mean_weights, moved_residual, slot_bytes
+from thinwire.runtime.slots import Owners, is_packed, mean_weights, moved_residual, slot_bytes
 from thinwire.runtime.stats import Stats, StatsRecorder
 from thinwire.runtime.step_plan import StepPlan
 from thinwire.runtime.table import LayerRow, layer_rows, layer_table
@@ -80,11 +80,6 @@ class Bucket(Exchange):
     @property
     def result(self) -> Tensor:
         return self.flat
-
-    @property
-    def held_bytes(self) -> int:
-        opened = self._state is not None and self._state.now
-        return self.engine.slots.opened_bytes(self.contents.key) if opened else 0
 
     def begin(self) -> None:
         engine = self.engine
@@ -139,8 +134,10 @@ class BucketEngine(Engine):
         measure: int = 0,
         optimizer: torch.optim.Optimizer | None = None,
         dtypes: Mapping[str, torch.dtype] | None = None,
+        bucket_bytes: float = math.inf,
     ) -> None:
-        self.transport = transport
+        """``bucket_bytes``: size from which on a part of a larger bucket is exchanged by itself."""
+        self.transport, self._bucket_bytes = transport, bucket_bytes
         self._dtypes = dict(dtypes or {})
         self._optimizer = optimizer
         # Raises here, rather than in the first step, if a schedule or a compressor lacks something.
@@ -260,6 +257,21 @@ class BucketEngine(Engine):
         layers = self.plan.layers.items()
         return sum(slot_bytes(Placement([ShardedLayer(name, self.shapes[name])]), {name: c}) for name, c in layers)
 
+    @property
+    def planned_exchange_bytes(self) -> int:
+        if self.simulated or self.world_size == 1 or self.plan.all_raw:
+            return 0
+        form, sizes, sums = self.plan.at_step(0, self._present_rate()).for_world(self.world_size, self.shapes), [0], 0
+        for dtype in set(self._dtypes.values()) or {torch.float32}:
+            layers = ((name, shape) for name, shape in self.shapes.items() if self._dtypes.get(name, dtype) == dtype)
+            for part in cut(tuple(layers), self._bucket_bytes / dtype.itemsize):
+                layout = self.channel.layout("all_reduce", Contents((), _placed(part, form)), dtype)
+                packed = is_packed(RESIDUAL, (layer.compressor for layer in layout.layers))
+                sizes.append(layout.message_bytes(self.rank) + 4 * layout.numel * packed)
+                sums += layout.sum_bytes(self.rank)
+        # At most two buckets are under way, in which residuals of 8 bits are open. Sums have memory of their own.
+        return sums + sum(sorted(sizes)[-2:])
+
     def sent_bytes(self, site: Site) -> int:
         if site != "gradients":
             raise ValueError(f"DistributedDataParallel sends gradients, and no {site}")
@@ -315,6 +327,10 @@ class BucketEngine(Engine):
         exchange all the same, and tells the other ranks where messages can.
         """
         dense, waits = self.dense, self._waits
+        if not (dense or waits) and len(parts := cut(layers, self._bucket_bytes / flat.itemsize)) > 1:
+            pieces = flat.split([sum(math.prod(shape) for _, shape in part) for part in parts])
+            each = [self.reduce(*part, loss_scale=loss_scale) for part in zip(pieces, parts, strict=True)]
+            return together(each, flat)
         simulated = self.simulated and not (dense or waits)
         made: Substitute | None = None
         failed: Exception | None = None
@@ -326,12 +342,13 @@ class BucketEngine(Engine):
         except Exception as error:  # noqa: BLE001 - the future raises it
             failed = error
 
-        def finish(mean: Tensor) -> None:
+        def finish(mean: Tensor) -> Tensor:
             if failed is not None:
                 raise failed
             if simulated:
                 self._note_simulated(mean, layers)
             self.undo(mean, layers, loss_scale, made)
+            return mean
 
         if self.native is not None and (dense or waits or simulated):
             if not simulated:
@@ -743,17 +760,24 @@ class BucketEngine(Engine):
         return Route(Layout.build(contents.layers, 1, dtype), sent_bytes)
 
     def _split_layers(self, flat: Tensor, layers: BucketLayers) -> tuple[Layer, ...]:
-        placed, start = [], 0
         for name, shape in layers:
             if name not in self.plan.layers:
                 # The layer was frozen when compress() was called, and is trained now.
                 self.plan, self.shapes[name] = self.plan.extended(name, shape), shape
                 self._step_plan.add(name, self.plan, self.step - self.start, self.learning_rate)
-            compressor = self._step_plan[name]
-            if not isinstance(compressor, Coded | Summed):
-                raise TypeError(f"{name} has {compressor}, which is neither coded nor summed")
-            placed.append(Layer(name, start, shape, compressor))
-            start += math.prod(shape)
-        if start != flat.numel():
-            raise ValueError(f"a bucket of {flat.numel()} elements came with layers of {start}")
-        return tuple(placed)
+        placed = _placed(layers, self._step_plan)
+        if (numel := sum(layer.numel for layer in placed)) != flat.numel():
+            raise ValueError(f"a bucket of {flat.numel()} elements came with layers of {numel}")
+        return placed
+
+
+def _placed(layers: BucketLayers, plan: Plan | StepPlan) -> tuple[Layer, ...]:
+    """Return the layers of a bucket, end to end, with their compressors."""
+    placed, start = [], 0
+    for name, shape in layers:
+        compressor = plan[name]
+        if not isinstance(compressor, Coded | Summed):
+            raise TypeError(f"{name} has {compressor}, which is neither coded nor summed")
+        placed.append(Layer(name, start, shape, compressor))
+        start += placed[-1].numel
+    return tuple(placed)

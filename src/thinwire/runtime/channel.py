@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Generator, Hashable, Iterator, 
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import cycle
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from thinwire import threads
 from thinwire.collectives import (
     Algorithm,
+    Arena,
     Buffers,
     CollectiveCall,
     DeviceBuffers,
@@ -112,7 +114,8 @@ class Exchange(ABC):
     kept: dict[int, Tensor] | None = None
     """Last messages of this rank in an all-gather (`thinwire.collectives.all_gather`)."""
     turns: int = 2
-    """Number of exchanges of the same contents that may be under way at a time: each has messages of its own."""
+    """Number of exchanges of the same contents that may be under way at a time: each has messages of its own. Of those
+    with one turn two may be under way, whatever their contents: they share the memory of messages."""
     alone: bool = False
     """Whether no other exchange may be under way meanwhile: this one calls native collectives, which have one order."""
     failed: Exception | None = None
@@ -138,11 +141,6 @@ class Exchange(ABC):
         """Note, in place of `finish`, that something but the link has failed: the other ranks know of it, or will."""
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes of memory that are in use from `start` to `finish` alone; see `Job.held_bytes`."""
-        return 0
-
-    @property
     def result(self) -> Tensor:
         """Result of the exchange's future."""
         return torch.empty(0, dtype=torch.float32, device="cpu")
@@ -158,7 +156,7 @@ class Route:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory that messages take."""
+        """Bytes of memory that messages take, without those in arenas."""
         return 0
 
     def collectives(
@@ -203,19 +201,19 @@ class Route:
 class HostRoute(Route):
     """Messages in the host's memory: between process groups of gloo, and in shared memory."""
 
-    def __init__(self, kind: Kind, layout: Layout, transport: Transport) -> None:
+    def __init__(self, kind: Kind, layout: Layout, transport: Transport, turn: Turn) -> None:
         super().__init__(layout, sent_bytes_in(kind, layout, transport))
         traffic = layout.reduction_traffic(up=kind != "all_gather", down=kind != "reduce_scatter")
         self._kind: Kind = kind
         # Layers that are cut among owners, layers that every rank gathers, and layers that are summed.
-        self._reduction: Buffers | None = transport.open(traffic) if layout.chunks else None
-        self._gathering: Buffers | None = gather_buffers(layout, transport) if layout.gathered else None
+        self._reduction: Buffers | None = transport.open(traffic, turn.reduced) if layout.chunks else None
+        self._gathering = gather_buffers(layout, transport, turn.gathered) if layout.gathered else None
         self._sums = sum_buffers(layout)
         self._packed = packed_sums(layout, transport)
 
     @property
     def num_bytes(self) -> int:
-        held = sum(buffers.num_bytes for buffers in (self._reduction, self._gathering) if buffers is not None)
+        held = sum(b.num_bytes - b.arena_bytes for b in (self._reduction, self._gathering) if b is not None)
         held += sum(s.num_bytes for s in self._packed.values())
         return held + sum(buffer.numel() * buffer.element_size() for buffer in self._sums)
 
@@ -299,12 +297,20 @@ def dense_bytes(kind: Kind, num_bytes: int, world_size: int) -> int:
     return ring_bytes(num_bytes, world_size) if kind == "all_reduce" else (world_size - 1) * num_bytes
 
 
+class Turn:
+    """Memory of messages that one exchange at a time uses, which holds the lock."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.reduced, self.gathered = Arena(), Arena()
+
+
 @dataclass
 class _Routes:
     """The routes of exchanges with the same key, which take turns."""
 
     layout: Layout | None = None
-    by_turn: dict[int, tuple[Route, threading.Lock]] = field(default_factory=dict)
+    by_turn: dict[int, tuple[Route, Turn]] = field(default_factory=dict)
     taken: int = 0
     last: int = 0
 
@@ -333,10 +339,10 @@ class _Run(Job):
         channel, exchange = self._channel, self._exchange
         with self._noting_failure(), ExitStack() as stack:
             if self._turn not in self._routes.by_turn:
-                self._routes.by_turn[self._turn] = channel._new_route(self._routes, exchange), threading.Lock()
-            self._route, lock = self._routes.by_turn[self._turn]
+                self._routes.by_turn[self._turn] = channel._new_route(self._routes, exchange)
+            self._route, turn = self._routes.by_turn[self._turn]
             # All ranks wait here for the same earlier exchange, which all of them have begun.
-            stack.enter_context(lock)
+            stack.enter_context(turn.lock)
             self._x, state = exchange.start(self._route)
             number = self._count if exchange.number is None else exchange.number
             clock = ProfilerRanges() if isinstance(channel.transport, DeviceTransport) else channel.stats
@@ -356,10 +362,6 @@ class _Run(Job):
             with suppress(type(failed)):
                 collective.throw(failed)
         raise failed
-
-    @property
-    def held_bytes(self) -> int:
-        return self._exchange.held_bytes
 
     def finish(self) -> Tensor:
         exchange = self._exchange
@@ -398,6 +400,7 @@ class Channel(Generic[_S]):
         self.count_in(stats)
         self.algorithm, self.world, self.seed = algorithm, world, seed
         self._routes: dict[Key, _Routes] = {}
+        self._turns = cycle((Turn(), Turn()))
         self._submitted = 0
         self._lock = threading.Lock()
         self._broken: TransportError | None = None
@@ -437,8 +440,8 @@ class Channel(Generic[_S]):
         routes.last = count
         return routes
 
-    def _new_route(self, routes: _Routes, exchange: Exchange) -> Route:
-        """Return a layout and its messages, after all ranks have agreed that the layout is the same."""
+    def _new_route(self, routes: _Routes, exchange: Exchange) -> tuple[Route, Turn]:
+        """Return a layout and its messages, after all ranks have agreed that the layout is the same, and their turn."""
         kind, contents, dtype = exchange.kind, exchange.contents, exchange.dtype
         layout = routes.layout
         if layout is None:
@@ -446,13 +449,14 @@ class Channel(Generic[_S]):
             # gloo aborts the process when two ranks expect different sizes: agree before the first message.
             record = {"buffer": f"{kind} of {contents.numel} elements of {dtype}", "layers": contents.names}
             agree(record | {"cut": f"{layout.digest:016x}"}, self.transport)
+        turn = next(self._turns) if exchange.turns == 1 else Turn()
         if isinstance(self.transport, DeviceTransport):
             route: Route = DeviceRoute(kind, layout, self.transport)
         else:
-            route = HostRoute(kind, layout, self.transport)
+            route = HostRoute(kind, layout, self.transport, turn)
         # Set only now: ranks that did not agree ask again.
         routes.layout = layout
-        return route
+        return route, turn
 
     def forget(self, contents: Container[Hashable]) -> None:
         """Free the messages of contents with these keys. All ranks do so between the same exchanges."""
@@ -494,8 +498,9 @@ class Channel(Generic[_S]):
     @property
     def buffer_bytes(self) -> int:
         """Bytes of memory that messages take now."""
-        routes = [route for routes in list(self._routes.values()) for route, _ in list(routes.by_turn.values())]
-        return sum(route.num_bytes for route in routes)
+        held = [each for routes in list(self._routes.values()) for each in list(routes.by_turn.values())]
+        arenas = {arena for _, turn in held for arena in (turn.reduced, turn.gathered)}
+        return sum(route.num_bytes for route, _ in held) + sum(arena.num_bytes for arena in arenas)
 
     def count_in(self, stats: _S) -> None:
         """Count in ``stats`` from now on."""

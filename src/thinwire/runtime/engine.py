@@ -169,6 +169,11 @@ class Engine(ABC):
     def planned_bytes(self) -> int:
         """Bytes of memory that slots, and other state kept between steps, take, by formula."""
 
+    @property
+    def planned_exchange_bytes(self) -> int:
+        """Bytes of memory that exchanges take at most, by formula; 0 where only training shows them."""
+        return 0
+
     @abstractmethod
     def sent_bytes(self, site: Site) -> int:
         """Return the bytes that this rank sends, headers included; see `Wire.sent_bytes`."""

@@ -39,11 +39,6 @@ class Job(ABC):
     def start(self) -> None:
         """Run the first part."""
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of memory that are freed by `finish`, where it matters: at most two jobs hold such memory at a time."""
-        return 0
-
     @abstractmethod
     def finish(self) -> Tensor:
         """Run the second part, after those of all jobs before it."""
@@ -119,8 +114,7 @@ class ThreadExecutor(Executor):
         self._unfinished = 0
         self._idle = threading.Condition()
         self._first = Worker(f"{name} send")
-        # A job that holds memory waits here until the one before it is done.
-        self._second = Worker(f"{name} receive", max_bytes=1, after=self._first)
+        self._second = Worker(f"{name} receive", after=self._first)
         for worker in (self._first, self._second):
             worker.start()
 
@@ -139,7 +133,7 @@ class ThreadExecutor(Executor):
             except BaseException as error:  # noqa: BLE001 - the future raises it
                 self._end(future.set_exception, error)
                 return
-            ended = self._second.submit(partial(finish, alone), 0 if alone else job.held_bytes)
+            ended = self._second.submit(partial(finish, alone))
             if alone:
                 ended.result()
 
@@ -254,17 +248,16 @@ def _start_mean(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
 
 
 def followed_by(
-    future: torch.futures.Future[_T], job: Callable[[_T], object], device: torch.device
+    future: torch.futures.Future[_T], job: Callable[[_T], _T], device: torch.device
 ) -> torch.futures.Future[_T]:
-    """Return a future with the result of ``future``, which is on ``device``, once ``job`` has been called with it. It
-    raises what either raises, with its own type, which errors of a callback of ``then()`` would lose."""
+    """Return a future with what ``job`` returns when it is called with the result of ``future``, which is on
+    ``device``. It raises what either raises, with its own type, which errors of a callback of ``then()`` would lose."""
     followed: torch.futures.Future[_T]
     followed = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
 
     def end(_: object) -> None:
         try:
-            result = future.value()
-            job(result)
+            result = job(future.value())
         except Exception as error:  # noqa: BLE001 - the future raises it
             followed.set_exception(error)  # pyright: ignore[reportArgumentType]
         else:
@@ -272,6 +265,17 @@ def followed_by(
 
     future.add_done_callback(end)
     return followed
+
+
+def together(parts: Sequence[torch.futures.Future[Tensor]], flat: Tensor) -> torch.futures.Future[Tensor]:
+    """Return the future of ``flat``, of whose parts ``parts`` are the futures: they come in this order."""
+
+    def end(_: Tensor) -> Tensor:
+        for part in parts:
+            part.value()  # raises its error
+        return flat
+
+    return parts[0] if len(parts) == 1 else followed_by(parts[-1], end, flat.device)
 
 
 def for_reducer(future: torch.futures.Future[_T]) -> torch.futures.Future[_T]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import mmap
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.collectives import Transport, owned_parts
+from thinwire.collectives import Transport, owned_parts, returned_zeros
 from thinwire.compressors import (
     RESIDUAL,
     CodecCall,
@@ -35,18 +34,6 @@ _EXACT = MaxAbs(bits=_PACKED_BITS, bucket=128, rounding="nearest")
 """Coder with the same levels: what was packed once is packed again without an error, as a resumed run needs it."""
 
 
-def returned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros whose memory goes back to the system when they are freed.
-
-    An allocator keeps freed memory for later, and puts smaller tensors that stay into it: a whole model's state, once
-    or several times more, until the process ends.
-    """
-    num_bytes = numel * dtype.itemsize
-    if device.type != "cpu" or num_bytes < 1 << 20:
-        return torch.zeros(numel, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE), dtype=dtype)
-
-
 class Scratch:
     """Memory in fp32 for packed slots while they are open, which those that open next use again."""
 
@@ -57,27 +44,19 @@ class Scratch:
     def take(self, numel: int, device: torch.device) -> Tensor:
         """Return a tensor of at least ``numel`` elements, which are zero."""
         with self._lock:
-            fitting = [i for i, memory in enumerate(self._free) if memory.numel() >= numel and memory.device == device]
-            memory = self._free.pop(min(fitting, key=lambda i: self._free[i].numel())) if fitting else None
-        if memory is None:
-            return returned_zeros(numel, torch.float32, device)  # memory that nobody writes takes none
-        memory[:numel].zero_()
-        return memory
+            fitting = [memory for memory in self._free if memory.numel() >= numel and memory.device == device]
+            taken = fitting[0] if fitting else returned_zeros(numel, torch.float32, device)
+            self._free = [memory for memory in self._free if memory is not taken]
+        return taken.zero_()
 
     def give_back(self, memory: Tensor) -> None:
-        """Keep a tensor that `take` has returned: the largest ones, of two buffers, present and next values of each.
+        """Keep a tensor that `take` has returned: the largest ones, of two buffers.
 
         A device's allocator knows by itself which stream still uses it.
         """
-        if memory.device.type != "cpu":
-            return
-        with self._lock:
-            self._free = sorted([*self._free, memory], key=Tensor.numel)[-4:]
-
-    def free(self) -> None:
-        """Free what is kept: DDP's first bucket has all layers, and those that take its place are smaller."""
-        with self._lock:
-            self._free.clear()
+        if memory.device.type == "cpu":
+            with self._lock:
+                self._free = sorted([*self._free, memory], key=Tensor.numel)[-2:]
 
 
 class FlatSlot:
@@ -91,11 +70,6 @@ class FlatSlot:
     def num_bytes(self) -> int:
         """Bytes of memory in use between two steps."""
         return self.now.nbytes + self.next.nbytes
-
-    @property
-    def opened_bytes(self) -> int:
-        """Bytes of memory that are in use from `open` to `close` alone."""
-        return 0
 
     def open(self) -> None:
         """Make ``now`` and ``next`` usable, until `close`."""
@@ -127,7 +101,7 @@ class PackedSlot(FlatSlot):
 
     Values are rounded at random, so that those that are much smaller than their neighbors are kept on average. Draws
     and scales are those of a piece, wherever it is in the tensor. Elements of no piece are zero. ``now`` and ``next``
-    are in memory from `open` to `close` only.
+    are one tensor, in memory from `open` to `close` only: the present values stay in 8 bits, too.
     """
 
     def __init__(self, numel: int, pieces: Iterable[LayerSpan], device: torch.device, scratch: Scratch) -> None:
@@ -147,14 +121,10 @@ class PackedSlot(FlatSlot):
     def num_bytes(self) -> int:
         return sum(packed.nbytes for packed in self._packed)
 
-    @property
-    def opened_bytes(self) -> int:
-        return self.now.nbytes + self.next.nbytes
-
     def open(self) -> None:
-        self._opened = tuple(self._scratch.take(self._numel, self._device) for _ in range(2))
+        self._opened = self._scratch.take(self._numel, self._device)
         # Under FSDP2 nothing writes what a rank owns itself: it stays zero.
-        self.now, self.next = (memory[: self._numel] for memory in self._opened)
+        self.now = self.next = self._opened[: self._numel]
         if not self._is_zero:
             self._decode(self.now)
 
@@ -162,8 +132,7 @@ class PackedSlot(FlatSlot):
         if not self.next.numel():  # nothing was opened: a step before compression starts
             return
         self._pack(_PACKED, self.next, self._packed[1], key)
-        for memory in self._opened:
-            self._scratch.give_back(memory)
+        self._scratch.give_back(self._opened)
         self._forget_opened()
 
     def swap(self) -> None:
@@ -183,8 +152,7 @@ class PackedSlot(FlatSlot):
         self._pack(_EXACT, values, self._packed[after], 0)
 
     def _forget_opened(self) -> None:
-        self._opened: tuple[Tensor, ...] = ()
-        self.now = self.next = torch.empty(0, dtype=torch.float32, device=self._device)
+        self._opened = self.now = self.next = torch.empty(0, dtype=torch.float32, device=self._device)
 
     def _decode(self, values: Tensor, *, after: bool = False) -> None:
         _PACKED.decode(self._packed[after], values, CodecCall(self._segments))
@@ -297,11 +265,6 @@ class Slots:
         place = self._places[key]
         self.touched.add(key)
         return State(*opened(place.flat), loss_scale, place.states())
-
-    def opened_bytes(self, key: Hashable) -> int:
-        """Return the bytes of memory that the buffer ``key`` takes until `close`, in addition to `num_bytes`."""
-        place = self._places.get(key)
-        return 0 if place is None else sum(slot.opened_bytes for slot in place.flat.values())
 
     def close(self, key: Hashable, draws: int) -> None:
         """Keep what a step has written to the slots of the buffer ``key``, until it is committed or discarded.
@@ -459,7 +422,6 @@ class Slots:
 
     def _release(self, keys: Iterable[Hashable]) -> None:
         """Free the slots of buffers that are not used any more; the values of their layers are kept."""
-        self._scratch.free()
         for key in keys:
             self.touched.discard(key)
             place = self._places.pop(key, None)

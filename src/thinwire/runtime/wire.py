@@ -67,8 +67,10 @@ class Wire(Generic[E]):
         and the threads and open files of its process."""
         table = self.engine.table(self.declined, self._raw_in_checkpoint())
         threads, files = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd"))
-        state = f"{self.memory:,} bytes of compressors' state"
-        return f"{table}\n  on this rank: {state}; its process has {threads} threads and {files} open files"
+        held = f"{self.engine.planned_bytes:,} bytes of compressors' state"
+        if under_way := self.engine.planned_exchange_bytes:
+            held += f", at most {under_way:,} while gradients are exchanged"
+        return f"{table}\n  on this rank: {held}; its process has {threads} threads and {files} open files"
 
     @property
     def rank(self) -> int:
@@ -135,11 +137,13 @@ class Wire(Generic[E]):
 
     @property
     def memory(self) -> int:
-        """Bytes that the compressors' state takes on this rank, by formula: known before training.
+        """Bytes that the compressors' state takes on this rank and, under DistributedDataParallel, what is needed while
+        gradients are exchanged, at most, by formula: known before training.
 
-        Error feedback keeps two values for each element of the model, 8 bytes, or about 2 with ``ef(..., bits=8)``.
+        Error feedback keeps two values for each element of the model, 8 bytes, or about 2 with ``ef(..., bits=8)``. At
+        most two buckets are under way at a time: their messages, and residuals of 8 bits as fp32.
         """
-        return self.engine.planned_bytes
+        return self.engine.planned_bytes + self.engine.planned_exchange_bytes
 
     @property
     def stats(self) -> Stats:

@@ -60,7 +60,8 @@ class State:
 
     A compressor reads ``now`` and writes all elements of its segments in ``next``, which replaces ``now`` only if the
     whole step is finite. Gradients are multiplied by ``loss_scale``; slots are not. Slots with one value for each
-    element are tensors like the flat one; ``layers`` has the others by the name of the layer.
+    element are tensors like the flat one, of which a residual's ``next`` may be ``now``; ``layers`` has the others by
+    the name of the layer.
     """
 
     now: Mapping[str, Tensor]
