@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from datetime import timedelta
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from test_collectives import gradient, layers_of
 from harness import LoopbackTransport, run_ranks, run_threads
 from thinwire import SharedMemoryError, TransportError
 from thinwire.collectives import (
+    Arena,
     CollectiveCall,
     ProcessGroupTransport,
     all_reduce,
@@ -104,8 +105,9 @@ def test_tags_are_different_from_those_of_the_transport_between_nodes() -> None:
     assert run_threads(run, 4, node_of=PAIRS) == [[0, 2, 3]] * 4
 
 
-def test_a_message_is_not_overwritten_before_it_was_read() -> None:
-    """The sender goes on when the receiver has ended the exchange before, and not sooner."""
+@pytest.mark.parametrize("sizes", [(64,), (64, 128, 1 << 13)])
+def test_a_message_is_not_overwritten_before_it_was_read(sizes: tuple[int, ...]) -> None:
+    """The sender goes on when the receiver has ended the exchange before in the same arena, and not sooner."""
     order, lock = [], threading.Lock()
 
     def note(*what: object) -> None:
@@ -113,13 +115,14 @@ def test_a_message_is_not_overwritten_before_it_was_read() -> None:
             order.append(what)
 
     def run(transport):
-        buffers = transport.open([[OutgoingMessage(0, 64, (1,))], []])
-        for step in range(4):
+        arena = Arena()
+        turns = [transport.open([[OutgoingMessage(0, size, (1,))], []], arena) for size in sizes]
+        for step, buffers in zip(range(4), cycle(turns), strict=False):
             transport.begin(buffers)
             if transport.rank == 0:
                 note("writes", step)
                 buffers.outbox[0].fill_(step + 1)
-                transport.send_from(buffers, 0, 64)
+                transport.send_from(buffers, 0, buffers.outbox[0].numel())
             else:
                 transport.receive_into(buffers, 0, 0).wait()
                 for _ in range(10):
