@@ -36,7 +36,7 @@ from thinwire.collectives import (
     sharded_layout,
 )
 from thinwire.compressors import Coded, Raw, State, Summed
-from thinwire.runtime.channel import HostRoute
+from thinwire.runtime.channel import HostRoute, Turn
 
 CPU = torch.device("cpu")
 SHAPES = ((70, 50), (3,), (40, 100), (0,), (9, 11), (1300,), (64,))
@@ -75,7 +75,7 @@ def first_state(layout: Layout, device: torch.device) -> State | None:
 
 def through_the_host(transport: Transport, layout: Layout, steps: int, poison: int = -1) -> list[Tensor]:
     """What a rank has after each of some steps, by way of messages on the CPU."""
-    route = HostRoute("all_reduce", layout, transport)
+    route = HostRoute("all_reduce", layout, transport, Turn())
 
     def reduce(x: Tensor, call: CollectiveCall) -> None:
         for collective in route.collectives(x, transport, call, None):

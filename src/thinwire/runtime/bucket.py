@@ -28,18 +28,6 @@ def bucket_parts(flat: Tensor, layers: BucketLayers) -> Iterator[tuple[str, Tens
         start += numel
 
 
-def cut(layers: BucketLayers, least_numel: float) -> list[BucketLayers]:
-    """Return ``layers`` in parts that end where they have ``least_numel`` elements, as DDP forms its later buckets."""
-    parts, numel = list[BucketLayers](), math.inf
-    for layer in layers:
-        if numel >= least_numel:
-            parts.append(())
-            numel = 0
-        parts[-1] += (layer,)
-        numel += math.prod(layer[1])
-    return parts
-
-
 def view_layer(parameter: Tensor, values: Tensor) -> Tensor:
     """Return a layer of a DDP bucket as a view with the indices of its parameter.
 

@@ -33,7 +33,7 @@ from thinwire.plan import Plan, Site, Speeds, declined, sent_bytes
 from thinwire.policies import Policy, Sync
 from thinwire.runtime import checkpoint
 from thinwire.runtime.adapt import Adapter
-from thinwire.runtime.bucket import BucketLayers, Substitute, UnsentResiduals, cut, simulate
+from thinwire.runtime.bucket import BucketLayers, Substitute, UnsentResiduals, simulate
 from thinwire.runtime.channel import Channel, Contents, Exchange, Route
 from thinwire.runtime.consistency import agree, check_parity, fail_together, resync
 from thinwire.runtime.engine import Engine, WireSettings, agreed_facts
@@ -264,7 +264,7 @@ class BucketEngine(Engine):
         form, sizes, sums = self.plan.at_step(0, self._present_rate()).for_world(self.world_size, self.shapes), [0], 0
         for dtype in set(self._dtypes.values()) or {torch.float32}:
             layers = ((name, shape) for name, shape in self.shapes.items() if self._dtypes.get(name, dtype) == dtype)
-            for part in cut(tuple(layers), self._bucket_bytes / dtype.itemsize):
+            for part in _cut(tuple(layers), self._bucket_bytes / dtype.itemsize):
                 layout = self.channel.layout("all_reduce", Contents((), _placed(part, form)), dtype)
                 packed = is_packed(RESIDUAL, (layer.compressor for layer in layout.layers))
                 sizes.append(layout.message_bytes(self.rank) + 4 * layout.numel * packed)
@@ -327,7 +327,7 @@ class BucketEngine(Engine):
         exchange all the same, and tells the other ranks where messages can.
         """
         dense, waits = self.dense, self._waits
-        if not (dense or waits) and len(parts := cut(layers, self._bucket_bytes / flat.itemsize)) > 1:
+        if not (dense or waits) and len(parts := _cut(layers, self._bucket_bytes / flat.itemsize)) > 1:
             pieces = flat.split([sum(math.prod(shape) for _, shape in part) for part in parts])
             each = [self.reduce(*part, loss_scale=loss_scale) for part in zip(pieces, parts, strict=True)]
             return together(each, flat)
@@ -781,3 +781,15 @@ def _placed(layers: BucketLayers, plan: Plan | StepPlan) -> tuple[Layer, ...]:
         placed.append(Layer(name, start, shape, compressor))
         start += placed[-1].numel
     return tuple(placed)
+
+
+def _cut(layers: BucketLayers, least_numel: float) -> list[BucketLayers]:
+    """Return ``layers`` in parts that end where they have ``least_numel`` elements, as DDP forms its later buckets."""
+    parts, numel = list[BucketLayers](), math.inf
+    for layer in layers:
+        if numel >= least_numel:
+            parts.append(())
+            numel = 0
+        parts[-1] += (layer,)
+        numel += math.prod(layer[1])
+    return parts
