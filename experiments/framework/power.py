@@ -66,7 +66,7 @@ TASKS = (
     Task("GPT, fine-tuned in 2 stages", "loss", "aqsgd/all", "figure 3/", "direct/small/2 stages/fw2 bw4"),
     Task("GPT, from scratch in 2 stages", "loss", "aqsgd/all", "figure 7/", "direct/*"),
     Task("GPT, 8 stages", "loss", "aqsgd/more", "figure 9 (8 stages)/", "direct/*"),
-    Task("labels of text, 2 stages", "loss", "aqsgd/more", "figure 3 (a, b)/", "direct/*fw2 bw4"),
+    Task("labels of text, 2 stages", "loss", "aqsgd/tokens", "figure 3 (a, b)/", "direct/*fw2 bw4"),
     Task("GPT, tensor parallel", "loss", "fullstack/appendices", "appendix F/table/loss/", "direct3", "fp32"),
     Task("split learning on digits", "loss", "fullstack/split", "figure 10/table/loss/", "control", "fp32"),
     Task("GPT under DDP", "held-out loss", "cgx/quality", "3.5/lost/gpt/"),
