@@ -107,6 +107,7 @@ class Bucket(Exchange):
             engine.recorder.measure(self._exact, x, engine.step)
         engine.note_mean(x)
         engine.note_limits(route, self._state)
+        self._state = None  # its memory is free before the next bucket's is taken
         engine.stats.encoded += route.layout.num_coded
         engine.stats.buckets += 1
         if engine.times_syncs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -32,31 +31,6 @@ _PACKED_BITS = 8
 _PACKED = MaxAbs(bits=_PACKED_BITS, bucket=128, rounding="stochastic")
 _EXACT = MaxAbs(bits=_PACKED_BITS, bucket=128, rounding="nearest")
 """Coder with the same levels: what was packed once is packed again without an error, as a resumed run needs it."""
-
-
-class Scratch:
-    """Memory in fp32 for packed slots while they are open, which those that open next use again."""
-
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []
-        self._lock = threading.Lock()
-
-    def take(self, numel: int, device: torch.device) -> Tensor:
-        """Return a tensor of at least ``numel`` elements, which are zero."""
-        with self._lock:
-            fitting = [memory for memory in self._free if memory.numel() >= numel and memory.device == device]
-            taken = fitting[0] if fitting else returned_zeros(numel, torch.float32, device)
-            self._free = [memory for memory in self._free if memory is not taken]
-        return taken.zero_()
-
-    def give_back(self, memory: Tensor) -> None:
-        """Keep a tensor that `take` has returned: the largest ones, of two buffers.
-
-        A device's allocator knows by itself which stream still uses it.
-        """
-        if memory.device.type == "cpu":
-            with self._lock:
-                self._free = sorted([*self._free, memory], key=Tensor.numel)[-2:]
 
 
 class FlatSlot:
@@ -104,13 +78,13 @@ class PackedSlot(FlatSlot):
     are one tensor, in memory from `open` to `close` only: the present values stay in 8 bits, too.
     """
 
-    def __init__(self, numel: int, pieces: Iterable[LayerSpan], device: torch.device, scratch: Scratch) -> None:
+    def __init__(self, numel: int, pieces: Iterable[LayerSpan], device: torch.device) -> None:
         placed, end = [], 0
         for name, start, count in pieces:
             placed.append(Piece(name, start, count, 0, end, (count,)))
             end += packed_bytes(count)
         self._segments = Segments.build(placed)
-        self._numel, self._device, self._scratch = numel, device, scratch
+        self._numel, self._device = numel, device
         self._packed = [torch.zeros(end, dtype=torch.uint8, device=device) for _ in range(2)]
         self.write(self._zeros())
         self._packed[1].copy_(self._packed[0])
@@ -122,9 +96,8 @@ class PackedSlot(FlatSlot):
         return sum(packed.nbytes for packed in self._packed)
 
     def open(self) -> None:
-        self._opened = self._scratch.take(self._numel, self._device)
         # Under FSDP2 nothing writes what a rank owns itself: it stays zero.
-        self.now = self.next = self._opened[: self._numel]
+        self.now = self.next = self._zeros()
         if not self._is_zero:
             self._decode(self.now)
 
@@ -132,7 +105,6 @@ class PackedSlot(FlatSlot):
         if not self.next.numel():  # nothing was opened: a step before compression starts
             return
         self._pack(_PACKED, self.next, self._packed[1], key)
-        self._scratch.give_back(self._opened)
         self._forget_opened()
 
     def swap(self) -> None:
@@ -152,7 +124,7 @@ class PackedSlot(FlatSlot):
         self._pack(_EXACT, values, self._packed[after], 0)
 
     def _forget_opened(self) -> None:
-        self._opened = self.now = self.next = torch.empty(0, dtype=torch.float32, device=self._device)
+        self.now = self.next = torch.empty(0, dtype=torch.float32, device=self._device)
 
     def _decode(self, values: Tensor, *, after: bool = False) -> None:
         _PACKED.decode(self._packed[after], values, CodecCall(self._segments))
@@ -183,15 +155,12 @@ def is_packed(slot: Slot, compressors: Iterable[Compressor]) -> bool:
 
 
 def flat_slot(
-    slot: Slot, placement: Placement, compressors: Mapping[str, Compressor], device: torch.device, scratch: Scratch
+    slot: Slot, placement: Placement, compressors: Mapping[str, Compressor], device: torch.device
 ) -> FlatSlot:
-    """Return a slot of zeros for a buffer in which the layers with these compressors have it.
-
-    ``scratch`` is memory that packed slots share while they are open.
-    """
+    """Return a slot of zeros for a buffer in which the layers with these compressors have it."""
     if not is_packed(slot, compressors.values()):
         return FlatSlot(placement.numel, slot.dtype, device)
-    return PackedSlot(placement.numel, [s for name in compressors for s in placement.spans(name)], device, scratch)
+    return PackedSlot(placement.numel, [s for name in compressors for s in placement.spans(name)], device)
 
 
 @dataclass
@@ -235,7 +204,6 @@ class Slots:
         self._kept: dict[tuple[str, str], Tensor] = {}
         self.touched: set[Hashable] = set()
         """Keys of the buffers whose slots the present step writes."""
-        self._scratch = Scratch()
 
     @property
     def num_bytes(self) -> int:
@@ -453,7 +421,7 @@ class Slots:
         shapes = {name: placement.by_name[name].shape for name in compressors}
         for slot in {s.name: s for c in compressors.values() for s in c.slots if s.shape is None}.values():
             having = {name: c for name, c in compressors.items() if _has_flat_slot(c, slot.name)}
-            made = place.flat[slot.name] = flat_slot(slot, placement, having, device, self._scratch)
+            made = place.flat[slot.name] = flat_slot(slot, placement, having, device)
             if slot.initial is None and not any((name, slot.name) in self._kept for name in having):
                 continue
             values = made.read()
