@@ -67,9 +67,8 @@ _WORDS = WORDS | {False: "**does not hold**"}
 _NOT_RUN = "not measured yet"
 UNNAMED = "recorded before records named their commit"
 
-_ONCE = ("one training", "one measurement")
 _WIDE = ("a ratio within", "a difference below", "the interval")
-"""Beginnings of recorded reasons: of a single run, and of an interval that was too wide."""
+"""Beginnings of recorded reasons: of an interval that was too wide."""
 
 
 @dataclass(frozen=True)
@@ -179,12 +178,12 @@ def _totals(papers: Sequence[RecordedPaper]) -> str:
     for paper in papers:
         total += paper.counts()
     open_ = [row.get("why", "") for paper in papers for row in paper.claims if row["holds"] is None]
-    once, wide = (sum(why.startswith(begins) for why in open_) for begins in (_ONCE, _WIDE))
+    wide = sum(why.startswith(_WIDE) for why in open_)
     return (
         f"Of {sum(total.values())} claims, {total[_WORDS[True]]} hold here, {total[_WORDS[False]]} do not, and "
-        f"{len(open_)} are inconclusive: the interval is too wide for {wide} of them, {once} were trained or timed "
-        f"once, and the set-up or its control cannot decide {len(open_) - wide - once}. *Inconclusive* says nothing "
-        "about the paper: two CPU cores are too small and too noisy for many of its experiments."
+        f"{len(open_)} are inconclusive: the interval is too wide for {wide} of them, and the set-up or its "
+        f"control cannot decide {len(open_) - wide}. *Inconclusive* says nothing about the paper: two CPU cores are "
+        "too small and too noisy for many of its experiments."
     )
 
 
