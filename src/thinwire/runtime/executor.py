@@ -275,7 +275,7 @@ def together(parts: Sequence[torch.futures.Future[Tensor]], flat: Tensor) -> tor
             part.value()  # raises its error
         return flat
 
-    return parts[0] if len(parts) == 1 else followed_by(parts[-1], end, flat.device)
+    return followed_by(parts[-1], end, flat.device)
 
 
 def for_reducer(future: torch.futures.Future[_T]) -> torch.futures.Future[_T]:
