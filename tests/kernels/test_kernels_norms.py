@@ -23,8 +23,7 @@ def _drawn_way(numel: int, lanes: int, size: int) -> SignedSum:
     run_signs = torch.randint(0, 2, (count,), generator=draws) * 2 - 1
     shifts = torch.randint(0, lanes, (count,), generator=draws)
     signs = (torch.randint(0, 2, (lanes,), generator=draws) * 2 - 1).float()
-    runs = list(zip(run_signs.tolist(), shifts.tolist(), strict=True))
-    return SignedSum(runs, torch.randperm(lanes, generator=draws), signs, size)
+    return SignedSum(torch.stack([run_signs, shifts], 1), torch.randperm(lanes, generator=draws), signs, size)
 
 
 def _sketch(vector: Tensor, lanes: int, size: int) -> Tensor:

@@ -120,7 +120,7 @@ class Momentum(Substitute):
         names = tuple(part.name for part in compressed)
         numels = tuple(part.gradient.numel() for part in compressed)
         nothing = torch.empty(0, dtype=torch.float32, device="cpu")
-        self._sketched[layers] = _SketchedBucket(names, numels, _sketches(compressed, wire.step), nothing, nothing)
+        self._sketched[layers] = _SketchedBucket(names, numels, _sketches(compressed), nothing, nothing)
 
     def sketches(self) -> Tensor | None:
         """Return the sketches of all buckets of this backward pass, whose mean over the ranks `set_lengths` takes; None
@@ -151,7 +151,7 @@ class Momentum(Substitute):
         wire, sketched = self._wire(), self._sketched.get(layers)
         if wire is not None and sketched is not None:
             compressed = _compressed(parts, wire)
-            sketched.received = _sketches(compressed, wire.step)
+            sketched.received = _sketches(compressed)
             sketched.squares = square_sums([part.gradient for part in compressed])
 
     @torch.no_grad()
@@ -230,8 +230,8 @@ def _compressed(parts: Sequence[_Part], wire: Wire) -> list[_Part]:
     return [part for part in parts if not isinstance(wire.plan.layers.get(part.name), Raw | None)]
 
 
-def _sketches(parts: Sequence[_Part], step: int) -> Tensor:
-    return norm_sketches([part.gradient for part in parts], [(step, site_id(part.name)) for part in parts])
+def _sketches(parts: Sequence[_Part]) -> Tensor:
+    return norm_sketches([part.gradient for part in parts], [part.name for part in parts])
 
 
 _Change = tuple[Tensor, Tensor]
@@ -260,15 +260,15 @@ def sketch_size(numel: int) -> int:
     return min(_MOST, max(_LEAST, power_of_two(numel // 256)))
 
 
-def norm_sketches(vectors: Sequence[Tensor], keys: Sequence[tuple[int, ...]]) -> Tensor:
+def norm_sketches(vectors: Sequence[Tensor], names: Sequence[str]) -> Tensor:
     """Return ``S·x`` of each vector, in fp64, end to end, with random S of signs: ``E‖S·x‖² = ‖x‖²`` (count sketches,
     Charikar et al. 2002).
 
-    S depends on the vector's key and number of elements alone, so that the mean of ranks' sketches is the sketch of
-    their mean. Every operation is element-wise, so that equal vectors have the same bits on every machine; means of
+    S depends on the vector's name and number of elements alone, so that the mean of ranks' sketches is the sketch of
+    their mean, and what it draws is drawn once. Every operation is element-wise, so that equal vectors have the same bits on every machine; means of
     fp32 values are exact in fp64, in whichever order a collective adds them.
     """
-    return signed_sums(vectors, [_way(x.numel(), x.device, key) for x, key in zip(vectors, keys, strict=True)])
+    return signed_sums(vectors, [_way(x.numel(), x.device, name) for x, name in zip(vectors, names, strict=True)])
 
 
 def mean_norms(sketches: Tensor, received: Tensor, numels: tuple[int, ...], squares: Tensor) -> Tensor:
@@ -306,15 +306,14 @@ def _places(numels: tuple[int, ...], device: torch.device) -> Tensor:
     return places.to(device)
 
 
-@lru_cache(maxsize=1024)
-def _way(numel: int, device: torch.device, key: tuple[int, ...]) -> SignedSum:
-    """Return the signed sum that makes a sketch. It is cached, as every vector has two sketches of one key."""
+@lru_cache(maxsize=4096)
+def _way(numel: int, device: torch.device, name: str) -> SignedSum:
+    """Return the signed sum that makes a sketch. It is cached: a rank has the same layers in every step."""
     size = sketch_size(numel)
     lanes = max(size, power_of_two(min(numel, round(_LANES_PER_ROOT * math.sqrt(numel)))))
-    seed = derive_key(*key)
-    draws = [derive_key(seed, run) for run in range(-(-numel // lanes))]
+    draws = [derive_key(site_id(name), run) for run in range(-(-numel // lanes))]
     runs = [(1 if draw >> 32 & 1 else -1, draw % lanes) for draw in draws]
-    return SignedSum(runs, *_mix(lanes, device), size)
+    return SignedSum(torch.tensor(runs, dtype=torch.int64, device="cpu").view(-1, 2), *_mix(lanes, device), size)
 
 
 @lru_cache(maxsize=64)

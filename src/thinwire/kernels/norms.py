@@ -21,9 +21,9 @@ _SQUARE_LANES = 1 << 16
 class SignedSum(NamedTuple):
     """Lanes and signs with which :func:`signed_sums` adds up the elements of a vector."""
 
-    runs: Sequence[tuple[int, int]]
+    runs: Tensor
     """Sign of every run of as many elements as there are lanes, and the lane of its first element: the next ones are in
-    the next lanes, and after the last one follows the first."""
+    the next lanes, and after the last one follows the first. (runs, 2), int64, on the CPU."""
     order: Tensor
     """Order (int64) in which the lanes are halved until ``size`` are left: a power of two, as ``size`` is."""
     signs: Tensor
@@ -57,19 +57,18 @@ def signed_sums(vectors: Sequence[Tensor], ways: Sequence[SignedSum]) -> Tensor:
         sums = [_signed_sum(vector, way) for vector, way in zip(vectors, ways, strict=True)]
         return torch.cat(sums) if sums else torch.zeros(0, dtype=torch.float64, device="cpu")
     out = torch.empty(sum(way.size for way in ways), dtype=torch.float64, device="cpu")
-    runs = torch.tensor([run for way in ways for run in way.runs], dtype=torch.int64, device="cpu")
     arguments: list[int] = []
     to = native.address("out", out, torch.float64, out.numel())
-    of_runs = native.address("runs", runs, torch.int64, runs.numel())
     for vector, way in zip(vectors, ways, strict=True):
         numel, lanes = vector.numel(), len(way.order)
         if lanes * len(way.runs) < numel:
             raise ValueError(f"{len(way.runs)} runs of {lanes} elements are fewer than a vector's {numel}")
         given = native.address("each vector", vector, torch.float32, numel)
+        runs = native.address("runs", way.runs, torch.int64, 2 * len(way.runs))
         order = native.address("order", way.order, torch.int64, lanes)
         signs = native.address("signs", way.signs, torch.float32, lanes)
-        arguments += (given, numel, lanes, way.size, of_runs, order, signs, to)
-        to, of_runs = to + 8 * way.size, of_runs + 16 * len(way.runs)
+        arguments += (given, numel, lanes, way.size, runs, order, signs, to)
+        to += 8 * way.size
     native.core().sketches(*arguments)
     return out
 
@@ -99,7 +98,7 @@ def _square_sum(flat: Tensor) -> Tensor:
 def _signed_sum(vector: Tensor, way: SignedSum) -> Tensor:
     lanes = len(way.order)
     sums = torch.zeros(lanes, dtype=torch.float32, device=vector.device)
-    for number, (sign, shift) in enumerate(way.runs):
+    for number, (sign, shift) in enumerate(way.runs.tolist()):
         run = vector[number * lanes : (number + 1) * lanes]
         first = min(run.numel(), lanes - shift)
         sums[shift : shift + first].add_(run[:first], alpha=sign)
