@@ -19,6 +19,7 @@ _PAPERS = {
 }
 _VALIDATION = {
     "bench algorithms": Command("experiments.bench.algorithms:algorithms", "every collective algorithm, many links"),
+    "bench growth": Command("experiments.bench.growth:growth", "steps, start and memory by ranks and size of models"),
     "bench doctor": Command("experiments.bench.doctor:doctor", "predicted steps beside measured steps, eight links"),
     "bench local": Command("experiments.bench.local:local", "local updates over slow links, beside a free network"),
     "bench pipelines": Command("experiments.bench.pipelines:pipelines", "steps of pipelines over slow links"),

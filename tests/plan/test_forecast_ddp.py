@@ -134,10 +134,10 @@ def test_a_range_holds_nine_of_ten() -> None:
 def test_what_holds_for_any_step(rows: list[tuple[float, float, float, float]], shared: float) -> None:
     ready = sorted(at for at, *_ in rows)
     transfers = [Transfer(alone, min(alone, after), cpu * alone, 0.0) for _, alone, after, cpu in rows]
-    done = finish(ready, transfers, shared=shared)
+    done = finish(ready, transfers, shared=shared, depth=2)
     assert done == sorted(done)
     assert all(end >= at + t.alone_s - 1e-9 for at, t, end in zip(ready, transfers, done, strict=True))
     assert done[-1] <= ready[-1] + sum(t.alone_s + t.cpu_s for t in transfers) + 1e-3
-    assert finish(ready, transfers)[-1] <= done[-1] + 1e-9
+    assert finish(ready, transfers, depth=2)[-1] <= done[-1] + 1e-9
     pace = Pace(tuple(Bucket(at, (("a", (1,)),)) for at in ready), ready[-1], shared)
     assert exposed_seconds(pace, transfers) == pytest.approx(max(0.0, done[-1] - ready[-1]))

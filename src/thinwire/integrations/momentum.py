@@ -265,8 +265,8 @@ def norm_sketches(vectors: Sequence[Tensor], names: Sequence[str]) -> Tensor:
     Charikar et al. 2002).
 
     S depends on the vector's name and number of elements alone, so that the mean of ranks' sketches is the sketch of
-    their mean, and what it draws is drawn once. Every operation is element-wise, so that equal vectors have the same bits on every machine; means of
-    fp32 values are exact in fp64, in whichever order a collective adds them.
+    their mean, and its signs are drawn once. Every operation is element-wise, so that equal vectors have the same bits
+    on every machine; means of fp32 values are exact in fp64, in whichever order a collective adds them.
     """
     return signed_sums(vectors, [_way(x.numel(), x.device, name) for x, name in zip(vectors, names, strict=True)])
 

@@ -18,8 +18,8 @@ from thinwire.collectives import Algorithm, Hierarchical, ScatterReduceAllGather
 from thinwire.compressors import Coded, Compressor, Summed
 
 _UNEVEN = 1.25
-_NATIVE_DEPTH = 2
-"""Number of all-reduces that gloo has under way at once."""
+_DEPTH = 2
+"""Number of buckets that are under way at once, in gloo's all-reduces and in thinwire's exchanges."""
 _STAR = ScatterReduceAllGather()
 FEW_BITS = "gaussian(bits=2)"
 """Compressor of `CompressedAdamW`'s gradients. Local updates send as few bits, in larger buckets."""
@@ -356,17 +356,17 @@ def coded_transfer(
     return Transfer(alone + codec, max(on_wire, codec), codec + traffic, codec)
 
 
-def exposed_seconds(pace: Pace, transfers: Sequence[Transfer], *, depth: int | None = None) -> float:
+def exposed_seconds(pace: Pace, transfers: Sequence[Transfer]) -> float:
     """Return the seconds that communication adds to a step: from when the last bucket is ready to when the last one is
     received."""
     ready = [bucket.ready_s for bucket in pace.buckets]
-    return max(0.0, finish(ready, transfers, shared=pace.shared, depth=depth)[-1] - ready[-1])
+    return max(0.0, finish(ready, transfers, shared=pace.shared, depth=_DEPTH)[-1] - ready[-1])
 
 
 def native_step(pace: Pace, links: Links) -> float:
     """Return the seconds of a step of stock DDP."""
     transfers = [native_transfer(bucket, links) for bucket in pace.buckets]
-    return pace.compute_s + exposed_seconds(pace, transfers, depth=_NATIVE_DEPTH)
+    return pace.compute_s + exposed_seconds(pace, transfers)
 
 
 def planned_step(
