@@ -225,15 +225,16 @@ def opened(rank: Rank, task: GPTTask, methods: tuple[Method, ...], steps: int) -
         dist.barrier()
         started = time.perf_counter()
         wire = method.attach(ddp)
-        found[method.name] = {"start_s": time.perf_counter() - started, "memory_bytes": wire.memory if wire else 0}
+        start_s, numel = time.perf_counter() - started, sum(p.numel() for p in ddp.parameters())
+        memory = wire.memory if wire else 0
         taken = []
         for batch in islice(cycle(task.batches(0, rank.rank, rank.num_ranks)), steps + 2 if steps else 0):
             started = time.perf_counter()
             task.loss(ddp, batch).backward()
             ddp.zero_grad(set_to_none=True)
             taken.append(time.perf_counter() - started)
-        if steps:
-            found[method.name] |= {"step_s": median(taken[2:]), "elements": sum(p.numel() for p in ddp.parameters())}
+        step_s = median(taken[2:]) if steps else None
+        found[method.name] = {"start_s": start_s, "memory_bytes": memory, "elements": numel, "step_s": step_s}
         if wire is not None:
             wire.detach()
         del ddp, wire

@@ -30,6 +30,7 @@ VARIANTS = {
     **OF_THE_DEMO,
     "low-rank-bf16": low_rank(f"thinwire rank {POWERSGD_RANK}, bf16", "bf16"),
     "one-bit-adam": Variant("onebit(bucket=layer)", title="1-bit Adam", optimizer="one-bit-adam"),
+    "quantized-adam": Variant("minmax(bits=4, bucket=128)", title="QuantizedAdam, 4 bits", optimizer="one-bit-adam"),
     "overlapped": local_updates("local, 1 step late", overlap=1),
     "streaming": local_updates("local, streaming", fragments=2, overlap=3, mix=0.5),
     "muloco-streaming": local_updates("local with Muon, streaming", "muon", fragments=2, overlap=2),
@@ -57,7 +58,7 @@ def local(
 
     Examples:
       python -m experiments bench local --json benchmarks/local/local.json
-      python -m experiments bench local --rates 100mbit --methods thinwire powersgd in-optimizer one-bit-adam
+      python -m experiments bench local --rates 100mbit --methods thinwire bf16 powersgd in-optimizer quantized-adam
 
     Args:
         rates: of each rank's link, both ways.

@@ -117,14 +117,17 @@ def _addresses(first: Tensor, *others: Tensor | None) -> list[int] | None:
     memory."""
     if not native.computes(first) or not native.is_dense(first):
         return None
-    strides = None if first.is_contiguous() else first.stride()
+    shape, strides = first.shape, None if first.is_contiguous() else first.stride()
+    found = []
     for t in (first, *others):
-        if t is not None:
-            alike = t.is_contiguous() if strides is None else t.stride() == strides
-            if t.dtype is not torch.float32 or not t.is_cpu or not alike or t.shape != first.shape:
-                return None
-    numel = first.numel()
-    return [native.address("each", t, torch.float32, numel, strides) if t is not None else 0 for t in (first, *others)]
+        if t is None:
+            found.append(0)
+            continue
+        alike = t.is_contiguous() if strides is None else t.stride() == strides
+        if t.dtype is not torch.float32 or not t.is_cpu or not alike or t.shape != shape:
+            return None
+        found.append(t.data_ptr())
+    return found
 
 
 def _shares(moving: MovingAverage | None) -> tuple[float, float]:
