@@ -33,7 +33,7 @@ from thinwire_tools.compare.gpt import GPTConfig
 from thinwire_tools.compare.tasks import GPTTask
 from thinwire_tools.results import OutputFile, Results
 
-_SMALL = GPTTask(model=GPTConfig(width=128, layers=4), bucket_cap_mb=1.0)
+_SMALL = GPTTask(model=GPTConfig(width=192, layers=4), batch=4, bucket_cap_mb=1.0)
 _GPT2 = {"vocabulary": 50257, "context": 16}
 _MODELS = {
     "1M": GPTConfig(width=128, layers=5, context=16),
@@ -62,7 +62,7 @@ def growth(
 ) -> int:
     """Measure steps, start, memory and errors with more and more ranks, and with larger and larger models.
 
-    Steps of a GPT of 0.8 million parameters are replayed, each rank behind a link of its own, and set against the cost
+    Steps of a GPT of 1.8 million parameters are replayed, each rank behind a link of its own, and set against the cost
     model, which is given the link as two ranks measure it and counts messages from there on, up to 1,024 ranks.
     Intervals are over separate runs. Models are trained by two ranks on this machine. Takes about half an hour.
 
@@ -99,7 +99,7 @@ def growth(
                 for name, by_run in found[n].rounds.items():
                     results.add(f"step_s/{rtt_ms:g}/{n}/{name}", median(by_run), "s", by_run=by_run)
             links = _links(replace(two, rtt_s=rtt_ms / 1e3), rate)
-            pace = _pace(small, computes[small], found[ranks[-1]])
+            pace = _pace(small, computes[small], found[ranks[0]])
             for n in (*ranks, *_ON_PAPER):
                 for name, seconds in forecast(pace, links, n, message_s).items():
                     results.add(f"forecast_s/{rtt_ms:g}/{n}/{name}", seconds, "s")
@@ -146,15 +146,20 @@ def _links(runs: SeparateRuns, rate: str) -> Links:
 
 
 def _pace(model: Model, compute: Compute, times: Times) -> Pace:
-    """Return the replayed step as the cost model sees it. A rank has one core, which communication takes as well."""
+    """Return the replayed step as the cost model sees it, as long as it took with nothing sent. A rank has one core,
+    which communication takes as well."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.task.build(0).named_parameters()}
+    longer = times.step_s(NOTHING.name) / compute.step_s
     at, ready, buckets = compute.forward_s, {}, {}
     for name, seconds in compute.gradients_s.items():
         ready[name] = at = at + seconds
     for row in times.layers[THINWIRE.name]:
         buckets.setdefault(row["bucket"], []).append(row["name"])
-    made = [Bucket(max(ready[n] for n in names), tuple((n, shapes[n]) for n in names)) for names in buckets.values()]
-    return Pace(tuple(sorted(made, key=lambda bucket: bucket.ready_s)), compute.step_s, shared=1.0)
+    made = [
+        Bucket(longer * max(ready[name] for name in names), tuple((name, shapes[name]) for name in names))
+        for names in buckets.values()
+    ]
+    return Pace(tuple(sorted(made, key=lambda bucket: bucket.ready_s)), longer * compute.step_s, shared=1.0)
 
 
 def forecast(pace: Pace, links: Links, num_ranks: int, message_s: float) -> dict[str, float]:
