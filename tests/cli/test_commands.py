@@ -127,6 +127,24 @@ def test_bench_algorithms(tmp_path: Path) -> None:
     assert all(value == 1.0 for name, value in found.items() if "replicas_identical" in name)
 
 
+@pytest.mark.network
+@pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
+def test_bench_growth(tmp_path: Path) -> None:
+    path, picture = tmp_path / "growth.json", tmp_path / "growth.svg"
+    cell = ["--ranks", "2", "--rtts-ms", "0", "--models", "1M", "--runs", "1", "--rounds", "1", "--plot", str(picture)]
+    assert experiments_main(["bench", "growth", *cell, "--json", str(path)]) == 0
+    found = figures(path)
+    assert found["step_s/0/2/thinwire"] > found["step_s/0/2/nothing"] > 0
+    assert (
+        found["forecast_s/0/1024/thinwire"]
+        > found["forecast_s/0/1024/two levels"]
+        > found["forecast_s/0/64/two levels"]
+    )
+    assert 0.05 < found["error/2"] < 0.3
+    assert next(row for row in json.loads(path.read_text())["results"] if row["name"] == "named_s/2")["named"] == 1
+    assert "<svg" in picture.read_text()
+
+
 def test_bench_step_over_loopback(tmp_path: Path) -> None:
     path = tmp_path / "step.json"
     options = ["--rate", "none", "--skip-if-slower", "--target", "0", "--rounds", "1", "--steps", "1", "--batches", "1"]
