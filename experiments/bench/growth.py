@@ -95,7 +95,8 @@ def growth(
             for n in ranks:
                 status.update(f"{n} ranks, round trip +{rtt_ms:g} ms")
                 timed = replace(two, num_ranks=n, runs=runs, rtt_s=rtt_ms / 1e3)
-                (found[n],) = timed.times(small, _METHODS, **turns)
+                methods = (*_METHODS, *([_two_levels(_group(n))] if _group(n) else []))
+                (found[n],) = timed.times(small, methods, **turns)
                 for name, by_run in found[n].rounds.items():
                     results.add(f"step_s/{rtt_ms:g}/{n}/{name}", median(by_run), "s", by_run=by_run)
             links = _links(replace(two, rtt_s=rtt_ms / 1e3), rate)
@@ -131,6 +132,18 @@ def _add_ranks(results: Results, small: Model, n: int) -> None:
     survivors = chaos.run(killed).survivors
     named = sum(survivor.named for survivor in survivors)
     results.add(f"named_s/{n}", max(survivor.seconds for survivor in survivors), "s", named=named, of=len(survivors))
+
+
+def _group(num_ranks: int) -> int:
+    """Return the number of ranks of a group in two levels, about the root of all; 0 if those are too few."""
+    group = 1 << (num_ranks.bit_length() // 2)
+    return group if num_ranks > 2 * group > 4 else 0
+
+
+def _two_levels(group: int) -> Method:
+    """Return thinwire's means in two levels: among groups of ranks, and among the groups' ranks of one number."""
+    title, algorithm = "thinwire, two levels", str(_TWO_LEVELS)
+    return replace(_METHODS[1], name="two levels", title=title, algorithm=algorithm, ranks_per_node=group)
 
 
 # --- on paper
@@ -179,10 +192,9 @@ def forecast(pace: Pace, links: Links, num_ranks: int, message_s: float) -> dict
     layers = {name: compressor for bucket in pace.buckets for name, _ in bucket.layers}
     codec_s = {compressor: codec_seconds(compressor, num_ranks, codec_passes(compressor, torch.device("cpu")))}
     found = {"fp32": native_step(pace, grown), "thinwire": planned_step(pace, grown, layers, codec_s)}
-    inside = 1 << (num_ranks.bit_length() // 2)
-    if num_ranks > 2 * inside > 4:
-        world = World(num_ranks, tuple(rank // inside for rank in range(num_ranks)))
-        legs = HierarchyTimes(world, exchanges(inside), exchanges(num_ranks // inside))
+    if group := _group(num_ranks):
+        world = World(num_ranks, tuple(rank // group for rank in range(num_ranks)))
+        legs = HierarchyTimes(world, exchanges(group), exchanges(num_ranks // group))
         found["two levels"] = planned_step(pace, replace(grown, legs=legs), layers, codec_s, _TWO_LEVELS)
     return found
 
