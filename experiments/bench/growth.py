@@ -44,7 +44,7 @@ _MODELS = {
 }
 _NO_STEPS = ("1B",)
 """Models that are opened but not trained: their steps do not fit into memory."""
-_METHODS = (FP32, replace(THINWIRE, transport="auto"), NOTHING)
+_METHODS = (FP32, THINWIRE, NOTHING)
 _ON_PAPER = (64, 128, 256, 512, 1024)
 _TWO_LEVELS = parse_algorithm("hierarchical(inside=same)")
 

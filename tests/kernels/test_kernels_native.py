@@ -27,14 +27,15 @@ def test_the_core_takes_no_tensor_of_another_dtype_size_device_or_layout() -> No
     """Whatever its caller has checked: it would read or write what lies behind."""
     good = torch.zeros(4, 6)
     assert native.address("x", good, torch.float32, 24) == good.data_ptr()
+    assert native.address("x", good.T, torch.float32, 24, (1, 6)) == good.data_ptr()
     for bad in (good.bfloat16(), good.double(), good.to("meta")):
         with pytest.raises(TypeError, match=r"^x must be torch\.float32 on the CPU"):
             native.address("x", bad, torch.float32, 24)
     with pytest.raises(ValueError, match=r"^x has 24 elements, and the native core takes 25"):
         native.address("x", good, torch.float32, 25)
-    for bad in (good.T, good[:, ::2]):
-        with pytest.raises(ValueError, match=r"^x must be contiguous .* its strides are"):
-            native.address("x", bad, torch.float32, 12)
+    for bad, strides in ((good.T, None), (good.T, (6, 1)), (good[:, ::2], None)):
+        with pytest.raises(ValueError, match=r"^x must .* its strides are"):
+            native.address("x", bad, torch.float32, 12, strides)
     for dtype in (torch.float64, torch.uint8):
         with pytest.raises(TypeError, match=r"^x is torch"):
             native.segments("x", good.to(dtype), one(24), good)

@@ -117,17 +117,15 @@ def _addresses(first: Tensor, *others: Tensor | None) -> list[int] | None:
     memory."""
     if not native.computes(first) or not native.is_dense(first):
         return None
-    shape, strides = first.shape, None if first.is_contiguous() else first.stride()
-    found = []
-    for t in (first, *others):
-        if t is None:
-            found.append(0)
-            continue
-        alike = t.is_contiguous() if strides is None else t.stride() == strides
-        if t.dtype is not torch.float32 or not t.is_cpu or not alike or t.shape != shape:
-            return None
-        found.append(t.data_ptr())
-    return found
+    if any(t is not None and t.shape != first.shape for t in others):
+        return None
+    numel, strides = first.numel(), None if first.is_contiguous() else first.stride()
+    try:
+        return [
+            native.address("each", t, torch.float32, numel, strides) if t is not None else 0 for t in (first, *others)
+        ]
+    except (TypeError, ValueError):
+        return None
 
 
 def _shares(moving: MovingAverage | None) -> tuple[float, float]:

@@ -96,18 +96,20 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
-def address(name: str, tensor: Tensor, dtype: torch.dtype, numel: int) -> int:
+def address(name: str, tensor: Tensor, dtype: torch.dtype, numel: int, strides: tuple[int, ...] | None = None) -> int:
     """Return the address of a tensor of which the core reads or writes ``numel`` elements of ``dtype``, in a row.
 
-    The core does not check: through a tensor of another size it would write over what lies behind. Raises ``TypeError``
-    for another dtype or device and ``ValueError`` for fewer elements or another layout.
+    The core does not check: through a tensor of another size it would write over what lies behind. A tensor
+    with ``strides`` need not be contiguous. Raises ``TypeError`` for another dtype or device and ``ValueError`` for
+    fewer elements or another layout.
     """
     if tensor.dtype is not dtype or not tensor.is_cpu:
         raise TypeError(f"{name} must be {dtype} on the CPU for the native core, not {tensor.dtype} on {tensor.device}")
     if tensor.numel() < numel:
         raise ValueError(f"{name} has {tensor.numel()} elements, and the native core takes {numel}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous for the native core; its strides are {tensor.stride()}")
+    if not tensor.is_contiguous() if strides is None else tensor.stride() != strides:
+        wanted = "be contiguous" if strides is None else f"have strides {strides}"
+        raise ValueError(f"{name} must {wanted} for the native core; its strides are {tensor.stride()}")
     return tensor.data_ptr()
 
 
