@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import asdict, replace
 from itertools import cycle, islice
@@ -64,7 +65,7 @@ def growth(
 
     Steps of a GPT of 1.8 million parameters are replayed, each rank behind a link of its own, and set against the cost
     model, which is given the link as two ranks measure it and counts messages from there on, up to 1,024 ranks.
-    Intervals are over separate runs. Models are trained by two ranks on this machine. Takes about half an hour.
+    Models are trained by two ranks on this machine. Takes about half an hour.
 
     Examples:
       python -m experiments bench growth --json growth.json --plot growth.svg
@@ -111,10 +112,12 @@ def growth(
             status.update(f"a model of {name}")
             task = GPTTask(model=_MODELS[name], batch=1, bucket_cap_mb=25.0, steps=8)
             with Timing("host", emulated=False, num_ranks=2) as timing:
-                options: Any = {"methods": _METHODS, "steps": 0 if name in _NO_STEPS else 5}
+                options: Any = {"steps": 0, "methods": (THINWIRE,)} if name in _NO_STEPS else {"methods": _METHODS}
                 by_method = timing.call(opened, task=task, **options)[0]["found"]
             for method, figures in by_method.items():
                 results.add(f"model/{name}/{method}", figures.pop("start_s"), "s", **figures)
+            if json:
+                results.write(json)
     if plot:
         draw(results, plot)
     show("growth", results, json)
@@ -124,8 +127,8 @@ def growth(
 def _add_ranks(results: Results, small: Model, n: int) -> None:
     """Add what is measured of ``n`` ranks on this host: start, bytes, error of the mean, and how a death is named."""
     with Timing("host", emulated=False, num_ranks=n) as timing:
-        found = timing.call(opened, task=small.task, methods=_METHODS[1:2], steps=0)[0]["found"][THINWIRE.name]
-        errors = timing.errors(small, _METHODS[1:2], steps=3, on_turn=lambda *_: None)[THINWIRE.name]
+        found = timing.call(opened, task=small.task, methods=(THINWIRE,), steps=0)[0]["found"][THINWIRE.name]
+        errors = timing.errors(small, (THINWIRE,), steps=3, on_turn=lambda *_: None)[THINWIRE.name]
     results.add(f"start_s/{n}", found["start_s"], "s", memory_bytes=found["memory_bytes"])
     results.add(f"error/{n}", fmean(errors), "", by_step=errors)
     killed = Scenario(Training("ddp", "minmax(bits=4)", "group", n), 60.0, "kill", "backward", n - 1, 2)
@@ -143,7 +146,7 @@ def _group(num_ranks: int) -> int:
 def _two_levels(group: int) -> Method:
     """Return thinwire's means in two levels: among groups of ranks, and among the groups' ranks of one number."""
     title, algorithm = "thinwire, two levels", str(_TWO_LEVELS)
-    return replace(_METHODS[1], name="two levels", title=title, algorithm=algorithm, ranks_per_node=group)
+    return replace(THINWIRE, name="two levels", title=title, algorithm=algorithm, ranks_per_node=group)
 
 
 # --- on paper
@@ -233,7 +236,7 @@ def measured(rank: Rank) -> dict[str, Any]:
         transport.close()
 
 
-def opened(rank: Rank, task: GPTTask, methods: tuple[Method, ...], steps: int) -> dict[str, Any]:
+def opened(rank: Rank, task: GPTTask, methods: tuple[Method, ...], steps: int = 5) -> dict[str, Any]:
     """Return, by method, the seconds in which it attaches to the task's model, the bytes that a Wire says it needs,
     and the seconds of a step, the median of ``steps``."""
     found = {}
@@ -255,4 +258,5 @@ def opened(rank: Rank, task: GPTTask, methods: tuple[Method, ...], steps: int) -
         if wire is not None:
             wire.detach()
         del ddp, wire
+        gc.collect()
     return {"found": found}
