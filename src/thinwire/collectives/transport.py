@@ -45,6 +45,8 @@ _SMALL_REDUCTIONS = 256
 
 _LEAST_MAPPING = 1 << 20
 """Least bytes of memory that the system gives and takes back by itself."""
+_LEAST_HUGE = 1 << 22
+"""Least bytes of it that are asked for in huge pages, the last of which need not be full."""
 
 _LEAST_PART = 1 << 14
 """Least bytes of a message for one of several streams: about what a new TCP connection sends at once."""
@@ -129,7 +131,17 @@ def returned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tens
     num_bytes = numel * dtype.itemsize
     if device.type != "cpu" or num_bytes < _LEAST_MAPPING:
         return torch.zeros(numel, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE), dtype=dtype)
+    return torch.frombuffer(_mapping(num_bytes), dtype=dtype)
+
+
+def _mapping(num_bytes: int) -> mmap.mmap:
+    """Return zeros of the system's. New memory of huge pages is written in half the time: each is found and cleared
+    when it is first touched."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE)
+    if num_bytes >= _LEAST_HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def laid_out(messages: Mapping[_K, OutgoingMessage], memory: Tensor) -> dict[_K, Tensor]:
@@ -144,7 +156,7 @@ def inbox_for(incoming: Mapping[_K, OutgoingMessage]) -> tuple[dict[_K, Tensor],
     num_bytes = room_bytes(incoming.values())
     if num_bytes < _LEAST_MAPPING:
         return laid_out(incoming, torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")), None
-    received = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE)
+    received = _mapping(num_bytes)
     return laid_out(incoming, torch.frombuffer(received, dtype=torch.uint8)), received
 
 
