@@ -47,6 +47,8 @@ _NO_STEPS = ("1B",)
 """Models that are opened but not trained: their steps do not fit into memory."""
 _METHODS = (FP32, THINWIRE, NOTHING)
 _ON_PAPER = (64, 128, 256, 512, 1024)
+_MOST_IN_FP32 = 8
+"""Ranks of which DDP in fp32 is timed over links with a round-trip time: its ring waits 2(n - 1) times a bucket."""
 _TWO_LEVELS = parse_algorithm("hierarchical(inside=same)")
 
 
@@ -96,10 +98,13 @@ def growth(
             for n in ranks:
                 status.update(f"{n} ranks, round trip +{rtt_ms:g} ms")
                 timed = replace(two, num_ranks=n, runs=runs, rtt_s=rtt_ms / 1e3)
-                methods = (*_METHODS, *([_two_levels(_group(n))] if _group(n) else []))
+                methods = _METHODS[1:] if rtt_ms and n > _MOST_IN_FP32 else _METHODS
+                methods += (_two_levels(_group(n)),) if _group(n) else ()
                 (found[n],) = timed.times(small, methods, **turns)
                 for name, by_run in found[n].rounds.items():
                     results.add(f"step_s/{rtt_ms:g}/{n}/{name}", median(by_run), "s", by_run=by_run)
+                if json:
+                    results.write(json)
             links = _links(replace(two, rtt_s=rtt_ms / 1e3), rate)
             pace = _pace(small, computes[small], found[ranks[0]])
             for n in (*ranks, *_ON_PAPER):

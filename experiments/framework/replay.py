@@ -90,9 +90,12 @@ def gradients_along(task: Any, batches: Iterable[Any]) -> list[Gradients]:
         task.loss(model, batch).backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         recorded.append({name: gradient.clone() for name, gradient in gradients.items()})
-        for gradient in gradients.values():
-            dist.all_reduce(gradient)
-            gradient /= dist.get_world_size()
+        # In one piece: over a link with a long round-trip time each all-reduce takes many of them.
+        mean = torch.cat([gradient.flatten() for gradient in gradients.values()])
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+        for gradient, part in zip(gradients.values(), mean.split([g.numel() for g in gradients.values()]), strict=True):
+            gradient.copy_(part.view_as(gradient))
         optimizer.step()
     return recorded
 
