@@ -59,7 +59,7 @@ def growth(
     rate: str = "1gbit",
     rtts_ms: tuple[float, ...] = (0.0, 20.0),
     models: tuple[str, ...] = tuple(_MODELS),
-    runs: int = 3,
+    runs: int = 1,
     rounds: int = 3,
     json: OutputFile = None,
     plot: Annotated[Path | None, tyro.conf.arg(metavar="PATH.svg")] = None,
@@ -68,7 +68,7 @@ def growth(
 
     Steps of a GPT of 1.8 million parameters are replayed, each rank behind a link of its own, and set against the cost
     model, which is given the link as two ranks measure it and counts messages from there on, up to 1,024 ranks.
-    Models are trained by two ranks on this machine. Takes about half an hour.
+    Models are trained by two ranks on this machine. Takes about a quarter of an hour.
 
     Examples:
       python -m experiments bench growth --json growth.json --plot growth.svg
