@@ -47,8 +47,9 @@ _NO_STEPS = ("1B",)
 """Models that are opened but not trained: their steps do not fit into memory."""
 _METHODS = (FP32, THINWIRE, NOTHING)
 _ON_PAPER = (64, 128, 256, 512, 1024)
-_MOST_IN_FP32 = 8
-"""Ranks of which DDP in fp32 is timed over links with a round-trip time: its ring waits 2(n - 1) times a bucket."""
+_MOST_FAR, _MOST_IN_FP32 = 16, 8
+"""Ranks that are timed over links with a round-trip time, which is longer where ranks share cores, and those of which
+DDP in fp32 is: its ring waits 2(n - 1) times a bucket."""
 _LINK_REPEATS = 3
 _TWO_LEVELS = parse_algorithm("hierarchical(inside=same)")
 
@@ -68,7 +69,8 @@ def growth(
 
     Steps of a GPT of 1.8 million parameters are replayed, each rank behind a link of its own, and set against the cost
     model, which is given the link as two ranks measure it and counts messages from there on, up to 1,024 ranks.
-    Models are trained by two ranks on this machine. Takes about a quarter of an hour.
+    Models are trained by two ranks on this machine. Takes about a quarter of an hour; of more
+    than 16 ranks only steps without a round-trip time are timed.
 
     Examples:
       python -m experiments bench growth --json growth.json --plot growth.svg
@@ -96,7 +98,7 @@ def growth(
         message_s = min(_links(two, rate).exchange.latency_s for _ in range(_LINK_REPEATS))
         for rtt_ms in rtts_ms:
             found: dict[int, Times] = {}
-            for n in ranks:
+            for n in (n for n in ranks if not rtt_ms or n <= _MOST_FAR):
                 status.update(f"{n} ranks, round trip +{rtt_ms:g} ms")
                 timed = replace(two, num_ranks=n, runs=runs, rtt_s=rtt_ms / 1e3)
                 methods = _METHODS[1:] if rtt_ms and n > _MOST_IN_FP32 else _METHODS
@@ -107,8 +109,8 @@ def growth(
                 if json:
                     results.write(json)
             links = _links(replace(two, rtt_s=rtt_ms / 1e3), rate)
-            pace = _pace(small, computes[small], found[ranks[0]])
-            for n in (*ranks, *_ON_PAPER):
+            pace = _pace(small, computes[small], found[min(found)])
+            for n in (*found, *_ON_PAPER):
                 for name, seconds in forecast(pace, links, n, message_s).items():
                     results.add(f"forecast_s/{rtt_ms:g}/{n}/{name}", seconds, "s")
         for n in ranks:
