@@ -69,8 +69,8 @@ def growth(
 
     Steps of a GPT of 1.8 million parameters are replayed, each rank behind a link of its own, and set against the cost
     model, which is given the link as two ranks measure it and counts messages from there on, up to 1,024 ranks.
-    Models are trained by two ranks on this machine. Takes about a quarter of an hour; of more
-    than 16 ranks only steps without a round-trip time are timed.
+    Of more than 16 ranks only steps without a round-trip time are timed. Models are trained by two ranks on this
+    machine. Takes about a quarter of an hour.
 
     Examples:
       python -m experiments bench growth --json growth.json --plot growth.svg
@@ -86,6 +86,8 @@ def growth(
         json: write the figures to this file.
         plot: draw steps by ranks.
     """
+    if any(rtts_ms) and min(ranks) > _MOST_FAR:
+        raise ValueError(f"--ranks {min(ranks)}: with a round-trip time up to {_MOST_FAR} are timed")
     lab.need_network()
     torch.set_num_threads(1)
     small = Model("gpt", "GPT", "", _SMALL, _SMALL.batch * _SMALL.model.context, "tokens/s", 8)
