@@ -32,6 +32,7 @@ from thinwire.runtime.probe import codec_passes, measure_links
 from thinwire_tools import lab, plots
 from thinwire_tools.compare.gpt import GPTConfig
 from thinwire_tools.compare.tasks import GPTTask
+from thinwire_tools.exits import ends_command
 from thinwire_tools.results import OutputFile, Results
 
 _SMALL = GPTTask(model=GPTConfig(width=192, layers=4), batch=4, bucket_cap_mb=1.0)
@@ -86,8 +87,11 @@ def growth(
         json: write the figures to this file.
         plot: draw steps by ranks.
     """
-    if any(rtts_ms) and min(ranks) > _MOST_FAR:
-        raise ValueError(f"--ranks {min(ranks)}: with a round-trip time up to {_MOST_FAR} are timed")
+    with ends_command():
+        if any(rtts_ms) and min(ranks) > _MOST_FAR:
+            raise ValueError(
+                f"--ranks {min(ranks)}: with --rtts-ms up to {_MOST_FAR} ranks are timed; give --rtts-ms 0"
+            )
     lab.need_network()
     torch.set_num_threads(1)
     small = Model("gpt", "GPT", "", _SMALL, _SMALL.batch * _SMALL.model.context, "tokens/s", 8)
