@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Annotated, Any
 
-import torch
 import torch.distributed as dist
 import tyro
 from rich.console import Console
@@ -49,9 +48,10 @@ _NO_STEPS = ("1B",)
 _METHODS = (FP32, THINWIRE, NOTHING)
 _ON_PAPER = (64, 128, 256, 512, 1024)
 _MOST_FAR, _MOST_IN_FP32 = 16, 8
-"""Ranks that are timed over links with a round-trip time, which is longer where ranks share cores, and those of which
-DDP in fp32 is: its ring waits 2(n - 1) times a bucket."""
+"""The most ranks whose steps are timed over links with a round-trip time, by any method and by DDP in fp32: its ring
+waits 2(n - 1) times a bucket, and where ranks share cores, all waiting takes longer."""
 _LINK_REPEATS = 3
+"""Measurements of a link, of which the shortest latency counts."""
 _TWO_LEVELS = parse_algorithm("hierarchical(inside=same)")
 
 
@@ -93,7 +93,6 @@ def growth(
                 f"--ranks {min(ranks)}: with --rtts-ms up to {_MOST_FAR} ranks are timed; give --rtts-ms 0"
             )
     lab.need_network()
-    torch.set_num_threads(1)
     small = Model("gpt", "GPT", "", _SMALL, _SMALL.batch * _SMALL.model.context, "tokens/s", 8)
     about: dict[str, Any] = {"rate": rate, "runs": runs, "rounds": rounds, "spec": THINWIRE.spec, "ranks": list(ranks)}
     results = Results("python -m experiments bench growth", about={**about, "rtts_ms": list(rtts_ms)})
@@ -101,7 +100,7 @@ def growth(
     with Console().status("") as status:
         two = SeparateRuns("links", True, 2, 1, computes)
         turns: Any = {"rounds": rounds, "steps": 1, "rates": (rate,), "on_turn": lambda *_: None}
-        message_s = min(_links(two, rate).exchange.latency_s for _ in range(_LINK_REPEATS))
+        message_s = min(_links(two, rate)[0].exchange.latency_s for _ in range(_LINK_REPEATS))
         for rtt_ms in rtts_ms:
             found: dict[int, Times] = {}
             for n in (n for n in ranks if not rtt_ms or n <= _MOST_FAR):
@@ -114,10 +113,10 @@ def growth(
                     results.add(f"step_s/{rtt_ms:g}/{n}/{name}", median(by_run), "s", by_run=by_run)
                 if json:
                     results.write(json)
-            links = _links(replace(two, rtt_s=rtt_ms / 1e3), rate)
+            links, passes = _links(replace(two, rtt_s=rtt_ms / 1e3), rate)
             pace = _pace(small, computes[small], found[min(found)])
             for n in (*found, *_ON_PAPER):
-                for name, seconds in forecast(pace, links, n, message_s).items():
+                for name, seconds in forecast(pace, links, n, message_s, passes).items():
                     results.add(f"forecast_s/{rtt_ms:g}/{n}/{name}", seconds, "s")
         for n in ranks:
             status.update(f"{n} ranks: start, errors, a rank that dies")
@@ -159,20 +158,19 @@ def _group(num_ranks: int) -> int:
 
 def _two_levels(group: int) -> Method:
     """Return thinwire's means in two levels: among groups of ranks, and among the groups' ranks of one number."""
-    title, algorithm = "thinwire, two levels", str(_TWO_LEVELS)
-    return replace(THINWIRE, name="two levels", title=title, algorithm=algorithm, ranks_per_node=group)
+    return replace(THINWIRE, name="two levels", algorithm=str(_TWO_LEVELS), ranks_per_node=group)
 
 
 # --- on paper
 
 
-def _links(runs: SeparateRuns, rate: str) -> Links:
-    """Return the links of two ranks, as they measure them."""
+def _links(runs: SeparateRuns, rate: str) -> tuple[Links, dict[str, float]]:
+    """Return the links of two ranks, and the seconds in which one of them encodes and decodes an element."""
     with PinnedTiming(runs, 0) as timing:
         timing.shape(rate)
         found = timing.call(measured)[0]
     native, exchange = (Curve(tuple(map(tuple, found[name]["points"]))) for name in ("native", "exchange"))
-    return Links(native, exchange, 2, found["native_cpu"], found["exchange_cpu"])
+    return Links(native, exchange, 2, found["native_cpu"], found["exchange_cpu"]), found["passes"]
 
 
 def _pace(model: Model, compute: Compute, times: Times) -> Pace:
@@ -192,9 +190,9 @@ def _pace(model: Model, compute: Compute, times: Times) -> Pace:
     return Pace(tuple(sorted(made, key=lambda bucket: bucket.ready_s)), longer * compute.step_s, shared=1.0)
 
 
-def forecast(pace: Pace, links: Links, num_ranks: int, message_s: float) -> dict[str, float]:
+def forecast(pace: Pace, links: Links, num_ranks: int, message_s: float, passes: dict[str, float]) -> dict[str, float]:
     """Return the seconds of a step of ``num_ranks`` ranks, of stock DDP, of thinwire, and of thinwire in two levels,
-    from the ``links`` of two ranks.
+    from what `_links` returns for two ranks.
 
     A rank sends one message after the other to all other ranks, each in ``message_s``. In a ring of n ranks n - 1 times
     as many messages follow each other as between two.
@@ -207,7 +205,7 @@ def forecast(pace: Pace, links: Links, num_ranks: int, message_s: float) -> dict
     grown = replace(links, num_ranks=num_ranks, native=native, exchange=exchanges(num_ranks))
     compressor = parse(THINWIRE.spec)
     layers = {name: compressor for bucket in pace.buckets for name, _ in bucket.layers}
-    codec_s = {compressor: codec_seconds(compressor, num_ranks, codec_passes(compressor, torch.device("cpu")))}
+    codec_s = {compressor: codec_seconds(compressor, num_ranks, passes)}
     found = {"fp32": native_step(pace, grown), "thinwire": planned_step(pace, grown, layers, codec_s)}
     if group := _group(num_ranks):
         world = World(num_ranks, tuple(rank // group for rank in range(num_ranks)))
@@ -244,11 +242,12 @@ def draw(results: Results, path: Path) -> None:
 
 
 def measured(rank: Rank) -> dict[str, Any]:
-    """Return the times of messages among these ranks."""
+    """Return the times of messages among these ranks, and of this rank's kernels."""
     assert dist.group.WORLD is not None
     transport = bare_transport(dist.group.WORLD)
     try:
-        return asdict(measure_links(transport))
+        passes = codec_passes(parse(THINWIRE.spec), transport.device)
+        return {**asdict(measure_links(transport)), "passes": passes}
     finally:
         transport.close()
 

@@ -127,6 +127,7 @@ def test_bench_algorithms(tmp_path: Path) -> None:
     assert all(value == 1.0 for name, value in found.items() if "replicas_identical" in name)
 
 
+@pytest.mark.alone  # It compares replayed steps with and without communication.
 @pytest.mark.network
 @pytest.mark.skipif(lab.unavailable() is not None, reason=str(lab.unavailable()))
 def test_bench_growth(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ _SMALL_REDUCTIONS = 256
 _LEAST_MAPPING = 1 << 20
 """Least bytes of memory that the system gives and takes back by itself."""
 _LEAST_HUGE = 1 << 22
-"""Least bytes of it that are asked for in huge pages, the last of which need not be full."""
+"""Least bytes of such memory for which huge pages are asked; the last of them need not be full."""
 
 _LEAST_PART = 1 << 14
 """Least bytes of a message for one of several streams: about what a new TCP connection sends at once."""
@@ -135,8 +135,8 @@ def returned_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tens
 
 
 def _mapping(num_bytes: int) -> mmap.mmap:
-    """Return zeros of the system's. New memory of huge pages is written in half the time: each is found and cleared
-    when it is first touched."""
+    """Return new memory of zeros, straight from the system. In huge pages it is written in half the time: the system
+    finds and clears each page when it is first touched."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE)
     if num_bytes >= _LEAST_HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
