@@ -148,6 +148,25 @@ def test_a_rank_that_has_stopped_is_told_from_one_that_has_ended_by_its_connecti
     assert reason in str(found)
 
 
+def test_of_ranks_that_stop_within_a_heartbeat_the_one_that_has_ended_is_named(
+    detectors: list[FailureDetector], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 6 stops a moment before rank 4, whose connection is closed."""
+    monkeypatch.setattr(failures, "GRACE_S", 2.5)
+    exchange, over, stopped = failures.Board.exchange, threading.Event(), set[int]()
+    monkeypatch.setattr(
+        failures.Board, "exchange", lambda board: over.wait(20.0) if board.rank in stopped else exchange(board)
+    )
+    for place in (3, 2):
+        for writer in (place, 1):
+            detectors[writer].board.tell()
+            time.sleep(0.06)
+        stopped.add(place)
+    found = detectors[1].explain(TransportError("receiving failed: Connection closed by peer"), 2)
+    over.set()
+    assert (found.rank, found.reason) == (4, "its process has ended")
+
+
 def test_the_rank_that_has_the_store_stays_until_its_last_words_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "store_rank", lambda store: 4)
     made = connected((2, 4, 6))

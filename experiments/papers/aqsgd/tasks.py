@@ -5,7 +5,7 @@
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -129,11 +129,6 @@ class FineTuning(GPTTask):
             yield loss.item()
 
 
-def tuning(epochs: int, *, model: GPTConfig, samples: int, batch: int, **more: Any) -> FineTuning:
-    """A fine-tuning of so many epochs."""
-    return FineTuning(model=model, steps=epochs * (samples // batch), samples=samples, batch=batch, **more)
-
-
 @functools.cache
 def _second(context: int, samples: int, held_out: int) -> tuple[Tensor, Tensor, Tensor]:
     """The second half of the corpus, where samples start in it, and where held-out windows do: none overlap."""
@@ -160,10 +155,10 @@ def _judged(context: int, samples: int, held_out: int) -> tuple[Tensor, Tensor, 
 
 
 _SMALL = GPTConfig(width=64, layers=4, heads=2)
-SMALL = tuning(
-    5, model=_SMALL, samples=384, batch=16, num_micro=4, learning_rate=2e-3, held_out_windows=256, first_steps=150
+SMALL = FineTuning(
+    model=_SMALL, steps=120, samples=384, batch=16, learning_rate=2e-3, held_out_windows=256, first_steps=150
 )
-"""Of 0.2 million parameters: in micro-batches of 4."""
+"""Of 0.2 million parameters: five epochs, in micro-batches of 4."""
 SCRATCH = replace(SMALL, samples=SMALL.samples // 2, first_steps=0, learning_rate=6e-3)
 """From random weights, twice as many epochs of half as many samples (appendix H.3: 20 epochs for 10)."""
 LABELS = replace(SMALL, labels=True, samples=2 * SMALL.samples, steps=2 * SMALL.steps, learning_rate=4e-3)
@@ -172,38 +167,22 @@ DEEP = replace(SMALL, model=GPTConfig(width=64, layers=8, heads=2))
 """Of 0.4 million parameters, in 8 blocks: one for each of 8 stages."""
 LARGE = replace(SMALL, model=GPTConfig(width=128, layers=4, heads=4), learning_rate=1e-3)
 """Of 0.8 million."""
-TIMED = tuning(
-    1,
-    model=GPTConfig(width=256, layers=6),
-    samples=32,
-    batch=32,
-    num_micro=16,
-    learning_rate=1e-3,
-    held_out_windows=32,
-    first_steps=0,
+_RANDOM = replace(SMALL, first_steps=0, learning_rate=1e-3)
+TIMED = replace(
+    _RANDOM, model=GPTConfig(width=256, layers=6), steps=1, samples=32, batch=32, num_micro=16, held_out_windows=32
 )
 """What steps are timed of. Its samples are one batch: every step visits all of them."""
 TO_LOSS = replace(TIMED, samples=256, steps=80, first_steps=24, first_rate=1e-3)
 """The same network, trained for the time that it takes."""
 
 _SMOKE = GPTConfig(context=16, width=32, layers=4, heads=2)
-SMALL_SMOKE = tuning(
-    2, model=_SMOKE, samples=8, batch=4, num_micro=2, learning_rate=2e-3, held_out_windows=8, first_steps=4
-)
+SMALL_SMOKE = replace(SMALL, model=_SMOKE, steps=4, samples=8, batch=4, num_micro=2, held_out_windows=8, first_steps=4)
 LABELS_SMOKE = replace(SMALL_SMOKE, labels=True)
 DEEP_SMOKE = replace(SMALL_SMOKE, model=GPTConfig(context=16, width=32, layers=8, heads=2), first_steps=2)
 SCRATCH_SMOKE = replace(SMALL_SMOKE, first_steps=0)
 LARGE_SMOKE = replace(SMALL_SMOKE, model=GPTConfig(context=16, width=64, layers=4, heads=2))
-TIMED_SMOKE = tuning(
-    1,
-    model=GPTConfig(context=32, width=64, layers=2, heads=2),
-    samples=8,
-    batch=8,
-    num_micro=2,
-    learning_rate=1e-3,
-    held_out_windows=8,
-    first_steps=0,
-)
+_TIMED_SMOKE = GPTConfig(context=32, width=64, layers=2, heads=2)
+TIMED_SMOKE = replace(_RANDOM, model=_TIMED_SMOKE, steps=1, samples=8, batch=8, num_micro=2, held_out_windows=8)
 TO_LOSS_SMOKE = replace(TIMED_SMOKE, samples=16, steps=4, first_steps=2)
 
 # --- in several pipelines that share their gradients
@@ -232,55 +211,26 @@ class Stacked(FineTuning):
 
 
 STACKED_SMALL = Stacked(
-    model=_SMALL,
-    steps=120,
-    samples=384,
-    batch=8,
-    num_micro=4,
-    learning_rate=2e-3,
-    held_out_windows=256,
-    first_steps=150,
+    model=_SMALL, steps=120, samples=384, batch=8, learning_rate=2e-3, held_out_windows=256, first_steps=150
 )
 """Of 0.2 million parameters, in five epochs; the first is the warm-up."""
-STACKED_TIMED = Stacked(
-    model=GPTConfig(width=128, layers=4, heads=4),
-    steps=1,
-    samples=64,
-    batch=32,
-    num_micro=4,
-    learning_rate=1e-3,
-    held_out_windows=64,
-    first_steps=0,
-    exact_steps=1,
+_STACKED_RANDOM = replace(STACKED_SMALL, steps=1, learning_rate=1e-3, first_steps=0, exact_steps=1)
+STACKED_TIMED = replace(
+    _STACKED_RANDOM, model=GPTConfig(width=128, layers=4, heads=4), samples=64, batch=32, held_out_windows=64
 )
 """What steps are timed of: of 0.8 million parameters. A stage's gradient has about as many values as the activations
 that cross in a step, as in the paper's networks. Every step visits all samples."""
 STACKED_TO_LOSS = replace(STACKED_TIMED, samples=128, steps=32, first_steps=24, first_rate=1e-3, exact_steps=4)
 """What is trained over a slow link, for the time that it takes."""
+_REPLICATED = replace(STACKED_SMALL, num_micro=1, replicas=4, bucket_cap_mb=0.5)
 REPLICATED = replace(
-    STACKED_SMALL,
-    model=GPTConfig(width=96, layers=4, heads=4),
-    steps=192,
-    samples=768,
-    batch=4,
-    num_micro=1,
-    bucket_cap_mb=0.5,
-    replicas=4,
-    exact_steps=38,
+    _REPLICATED, model=GPTConfig(width=96, layers=4, heads=4), steps=192, samples=768, batch=4, exact_steps=38
 )
 """Of half a million parameters, without a pipeline: four replicas. A fifth of the steps is the warm-up."""
 
-_STACKED_SMOKE = GPTConfig(context=16, width=32, layers=2, heads=2)
-STACKED_SMALL_SMOKE = Stacked(
-    model=_STACKED_SMOKE,
-    steps=6,
-    samples=12,
-    batch=2,
-    num_micro=2,
-    learning_rate=2e-3,
-    held_out_windows=4,
-    first_steps=4,
-    exact_steps=2,
+_STACKED_SMOKE = replace(STACKED_SMALL, model=GPTConfig(context=16, width=32, layers=2, heads=2), num_micro=2)
+STACKED_SMALL_SMOKE = replace(
+    _STACKED_SMOKE, steps=6, samples=12, batch=2, held_out_windows=4, first_steps=4, exact_steps=2
 )
 STACKED_TIMED_SMOKE = replace(STACKED_SMALL_SMOKE, steps=1, samples=4, first_steps=0, exact_steps=1)
 STACKED_TO_LOSS_SMOKE = replace(STACKED_SMALL_SMOKE, steps=4, samples=8, first_steps=2)

@@ -464,7 +464,7 @@ class Board:
         return range(len(self.records)) if unknown else {about for _, about in closed}
 
     def _gone(self, since: float | None = None, patience: int = 1) -> tuple[int, str] | None:
-        """Return the rank that was the first to stop, and why; None while another one may have stopped before it."""
+        """Return the rank that was the first to stop, and why; None while another one may have stopped before."""
         cut_off, all_closed, stops = self._cut_off(since), self._closed(), list[tuple[float, int, str]]()
         for place, (record, heard) in enumerate(zip(self.records, self._heard, strict=True)):
             if record is self.mine or self._caused(place):
@@ -478,8 +478,10 @@ class Board:
                 reason = "its process has ended" if closed else f"{silence}: it is stopped, or cut off"
             if reason or not cut_off:
                 stops.append((heard, place, reason))
-        _, place, reason = min(stops, default=(0.0, 0, ""))
-        return (place, reason) if reason else None
+        # Nobody knows which was first if their last heartbeats came within one of each other: what is known counts.
+        until = min(stops, default=(0.0, 0, ""))[0] + self._beat_s
+        known = [(heard, place, reason) for heard, place, reason in stops if reason and heard < until]
+        return min(known)[1:] if known else None
 
     def _likeliest(self, suspect: int | None) -> tuple[int, str] | None:
         """Return the most likely cause where no rank is certainly gone."""
