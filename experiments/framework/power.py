@@ -63,8 +63,8 @@ class Power:
 
 
 TASKS = (
-    Task("GPT, fine-tuned in 2 stages", "loss", "aqsgd/all", "figure 3/", "direct/small/2 stages/fw2 bw4"),
-    Task("GPT, from scratch in 2 stages", "loss", "aqsgd/all", "figure 7/", "direct/*"),
+    Task("GPT, fine-tuned in 2 stages", "loss", "aqsgd/curves", "figure 3/", "direct/small/2 stages/fw2 bw4"),
+    Task("GPT, from scratch in 2 stages", "loss", "aqsgd/curves", "figure 7/", "direct/*"),
     Task("GPT, 8 stages", "loss", "aqsgd/more", "figure 9 (8 stages)/", "direct/*"),
     Task("labels of text, 2 stages", "loss", "aqsgd/tokens", "figure 3 (a, b)/", "direct/*fw2 bw4"),
     Task("GPT, tensor parallel", "loss", "fullstack/appendices", "appendix F/table/loss/", "direct3", "fp32"),
@@ -73,7 +73,9 @@ TASKS = (
     Task("CNN under DDP", "accuracy", "cgx/quality", "3.5/lost/cnn/"),
     Task("GPT, layerwise", "held-out loss", "lgreco/quality", "table 4.3/lost/gpt/"),
     Task("CNN, layerwise", "held-out loss", "lgreco/cnn", "table 4.2/lost/cnn/"),
-    Task("GPT under FSDP2", "perplexity", "qsdp/all", "table 5.2/perplexity/", "W4G4", "table 5.1/lost/small/2 ranks"),
+    Task(
+        "GPT under FSDP2", "perplexity", "qsdp/again/0", "table 5.2/perplexity/", "W4G4", "table 5.1/lost/small/2 ranks"
+    ),
     Task("ConvNet on digits, FFT", "accuracy", "fft/quality", "13/accuracy/", "control"),
     Task("ResNet on digits, IntSGD", "accuracy", "intsgd/resnet", "2/quality/", "heuristic"),
     Task("LSTM, IntSGD", "perplexity", "intsgd/quality", "3/quality/", "heuristic"),

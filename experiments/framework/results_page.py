@@ -77,7 +77,7 @@ class RecordedPaper:
 
     entry: Entry
     claims: tuple[Mapping[str, Any], ...]
-    """Rows that have a claim, each with its ``machine``."""
+    """Rows that have a claim, each with its ``machine``, in the order of the paper's claims."""
     failures: tuple[str, ...]
     """Parts that ended in an error, and the error."""
     machines: tuple[str, ...]
@@ -114,8 +114,9 @@ def _recorded(entry: Entry, folder: Path, judge: bool) -> RecordedPaper:
         results = _judged(entry, record) if judge else record["results"]
         rows |= {row["name"]: {**row, "machine": machine} for row in results}
         failures += [f"{part}: {why}" for part, why in record.get("about", {}).get("failures", {}).items()]
-    claims = tuple(row for row in rows.values() if row.get("claim"))
-    return RecordedPaper(entry, claims, tuple(failures), tuple(machines), tuple(unnamed))
+    order = {f"{claim.figure}/{claim.row}": at for at, claim in enumerate(entry.paper.claims)}
+    claims = sorted((row for row in rows.values() if row.get("claim")), key=lambda row: order.get(row["name"], -1))
+    return RecordedPaper(entry, tuple(claims), tuple(failures), tuple(machines), tuple(unnamed))
 
 
 def _judged(entry: Entry, record: dict[str, Any]) -> list[dict[str, Any]]:

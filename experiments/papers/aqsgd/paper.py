@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -253,11 +253,6 @@ def _left(rows: Rows, method: Method) -> list[float]:
     return [least / most for least, most in zip(fast, slow, strict=True)]
 
 
-def _in_runs(rows: Rows, ratios: Sequence[float], bound: float) -> Judgment:
-    """By separate runs; of a record that has one run, by its rounds."""
-    return (faster_in_runs if "runs" in rows["throughput"] else faster)(ratios, bound)
-
-
 def _kept(bits: Bits) -> Claim:
     method = AQSGD[bits]
     paper = throughput.PAPER[method.name]
@@ -267,7 +262,7 @@ def _kept(bits: Bits) -> Claim:
         f"kept/{method.name}",
         f"{method.title} over 100 Mbit/s keeps {paper[0] / paper[-1]:.0%} of its throughput over 10 Gbit/s; asked "
         f"here: at least {_KEPT[bits]:.0%}",
-        lambda rows: _in_runs(rows, _left(rows, method), _KEPT[bits]),
+        lambda rows: faster_in_runs(_left(rows, method), _KEPT[bits]),
         over_link=True,
         value=lambda rows: median(_left(rows, method)),
     )
@@ -281,7 +276,7 @@ def _faster() -> Claim:
         return _over(rows, _ends(rows)[0], method, FP32)
 
     def rule(rows: Rows) -> Judgment:
-        judgment, most = _in_runs(rows, over_slowest(rows), _FASTER), 1 / median(_left(rows, FP32))
+        judgment, most = faster_in_runs(over_slowest(rows), _FASTER), 1 / median(_left(rows, FP32))
         why = f"the links leave no compression more than {most:.1f}x, so that {paper:.1f}x cannot be seen"
         return unsound(why, judgment) if most < paper else judgment
 
@@ -306,7 +301,7 @@ def _as_direct(bits: Bits, method: Method) -> Claim:
         "table 2",
         f"as_direct/{method.name}",
         f"AQ-SGD is as fast as DirectQ: {method.title}, within {_CLOSE:.0%}",
-        lambda rows: all_hold(_in_runs(rows, ratios, 1 - _CLOSE) for ratios in relative(rows).values()),
+        lambda rows: all_hold(faster_in_runs(ratios, 1 - _CLOSE) for ratios in relative(rows).values()),
         over_link=True,
         value=lambda rows: min(map(median, relative(rows).values())),
         unit="x",

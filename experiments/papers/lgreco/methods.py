@@ -139,21 +139,8 @@ def uniform_method(family: Family) -> Method:
     return Method(family.name, f"{family.title}, uniform", f"{family.color}80", spec=family.spec("gpt"))
 
 
-def lgreco_method(family: Family, warm_up: int) -> Method:
-    return Method(
-        f"{family.name} lgreco",
-        f"{family.title}, L-GreCo",
-        family.color,
-        spec=family.spec("gpt"),
-        adapt=settled("lgreco", warm_up),
-    )
-
-
-def kmeans_method(family: Family, warm_up: int) -> Method:
-    return Method(
-        f"{family.name} kmeans",
-        f"{family.title}, k-means",
-        "#6b4a1f" if family is BITS else "#d98a00",
-        spec=family.spec("gpt"),
-        adapt=settled("kmeans", warm_up),
-    )
+def adapted_method(family: Family, policy: Literal["lgreco", "kmeans"], warm_up: int) -> Method:
+    of_kmeans = "#6b4a1f" if family is BITS else "#d98a00"
+    title, color = ("L-GreCo", family.color) if policy == "lgreco" else ("k-means", of_kmeans)
+    name, title = f"{family.name} {policy}", f"{family.title}, {title}"
+    return Method(name, title, color, spec=family.spec("gpt"), adapt=settled(policy, warm_up))

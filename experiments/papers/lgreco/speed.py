@@ -20,8 +20,7 @@ from experiments.papers.lgreco.methods import (
     BITS,
     FAMILIES,
     POWERSGD,
-    kmeans_method,
-    lgreco_method,
+    adapted_method,
     policy_of,
     settled,
     uniform_method,
@@ -41,8 +40,8 @@ STAGES = {"encode_s": "encoding", "reduce_s": "reducing", "decode_s": "decoding"
 
 
 def methods(scale: LGrecoScale) -> list[Method]:
-    pairs = [method for f in FAMILIES for method in (uniform_method(f), lgreco_method(f, scale.warm_up))]
-    others = [kmeans_method(family, scale.warm_up) for family in (BITS, POWERSGD)]
+    pairs = [method for f in FAMILIES for method in (uniform_method(f), adapted_method(f, "lgreco", scale.warm_up))]
+    others = [adapted_method(family, "kmeans", scale.warm_up) for family in (BITS, POWERSGD)]
     return [FP32, *pairs, *others, NOTHING]
 
 
@@ -145,8 +144,7 @@ def at_equal_loss(row: Mapping[str, Any]) -> list[float]:
     """How many times longer uniform compression's steps take at the losses that L-GreCo ends at, on the line through
     its ranks: the geometric mean of those within the line, by seed, each with the times of a run of its own."""
     points, step_s, ratios = row["points"], row["step_s"], []
-    # The file of an earlier run has one training each, which cannot tell.
-    trained = [len(point.get("uniform_losses", ())) for point in points]
+    trained = [len(point["uniform_losses"]) for point in points]
     for at in range(min(*trained, *map(len, step_s.values()))):
         uniform, adapted = (
             sorted((p[f"{how}_losses"][at], math.log(step_s[f"rank {p['rank']}{of}"][at])) for p in points)
@@ -210,7 +208,7 @@ _SKIPPED_STEPS = 2
 
 def bucket_methods(scale: LGrecoScale) -> list[Method]:
     """Whose steps are timed: as L-GreCo is, and with buckets weighed."""
-    adapted, other = lgreco_method(POWERSGD, scale.warm_up), kmeans_method(POWERSGD, scale.warm_up)
+    adapted, other = (adapted_method(POWERSGD, policy, scale.warm_up) for policy in ("lgreco", "kmeans"))
     title = "PowerSGD, L-GreCo by priority"
     prioritized = replace(adapted, name="priority", title=title, color="#1f6fb2", by_priority=True)
     return [uniform_method(POWERSGD), adapted, prioritized, other]

@@ -259,8 +259,6 @@ def _errors(layer: str) -> Iterator[Claim]:
     def over_learned(rows: Rows, learning: int, key: str) -> dict[str, list[list[float]]]:
         """That curve over that of learned levels, of weights and of gradients, by seed, from that learning on."""
         since, by_seed = rows[row]["learn_at"][learning], rows[row]["curves"]
-        # The file of an earlier run has those of one training.
-        by_seed = by_seed if isinstance(by_seed, list) else [by_seed]
 
         def ratios(curve: Mapping[str, Any]) -> list[float]:
             looks = zip(curve[key], curve["learned"], curve["steps"], strict=True)
@@ -415,8 +413,7 @@ def _speeds() -> Iterator[Claim]:
         "figure C.1",
         "near_ideal",
         f"{_MOST} times less of both almost reaches the ideal of a large model (section C.2)",
-        # The file of an earlier run has the median round only.
-        lambda rows: faster(rows["near_ideal"].get("ratios", ()), _NEAR),
+        lambda rows: faster(rows["near_ideal"]["ratios"], _NEAR),
         over_link=True,
     )
 
