@@ -67,7 +67,7 @@ _WORDS = WORDS | {False: "**does not hold**"}
 _NOT_RUN = "not measured yet"
 UNNAMED = "recorded before records named their commit"
 
-_WIDE = ("a ratio within", "a difference below", "the interval")
+_WIDE = ("half of the interval", "the interval")
 """Beginnings of recorded reasons: of an interval that was too wide."""
 
 

@@ -8,7 +8,6 @@ decides nothing, nor does an interval that is wider than the margin.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, geometric_mean, median
@@ -24,18 +23,6 @@ _SCATTER_FREEDOM = 72
 WORDS = {True: "holds", False: "does not hold", None: "inconclusive"}
 """Verdicts, as tables show them."""
 
-_REWORDED = (
-    (r"a ratio within ([\d.]+) % of [\d.]+ cannot be told from it", "the interval (±\\1 %) contains the bound"),
-    (
-        r"a difference below ([\d.]+ %) cannot be seen, and ([\d.]+ %) matters",
-        "half of the interval (\\1) is wider than the margin (\\2)",
-    ),
-    (r"a difference below ([\d.]+ %) cannot be seen", "the interval (±\\1) contains zero"),
-    ("the control did not surely fail, so that this says nothing", "the control was not clearly worse"),
-    (": no interval", ", so there is no interval"),
-)
-"""Words of pages for recorded reasons."""
-
 
 @dataclass(frozen=True)
 class Judgment:
@@ -49,8 +36,8 @@ class Judgment:
     found: str = ""
 
 
-ONE_TRAINING = Judgment(None, "one training: no interval")
-ONE_MEASUREMENT = Judgment(None, "one measurement: no interval")
+ONE_TRAINING = Judgment(None, "one training, so there is no interval")
+ONE_MEASUREMENT = Judgment(None, "one measurement, so there is no interval")
 
 
 def counted(holds: bool, found: str = "") -> Judgment:
@@ -77,7 +64,8 @@ def _matches(difference: Estimate, margin: float) -> Judgment:
     if difference.lower > margin:
         return Judgment(False, detectable=half)
     if half > margin:
-        return Judgment(None, f"a difference below {_shown(half)} cannot be seen, and {_shown(margin)} matters", half)
+        wide = f"half of the interval ({_shown(half)}) is wider than the margin ({_shown(margin)})"
+        return Judgment(None, wide, half)
     if difference.upper < -margin:
         return Judgment(None, "better than the baseline by more than the margin: the baseline is not tuned", half)
     if difference.upper <= margin:
@@ -100,7 +88,7 @@ def _exceeds(difference: Estimate, effect: float | None) -> Judgment:
         return Judgment(False, detectable=half)
     if difference.lower > 0:
         return Judgment(True, detectable=half)
-    return Judgment(None, f"a difference below {_shown(half)} cannot be seen", half)
+    return Judgment(None, f"the interval (±{_shown(half)}) contains zero", half)
 
 
 def faster(ratios: Sequence[float], bound: float = 1.0, *, by_seed: Sequence[float] | None = None) -> Judgment:
@@ -129,7 +117,7 @@ def _beyond(mean: float, half: float, bound: float) -> Judgment:
     found = _shown_ratio([bound * math.exp(mean)], half)
     if abs(mean) > half:
         return Judgment(mean > 0, detectable=share, found=found)
-    return Judgment(None, f"a ratio within {_shown(share)} of {bound:g} cannot be told from it", share, found)
+    return Judgment(None, f"the interval (±{_shown(share)}) contains the bound", share, found)
 
 
 def larger(ratios: Sequence[float]) -> Judgment:
@@ -159,16 +147,12 @@ def all_hold(judgments: Iterable[Judgment]) -> Judgment:
 
 def if_seen(seen: bool, judgment: Judgment) -> Judgment:
     """Return the judgment, if the control that must fail did; a task that sees no damage says nothing."""
-    return judgment if seen else unsound("the control did not surely fail, so that this says nothing", judgment)
+    return judgment if seen else unsound("the control was not clearly worse", judgment)
 
 
 def outcome(text: str, why: str | None) -> str:
-    """Return the finding on a claim, and, if that decides nothing, the recorded reason in the words of the pages."""
-    if not why:
-        return text
-    for pattern, words in _REWORDED:
-        why = re.sub(pattern, words, why)
-    return f"{text}; {why}" if text else why
+    """Return the finding on a claim, and the reason if it decides nothing."""
+    return "; ".join(part for part in (text, why) if part)
 
 
 def shown_difference(difference: Estimate, unit: str = "%") -> str:
