@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -25,9 +26,8 @@ from experiments.validation.chaos_rank import Scenario, Training
 from thinwire.collectives import World, parse_algorithm
 from thinwire.compressors import parse
 from thinwire.integrations.transports import bare_transport
-from thinwire.plan import codec_seconds
 from thinwire.plan.forecast import Bucket, Curve, HierarchyTimes, Links, Pace, native_step, planned_step
-from thinwire.runtime.probe import codec_passes, measure_links
+from thinwire.runtime.probe import measure_links
 from thinwire_tools import lab, plots
 from thinwire_tools.compare.gpt import GPTConfig
 from thinwire_tools.compare.tasks import GPTTask
@@ -50,8 +50,6 @@ _ON_PAPER = (64, 128, 256, 512, 1024)
 _MOST_FAR, _MOST_IN_FP32 = 16, 8
 """The most ranks whose steps are timed over links with a round-trip time, by any method and by DDP in fp32: its ring
 waits 2(n - 1) times a bucket, and where ranks share cores, all waiting takes longer."""
-_LINK_REPEATS = 3
-"""Measurements of a link, of which the shortest latency counts."""
 _TWO_LEVELS = parse_algorithm("hierarchical(inside=same)")
 
 
@@ -69,7 +67,8 @@ def growth(
     """Measure steps, start, memory and errors with more and more ranks, and with larger and larger models.
 
     Steps of a GPT of 1.8 million parameters are replayed, each rank behind a link of its own, and set against the cost
-    model, which is given the link as two ranks measure it and counts messages from there on, up to 1,024 ranks.
+    model, which is given the link as two ranks measure it and the processor time of the steps of the two smallest
+    numbers of ranks, up to 1,024 ranks.
     Of more than 16 ranks only steps without a round-trip time are timed. Models are trained by two ranks on this
     machine. Takes about a quarter of an hour.
 
@@ -100,7 +99,6 @@ def growth(
     with Console().status("") as status:
         two = SeparateRuns("links", True, 2, 1, computes)
         turns: Any = {"rounds": rounds, "steps": 1, "rates": (rate,), "on_turn": lambda *_: None}
-        message_s = min(_links(two, rate)[0].exchange.latency_s for _ in range(_LINK_REPEATS))
         for rtt_ms in rtts_ms:
             found: dict[int, Times] = {}
             for n in (n for n in ranks if not rtt_ms or n <= _MOST_FAR):
@@ -110,13 +108,14 @@ def growth(
                 methods += (_two_levels(_group(n)),) if _group(n) else ()
                 (found[n],) = timed.times(small, methods, **turns)
                 for name, by_run in found[n].rounds.items():
-                    results.add(f"step_s/{rtt_ms:g}/{n}/{name}", median(by_run), "s", by_run=by_run)
+                    cpu_s = median(found[n].cpu_s[name])
+                    results.add(f"step_s/{rtt_ms:g}/{n}/{name}", median(by_run), "s", by_run=by_run, cpu_s=cpu_s)
                 if json:
                     results.write(json)
-            links, passes = _links(replace(two, rtt_s=rtt_ms / 1e3), rate)
+            links = _links(replace(two, rtt_s=rtt_ms / 1e3), rate)
             pace = _pace(small, computes[small], found[min(found)])
             for n in (*found, *_ON_PAPER):
-                for name, seconds in forecast(pace, links, n, message_s, passes).items():
+                for name, seconds in forecast(pace, links, n, processor(found, n)).items():
                     results.add(f"forecast_s/{rtt_ms:g}/{n}/{name}", seconds, "s")
         for n in ranks:
             status.update(f"{n} ranks: start, errors, a rank that dies")
@@ -164,13 +163,24 @@ def _two_levels(group: int) -> Method:
 # --- on paper
 
 
-def _links(runs: SeparateRuns, rate: str) -> tuple[Links, dict[str, float]]:
-    """Return the links of two ranks, and the seconds in which one of them encodes and decodes an element."""
+def _links(runs: SeparateRuns, rate: str) -> Links:
+    """Return the links of two ranks."""
     with PinnedTiming(runs, 0) as timing:
         timing.shape(rate)
         found = timing.call(measured)[0]
     native, exchange = (Curve(tuple(map(tuple, found[name]["points"]))) for name in ("native", "exchange"))
-    return Links(native, exchange, 2, found["native_cpu"], found["exchange_cpu"]), found["passes"]
+    return Links(native, exchange, 2)
+
+
+def processor(found: Mapping[int, Times], num_ranks: int) -> dict[str, float]:
+    """Return the processor seconds that communication takes a rank in a step, by method: a line through those of the
+    two smallest numbers of ranks, for a rank's messages are as many as there are other ranks."""
+    few, more = sorted(found)[0], sorted(found)[:2][-1]
+    taken = {}
+    for name in (FP32.name, THINWIRE.name):
+        low, high = (median(found[n].cpu_s[name]) for n in (few, more))
+        taken[name] = low + (high - low) * (num_ranks - few) / max(1, more - few)
+    return taken
 
 
 def _pace(model: Model, compute: Compute, times: Times) -> Pace:
@@ -190,26 +200,24 @@ def _pace(model: Model, compute: Compute, times: Times) -> Pace:
     return Pace(tuple(sorted(made, key=lambda bucket: bucket.ready_s)), longer * compute.step_s, shared=1.0)
 
 
-def forecast(pace: Pace, links: Links, num_ranks: int, message_s: float, passes: dict[str, float]) -> dict[str, float]:
+def forecast(pace: Pace, links: Links, num_ranks: int, cpu_s: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds of a step of ``num_ranks`` ranks, of stock DDP, of thinwire, and of thinwire in two levels,
-    from what `_links` returns for two ranks.
+    from the links of two ranks and the processor seconds of a step's communication, by method.
 
-    A rank sends one message after the other to all other ranks, each in ``message_s``. In a ring of n ranks n - 1 times
-    as many messages follow each other as between two.
+    In a ring of n ranks n - 1 times as many messages follow each other as between two. In any tree a rank's messages
+    are as many as in a star.
     """
-
-    def exchanges(peers: int) -> Curve:
-        return _later(links.exchange, (peers - 2) * message_s)
-
+    numel = sum(bucket.numel for bucket in pace.buckets)
     native = _later(links.native, (num_ranks - 2) * links.native.latency_s)
-    grown = replace(links, num_ranks=num_ranks, native=native, exchange=exchanges(num_ranks))
+    grown = replace(links, num_ranks=num_ranks, native=native)
+    grown = replace(grown, native_cpu=cpu_s[FP32.name] / (4 * numel * grown.ring))
     compressor = parse(THINWIRE.spec)
     layers = {name: compressor for bucket in pace.buckets for name, _ in bucket.layers}
-    codec_s = {compressor: codec_seconds(compressor, num_ranks, passes)}
+    codec_s = {compressor: cpu_s[THINWIRE.name] / numel}
     found = {"fp32": native_step(pace, grown), "thinwire": planned_step(pace, grown, layers, codec_s)}
     if group := _group(num_ranks):
         world = World(num_ranks, tuple(rank // group for rank in range(num_ranks)))
-        legs = HierarchyTimes(world, exchanges(group), exchanges(num_ranks // group))
+        legs = HierarchyTimes(world, links.exchange, links.exchange)
         found["two levels"] = planned_step(pace, replace(grown, legs=legs), layers, codec_s, _TWO_LEVELS)
     return found
 
@@ -242,12 +250,11 @@ def draw(results: Results, path: Path) -> None:
 
 
 def measured(rank: Rank) -> dict[str, Any]:
-    """Return the times of messages among these ranks, and of this rank's kernels."""
+    """Return the times of messages among these ranks."""
     assert dist.group.WORLD is not None
     transport = bare_transport(dist.group.WORLD)
     try:
-        passes = codec_passes(parse(THINWIRE.spec), transport.device)
-        return {**asdict(measure_links(transport)), "passes": passes}
+        return asdict(measure_links(transport))
     finally:
         transport.close()
 

@@ -13,6 +13,9 @@ import pytest
 
 import thinwire
 from experiments.__main__ import EXPERIMENTS, main as experiments_main
+from experiments.bench import growth
+from experiments.framework.timing import Times
+from thinwire.plan.forecast import Bucket, Curve, Links, Pace
 from thinwire_tools import cli, lab, ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,15 +138,22 @@ def test_bench_growth(tmp_path: Path) -> None:
     cell = ["--ranks", "2", "--rtts-ms", "0", "--models", "1M", "--runs", "1", "--rounds", "1", "--plot", str(picture)]
     assert experiments_main(["bench", "growth", *cell, "--json", str(path)]) == 0
     found = figures(path)
-    assert found["step_s/0/2/thinwire"] > found["step_s/0/2/nothing"] > 0
-    assert (
-        found["forecast_s/0/1024/thinwire"]
-        > found["forecast_s/0/1024/two levels"]
-        > found["forecast_s/0/64/two levels"]
-    )
+    assert min(found[f"{kind}/0/2/{name}"] for kind in ("step_s", "forecast_s") for name in ("fp32", "thinwire")) > 0
     assert 0.05 < found["error/2"] < 0.3
     assert next(row for row in json.loads(path.read_text())["results"] if row["name"] == "named_s/2")["named"] == 1
     assert "<svg" in picture.read_text()
+
+
+def test_growth_on_paper_adds_the_processor_time_of_as_many_messages_as_there_are_other_ranks() -> None:
+    found = {n: Times({}, {}, cpu_s={"fp32": (0.01,), "thinwire": (0.01 * n,)}) for n in (2, 4, 8)}
+    taken = growth.processor(found, 16)
+    assert taken == pytest.approx({"fp32": 0.01, "thinwire": 0.16})
+    pace = Pace((Bucket(0.1, (("a", (1000,)),)), Bucket(0.2, (("b", (3000,)),))), 0.25, shared=1.0)
+    free = Curve(((0.0, 0.0), (1e6, 1e-9)))
+    steps = growth.forecast(pace, Links(free, free, 2), 16, taken)
+    assert steps == pytest.approx({"fp32": 0.2525, "thinwire": 0.41, "two levels": 0.41}, rel=1e-3)
+    far = growth.forecast(pace, Links(free, Curve(((0.0, 0.01), (1e6, 0.02))), 2), 16, taken)
+    assert far["two levels"] > far["thinwire"] > steps["thinwire"]
 
 
 def test_bench_step_over_loopback(tmp_path: Path) -> None:

@@ -115,14 +115,9 @@ def figure_1(study: AQSGDStudy) -> list[Row]:
     start = fmean(run.held_out[0] for run in trained[FP32.name])
     ends = {method.name: [held_out(run) for run in trained[method.name]] for method in METHODS}
     gain = fmean(value / start - 1 for value in ends[FP32.name])
+    share = fmean(moved[-1] / whole[-1] for moved, whole in zip(delta, activation, strict=True))
     return [
-        Row(
-            "figure 1",
-            "delta_over_activation",
-            fmean(moved[-1] / whole[-1] for moved, whole in zip(delta, activation, strict=True)),
-            "",
-            {"activation": activation, "delta": delta},
-        ),
+        Row("figure 1", "delta_over_activation", share, "", {"activation": activation, "delta": delta}),
         Row("figure 1", "over_zero_shot", gain, "", {"zero_shot": start, "held_out": ends}),
     ]
 

@@ -307,13 +307,9 @@ def figure_10(study: StackStudy) -> list[Row]:
         shown = f"{fmean(accuracies[name]):.1%}"
         rows.append([SPLIT[name].title, f"{fmean(losses[name]):.3f}", shown, _fewer(runs)])
     head = ["", "training loss", "test accuracy", "fewer bytes, first visits included"]
-    data = {
+    data = {"images": images, "clients": task.clients, "rounds": task.rounds, "loss": losses, "accuracy": accuracies}
+    data |= {
         "table": {"title": f"Split learning, {images}", "head": head, "rows": rows},
-        "images": images,
-        "clients": task.clients,
-        "rounds": task.rounds,
-        "loss": losses,
-        "accuracy": accuracies,
         "alike": [run["alike"] for run in runs_by_method["aqsgd"]],
         "losses": {name: [run["losses"] for run in runs] for name, runs in runs_by_method.items()},
         "accuracies": {name: [run["accuracies"] for run in runs] for name, runs in runs_by_method.items()},

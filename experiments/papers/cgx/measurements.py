@@ -371,13 +371,8 @@ def quality_rows(model: str, by_spec: Mapping[str | None, Sequence[float]]) -> l
         if spec is None:
             continue
         lost = estimate(lost_quality(model, values, by_spec[None]))
-        data = {
-            "spec": spec,
-            "metric": METRICS[model],
-            "num_ranks": QUALITY_RANKS,
-            "fp32": by_spec[None],
-            "own": values,
-        }
+        data = {"spec": spec, "metric": METRICS[model], "num_ranks": QUALITY_RANKS}
+        data |= {"fp32": by_spec[None], "own": values}
         if spec == CONTROLS[model]:
             rows.append(Row("3.5", f"control/{model}", float(matches(lost, MARGIN).holds is False), "", data))
         else:

@@ -131,21 +131,11 @@ def figure_5(study: FFTStudy) -> list[Row]:
         axes.plot(at, exact[at].numpy(), color="#aaaaaa", linewidth=1.5, label="sent")
         axes.plot(at, shown[method.name].received[at].numpy(), color=method.color, linewidth=1, label="received")
     plots.save(figure, study.picture("5"))
-    return [
-        Row(
-            "5",
-            f"relative_error/{name}",
-            float(np.mean(errors[name])),
-            "",
-            {
-                "steps": gradients.steps,
-                "errors": errors[name],
-                "mean_absolute_error": absolute[name],
-                "spec": specs[name],
-            },
-        )
-        for name in specs
-    ]
+    rows = []
+    for name, spec in specs.items():
+        data = {"steps": gradients.steps, "errors": errors[name], "mean_absolute_error": absolute[name], "spec": spec}
+        rows.append(Row("5", f"relative_error/{name}", float(np.mean(errors[name])), "", data))
+    return rows
 
 
 def figure_15(study: FFTStudy) -> list[Row]:
@@ -244,17 +234,13 @@ def figure_12(study: FFTStudy) -> list[Row]:
     every = study.scale.measure_every
     alphas = {theta: study.train(methods.constant(theta), 0, measure=every).alpha for theta in ALPHA_THETAS}
     _draw_12(study, alphas)
-    return [
-        Row(
-            "12",
-            f"alpha/{theta}",
-            # Unlike max(), a NaN comes out on top, so that a run that diverged does not hold.
-            float(np.max([value for _, value in samples])),
-            "",
-            {"samples": samples, "mean": fmean(value for _, value in samples)},
-        )
-        for theta, samples in alphas.items()
-    ]
+    rows = []
+    for theta, samples in alphas.items():
+        values = [value for _, value in samples]
+        # Unlike max(), a NaN comes out on top, so that a run that diverged does not hold.
+        worst = float(np.max(values))
+        rows.append(Row("12", f"alpha/{theta}", worst, "", {"samples": samples, "mean": fmean(values)}))
+    return rows
 
 
 def _draw_12(study: FFTStudy, alphas: Mapping[float, Sequence[tuple[int, float]]]) -> None:
@@ -342,22 +328,13 @@ def speed_rows(runs: Mapping[str, Sequence[Trained]]) -> list[Row]:
     """Seconds of a step by seed, and speeds over fp32 pair by pair, so that a machine that slows down slows both."""
     step_s = {name: [run.step_seconds for run in own] for name, own in runs.items()}
     sent = {name: fmean(run.payload_bytes for run in own) for name, own in runs.items()}
-    return [
-        Row(
-            "14",
-            f"speedup/{name}",
-            fmean(base / own for base, own in zip(step_s[FP32.name], times, strict=True)),
-            "x",
-            {
-                "step_s": times,
-                "train_s": [sum(run.step_s) for run in runs[name]],
-                "payload_bytes": sent[name],
-                "ratio": sent[FP32.name] / sent[name],
-                "ratio_in_the_paper": _PAPER_RATIOS.get(name),
-            },
-        )
-        for name, times in step_s.items()
-    ]
+    rows = []
+    for name, times in step_s.items():
+        gains = [base / own for base, own in zip(step_s[FP32.name], times, strict=True)]
+        data = {"step_s": times, "train_s": [sum(run.step_s) for run in runs[name]], "payload_bytes": sent[name]}
+        data |= {"ratio": sent[FP32.name] / sent[name], "ratio_in_the_paper": _PAPER_RATIOS.get(name)}
+        rows.append(Row("14", f"speedup/{name}", fmean(gains), "x", data))
+    return rows
 
 
 def _draw_14(study: FFTStudy, trained: Mapping[str, Sequence[Trained]]) -> None:
@@ -393,22 +370,13 @@ def figure_16(study: FFTStudy) -> list[Row]:
         for name, by_size in speeds.items()
     }
     _draw_16(study, times)
-    most = max(scale.world_sizes)
-    return [
-        Row(
-            "16",
-            f"scaling/{name}",
-            times[name][most],
-            "x",
-            {
-                "by_world_size": times[name],
-                "images_per_s": {size: model.items_per_batch * value for size, value in speeds[name].items()},
-                "share_of_ceiling": speeds[name][most] / speeds[NOTHING.name][most],
-                "step_s": step_s[name][most],
-            },
-        )
-        for name in step_s
-    ]
+    most, rows = max(scale.world_sizes), []
+    for name, by_size in speeds.items():
+        images = {size: model.items_per_batch * value for size, value in by_size.items()}
+        data = {"by_world_size": times[name], "images_per_s": images, "step_s": step_s[name][most]}
+        data |= {"share_of_ceiling": by_size[most] / speeds[NOTHING.name][most]}
+        rows.append(Row("16", f"scaling/{name}", times[name][most], "x", data))
+    return rows
 
 
 def _draw_16(study: FFTStudy, times: dict[str, dict[int, float]]) -> None:

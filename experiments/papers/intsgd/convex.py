@@ -138,11 +138,8 @@ def minimize(sources: Sequence[Source], on_done: Callable[[str], None]) -> list[
             # The large sets first, so that neither process is left alone with one in the end.
             order = sorted(sources, key=lambda source: source.num_entries, reverse=True)
             about = _gather({pool.submit(_know, source): source for source in order}, lambda s: s.name, on_done)
-            jobs: dict[Future[Trace], tuple[Source, Method]] = {}
-            for source in order:
-                for method in METHODS:
-                    job = pool.submit(_run, source, method, about[source].smoothness)
-                    jobs[job] = source, method
+            pairs = [(source, method) for source in order for method in METHODS]
+            jobs = {pool.submit(_run, s, method, about[s].smoothness): (s, method) for s, method in pairs}
             traces = _gather(jobs, lambda key: f"{key[0].name}, {key[1].title}", on_done)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -41,14 +41,8 @@ _PUBLISHED = "block=buffer, exponent=floor"
 HEURISTIC = _method("heuristic", "Heuristic IntSGD, int8", "#c0392b", f"heuristic_intsgd(bits=8, {_PUBLISHED})")
 HEURISTIC_32 = _method("heuristic 32", "Heuristic IntSGD, int32", "#e58a80", f"heuristic_intsgd(bits=32, {_PUBLISHED})")
 
-
-ONE_SCALE = Method(
-    "intsgd global",
-    "IntSGD (random), Algorithm 1's scale",
-    "#111111",
-    spec="intsgd(bits=8, scale=params, block=global)",
-    algorithm="sra",
-    transport="auto",
+ONE_SCALE = _method(
+    "intsgd global", "IntSGD (random), Algorithm 1's scale", "#111111", "intsgd(bits=8, scale=params, block=global)"
 )
 """The paper's own form: one scale for the model, from the steps of its optimizer. Under momentum these are longer than
 the gradients, and the scale is coarser than that of `RANDOM`, thinwire's default."""

@@ -389,13 +389,8 @@ def cost_row(size: Size, runs: Sequence[Trained]) -> Row:
     """Seconds of learning as a share of training, at the thesis's pace: three times in a training of its length."""
     each_s = fmean(run.learn_s for run in runs) / len(size.learn_at)
     step_s = fmean(median(run.step_s) for run in runs)
-    data = {
-        "learn_s": [run.learn_s for run in runs],
-        "share_here": fmean(run.learn_share for run in runs),
-        "learn_at": list(size.learn_at),
-        "step_s": step_s,
-        "steps": size.task.steps,
-    }
+    data = {"learn_s": [run.learn_s for run in runs], "share_here": fmean(run.learn_share for run in runs)}
+    data |= {"learn_at": list(size.learn_at), "step_s": step_s, "steps": size.task.steps}
     return Row("section C.3", "learning_cost", THESIS_LEARNINGS * each_s / (THESIS_STEPS * step_s), "", data)
 
 
@@ -510,11 +505,8 @@ def ratio_rows(times: Times, over: str) -> list[Row]:
         data = {**cell, "thesis_relative": theirs / THESIS_RATIOS[1, 1], "where": over}
         rows.append(Row("table C.2", f"step_s/{w}/{g}", times.step_s(name), "s", data))
     both = shortened(RATIOS[-1], RATIOS[-1]).name
-    data = {
-        "step_s": {"both": times.step_s(both), "nothing": times.step_s(NOTHING.name), "whole": whole},
-        "ratios": times.over(both, NOTHING.name),
-        "where": over,
-    }
+    steps = {"both": times.step_s(both), "nothing": times.step_s(NOTHING.name), "whole": whole}
+    data = {"step_s": steps, "ratios": times.over(both, NOTHING.name), "where": over}
     return [*rows, Row("figure C.1", "near_ideal", times.times_faster(both, NOTHING.name), "", data)]
 
 
@@ -555,14 +547,9 @@ def figure_5_2(study: QSDPStudy) -> list[Row]:
     )
     found = {name: course(runs, IN_TIME[name]) for name, runs in trained.items()}
     _draw_5_2_time(study, found, times.rounds, rate)
-    data = {
-        "title": f"{size.title} {where(rate)}",
-        "courses": courses(**found),
-        "rounds": times.rounds,
-        **facts(trained["qsdp"]),
-        "baseline_perplexities": _perplexities(trained["baseline"]),
-        "num_micro": scale.num_micro,
-    }
+    data = {"title": f"{size.title} {where(rate)}", "courses": courses(**found), "rounds": times.rounds}
+    data |= {"baseline_perplexities": _perplexities(trained["baseline"]), "num_micro": scale.num_micro}
+    data |= facts(trained["qsdp"])
     gained = sooner(found["qsdp"], found["baseline"], times.rounds).times
     return [Row("figure 5.2", "sooner", gained, "x", data)]
 
