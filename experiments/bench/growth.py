@@ -67,8 +67,7 @@ def growth(
     """Measure steps, start, memory and errors with more and more ranks, and with larger and larger models.
 
     Steps of a GPT of 1.8 million parameters are replayed, each rank behind a link of its own, and set against the cost
-    model, which is given the link as two ranks measure it and the processor time of the steps of the two smallest
-    numbers of ranks, up to 1,024 ranks.
+    model, which is given the link as two ranks measure it and the processor time of communication, up to 1,024 ranks.
     Of more than 16 ranks only steps without a round-trip time are timed. Models are trained by two ranks on this
     machine. Takes about a quarter of an hour.
 
@@ -99,6 +98,7 @@ def growth(
     with Console().status("") as status:
         two = SeparateRuns("links", True, 2, 1, computes)
         turns: Any = {"rounds": rounds, "steps": 1, "rates": (rate,), "on_turn": lambda *_: None}
+        links = _links(two, rate)
         for rtt_ms in rtts_ms:
             found: dict[int, Times] = {}
             for n in (n for n in ranks if not rtt_ms or n <= _MOST_FAR):
@@ -112,10 +112,9 @@ def growth(
                     results.add(f"step_s/{rtt_ms:g}/{n}/{name}", median(by_run), "s", by_run=by_run, cpu_s=cpu_s)
                 if json:
                     results.write(json)
-            links = _links(replace(two, rtt_s=rtt_ms / 1e3), rate)
             pace = _pace(small, computes[small], found[min(found)])
             for n in (*found, *_ON_PAPER):
-                for name, seconds in forecast(pace, links, n, processor(found, n)).items():
+                for name, seconds in forecast(pace, links, n, processor(found, n), rtt_ms / 1e3).items():
                     results.add(f"forecast_s/{rtt_ms:g}/{n}/{name}", seconds, "s")
         for n in ranks:
             status.update(f"{n} ranks: start, errors, a rank that dies")
@@ -173,14 +172,17 @@ def _links(runs: SeparateRuns, rate: str) -> Links:
 
 
 def processor(found: Mapping[int, Times], num_ranks: int) -> dict[str, float]:
-    """Return the processor seconds that communication takes a rank in a step, by method: a line through those of the
-    two smallest numbers of ranks, for a rank's messages are as many as there are other ranks."""
-    few, more = sorted(found)[0], sorted(found)[:2][-1]
-    taken = {}
-    for name in (FP32.name, THINWIRE.name):
-        low, high = (median(found[n].cpu_s[name]) for n in (few, more))
-        taken[name] = low + (high - low) * (num_ranks - few) / max(1, more - few)
-    return taken
+    """Return the processor seconds that communication takes a rank in a step, by method: as measured, or beyond on the
+    line through the two largest numbers of ranks, for a rank's messages are as many as there are other ranks."""
+
+    def taken(name: str, n: int) -> float:
+        return median(found[n].cpu_s[name]) - median(found[n].cpu_s[NOTHING.name])
+
+    few, more = (num_ranks, num_ranks) if num_ranks in found else (sorted(found)[-2:][0], max(found))
+    return {
+        name: taken(name, few) + (taken(name, more) - taken(name, few)) * (num_ranks - few) / max(1, more - few)
+        for name in (FP32.name, THINWIRE.name)
+    }
 
 
 def _pace(model: Model, compute: Compute, times: Times) -> Pace:
@@ -200,16 +202,16 @@ def _pace(model: Model, compute: Compute, times: Times) -> Pace:
     return Pace(tuple(sorted(made, key=lambda bucket: bucket.ready_s)), longer * compute.step_s, shared=1.0)
 
 
-def forecast(pace: Pace, links: Links, num_ranks: int, cpu_s: Mapping[str, float]) -> dict[str, float]:
+def forecast(pace: Pace, links: Links, num_ranks: int, cpu_s: Mapping[str, float], rtt_s: float) -> dict[str, float]:
     """Return the seconds of a step of ``num_ranks`` ranks, of stock DDP, of thinwire, and of thinwire in two levels,
-    from the links of two ranks and the processor seconds of a step's communication, by method.
+    from the links of two ranks, the processor seconds of a step's communication, by method, and a round-trip time.
 
-    In a ring of n ranks n - 1 times as many messages follow each other as between two. In any tree a rank's messages
-    are as many as in a star.
+    In a ring 2(n - 1) messages follow each other, and gloo's receivers ask for each. thinwire's are asked for ahead,
+    and in any tree as many as in a star.
     """
     numel = sum(bucket.numel for bucket in pace.buckets)
-    native = _later(links.native, (num_ranks - 2) * links.native.latency_s)
-    grown = replace(links, num_ranks=num_ranks, native=native)
+    native, exchange = _later(links.native, 2 * (num_ranks - 1) * rtt_s), _later(links.exchange, rtt_s / 2)
+    grown = replace(links, num_ranks=num_ranks, native=native, exchange=exchange)
     grown = replace(grown, native_cpu=cpu_s[FP32.name] / (4 * numel * grown.ring))
     compressor = parse(THINWIRE.spec)
     layers = {name: compressor for bucket in pace.buckets for name, _ in bucket.layers}
@@ -217,7 +219,7 @@ def forecast(pace: Pace, links: Links, num_ranks: int, cpu_s: Mapping[str, float
     found = {"fp32": native_step(pace, grown), "thinwire": planned_step(pace, grown, layers, codec_s)}
     if group := _group(num_ranks):
         world = World(num_ranks, tuple(rank // group for rank in range(num_ranks)))
-        legs = HierarchyTimes(world, links.exchange, links.exchange)
+        legs = HierarchyTimes(world, exchange, exchange)
         found["two levels"] = planned_step(pace, replace(grown, legs=legs), layers, codec_s, _TWO_LEVELS)
     return found
 

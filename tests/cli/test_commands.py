@@ -145,15 +145,20 @@ def test_bench_growth(tmp_path: Path) -> None:
 
 
 def test_growth_on_paper_adds_the_processor_time_of_as_many_messages_as_there_are_other_ranks() -> None:
-    found = {n: Times({}, {}, cpu_s={"fp32": (0.01,), "thinwire": (0.01 * n,)}) for n in (2, 4, 8)}
+    cpu_s = {2: 0.0, 4: 0.03, 8: 0.07}
+    found = {
+        n: Times({}, {}, cpu_s={"fp32": (0.02,), "thinwire": (0.01 + own,), "nothing": (0.01,)})
+        for n, own in cpu_s.items()
+    }
     taken = growth.processor(found, 16)
-    assert taken == pytest.approx({"fp32": 0.01, "thinwire": 0.16})
+    assert taken == pytest.approx({"fp32": 0.01, "thinwire": 0.15})
+    assert growth.processor(found, 4) == pytest.approx({"fp32": 0.01, "thinwire": 0.03})
     pace = Pace((Bucket(0.1, (("a", (1000,)),)), Bucket(0.2, (("b", (3000,)),))), 0.25, shared=1.0)
     free = Curve(((0.0, 0.0), (1e6, 1e-9)))
-    steps = growth.forecast(pace, Links(free, free, 2), 16, taken)
-    assert steps == pytest.approx({"fp32": 0.2525, "thinwire": 0.41, "two levels": 0.41}, rel=1e-3)
-    far = growth.forecast(pace, Links(free, Curve(((0.0, 0.01), (1e6, 0.02))), 2), 16, taken)
-    assert far["two levels"] > far["thinwire"] > steps["thinwire"]
+    steps = growth.forecast(pace, Links(free, free, 2), 16, taken, 0.0)
+    assert steps == pytest.approx({"fp32": 0.2525, "thinwire": 0.4, "two levels": 0.4}, rel=1e-3)
+    far = growth.forecast(pace, Links(free, free, 2), 16, taken, 0.1)
+    assert far == pytest.approx({"fp32": 3.25, "thinwire": 0.49, "two levels": 0.58}, rel=1e-2)
 
 
 def test_bench_step_over_loopback(tmp_path: Path) -> None:
