@@ -175,14 +175,16 @@ def processor(found: Mapping[int, Times], num_ranks: int) -> dict[str, float]:
     """Return the processor seconds that communication takes a rank in a step, by method: as measured, or beyond on the
     line through the two largest numbers of ranks, for a rank's messages are as many as there are other ranks."""
 
-    def taken(name: str, n: int) -> float:
-        return median(found[n].cpu_s[name]) - median(found[n].cpu_s[NOTHING.name])
-
-    few, more = (num_ranks, num_ranks) if num_ranks in found else (sorted(found)[-2:][0], max(found))
-    return {
-        name: taken(name, few) + (taken(name, more) - taken(name, few)) * (num_ranks - few) / max(1, more - few)
-        for name in (FP32.name, THINWIRE.name)
-    }
+    taken = {}
+    for name in (FP32.name, THINWIRE.name):
+        own = {
+            n: median(times.cpu_s[name]) - median(times.cpu_s[NOTHING.name])
+            for n, times in found.items()
+            if name in times.cpu_s
+        }
+        few, more = (num_ranks, num_ranks) if num_ranks in own else (sorted(own)[-2:][0], max(own))
+        taken[name] = own[few] + (own[more] - own[few]) * (num_ranks - few) / max(1, more - few)
+    return taken
 
 
 def _pace(model: Model, compute: Compute, times: Times) -> Pace:

@@ -153,6 +153,8 @@ def test_growth_on_paper_adds_the_processor_time_of_as_many_messages_as_there_ar
     taken = growth.processor(found, 16)
     assert taken == pytest.approx({"fp32": 0.01, "thinwire": 0.15})
     assert growth.processor(found, 4) == pytest.approx({"fp32": 0.01, "thinwire": 0.03})
+    found[16] = Times({}, {}, cpu_s={"thinwire": (0.2,), "nothing": (0.0,)})
+    assert growth.processor(found, 16) == pytest.approx({"fp32": 0.01, "thinwire": 0.2}), "fp32 was not timed there"
     pace = Pace((Bucket(0.1, (("a", (1000,)),)), Bucket(0.2, (("b", (3000,)),))), 0.25, shared=1.0)
     free = Curve(((0.0, 0.0), (1e6, 1e-9)))
     steps = growth.forecast(pace, Links(free, free, 2), 16, taken, 0.0)
