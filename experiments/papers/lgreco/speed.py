@@ -72,10 +72,15 @@ def speed(study: LGrecoStudy) -> list[Row]:
     return rows
 
 
+_SEEN = 1e-3
+"""Share of a step below which a timing tells nothing."""
+
+
 def compressing_shares(row: Mapping[str, Any], name: str, step: str) -> list[float]:
-    """By run, the seconds that method ``name`` compresses, as a share of a step by ``step``."""
+    """By run, the seconds that method ``name`` compresses, as a share of a step by ``step``, at least `_SEEN`."""
     by_stage = [seconds for stage, seconds in row["stages_s"][name].items() if stage != "wire_s"]
-    return [sum(stages) / step_s for *stages, step_s in zip(*by_stage, row["step_s"][step], strict=True)]
+    shares = (sum(stages) / step_s for *stages, step_s in zip(*by_stage, row["step_s"][step], strict=True))
+    return [max(share, _SEEN) for share in shares]
 
 
 def items_per_s(model: Model, times: Times, name: str, num_ranks: int) -> float:
