@@ -174,7 +174,6 @@ def _links(runs: SeparateRuns, rate: str) -> Links:
 def processor(found: Mapping[int, Times], num_ranks: int) -> dict[str, float]:
     """Return the processor seconds that communication takes a rank in a step, by method: as measured, or beyond on the
     line through the two largest numbers of ranks, for a rank's messages are as many as there are other ranks."""
-
     taken = {}
     for name in (FP32.name, THINWIRE.name):
         own = {
@@ -182,8 +181,9 @@ def processor(found: Mapping[int, Times], num_ranks: int) -> dict[str, float]:
             for n, times in found.items()
             if name in times.cpu_s
         }
-        few, more = (num_ranks, num_ranks) if num_ranks in own else (sorted(own)[-2:][0], max(own))
-        taken[name] = own[few] + (own[more] - own[few]) * (num_ranks - few) / max(1, more - few)
+        few, more = sorted(own)[-2:][0], max(own)
+        slope = (own[more] - own[few]) / max(1, more - few)
+        taken[name] = own.get(num_ranks, own[more] + slope * (num_ranks - more))
     return taken
 
 

@@ -138,7 +138,8 @@ def test_bench_growth(tmp_path: Path) -> None:
     cell = ["--ranks", "2", "--rtts-ms", "0", "--models", "1M", "--runs", "1", "--rounds", "1", "--plot", str(picture)]
     assert experiments_main(["bench", "growth", *cell, "--json", str(path)]) == 0
     found = figures(path)
-    assert min(found[f"{kind}/0/2/{name}"] for kind in ("step_s", "forecast_s") for name in ("fp32", "thinwire")) > 0
+    assert found["step_s/0/2/thinwire"] > found["step_s/0/2/nothing"] > 0
+    assert found["forecast_s/0/1024/two levels"] >= found["forecast_s/0/1024/thinwire"] > 0
     assert 0.05 < found["error/2"] < 0.3
     assert next(row for row in json.loads(path.read_text())["results"] if row["name"] == "named_s/2")["named"] == 1
     assert "<svg" in picture.read_text()

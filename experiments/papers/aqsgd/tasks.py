@@ -181,8 +181,8 @@ LABELS_SMOKE = replace(SMALL_SMOKE, labels=True)
 DEEP_SMOKE = replace(SMALL_SMOKE, model=GPTConfig(context=16, width=32, layers=8, heads=2), first_steps=2)
 SCRATCH_SMOKE = replace(SMALL_SMOKE, first_steps=0)
 LARGE_SMOKE = replace(SMALL_SMOKE, model=GPTConfig(context=16, width=64, layers=4, heads=2))
-_TIMED_SMOKE = GPTConfig(context=32, width=64, layers=2, heads=2)
-TIMED_SMOKE = replace(_RANDOM, model=_TIMED_SMOKE, steps=1, samples=8, batch=8, num_micro=2, held_out_windows=8)
+_LONGER_SMOKE = GPTConfig(context=32, width=64, layers=2, heads=2)
+TIMED_SMOKE = replace(_RANDOM, model=_LONGER_SMOKE, steps=1, samples=8, batch=8, num_micro=2, held_out_windows=8)
 TO_LOSS_SMOKE = replace(TIMED_SMOKE, samples=16, steps=4, first_steps=2)
 
 # --- in several pipelines that share their gradients

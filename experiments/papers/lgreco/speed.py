@@ -72,15 +72,10 @@ def speed(study: LGrecoStudy) -> list[Row]:
     return rows
 
 
-_SEEN = 1e-3
-"""Share of a step below which a timing tells nothing."""
-
-
 def compressing_shares(row: Mapping[str, Any], name: str, step: str) -> list[float]:
-    """By run, the seconds that method ``name`` compresses, as a share of a step by ``step``, at least `_SEEN`."""
+    """By run, the seconds that method ``name`` compresses, as a share of a step by ``step``."""
     by_stage = [seconds for stage, seconds in row["stages_s"][name].items() if stage != "wire_s"]
-    shares = (sum(stages) / step_s for *stages, step_s in zip(*by_stage, row["step_s"][step], strict=True))
-    return [max(share, _SEEN) for share in shares]
+    return [sum(stages) / step_s for *stages, step_s in zip(*by_stage, row["step_s"][step], strict=True)]
 
 
 def items_per_s(model: Model, times: Times, name: str, num_ranks: int) -> float:

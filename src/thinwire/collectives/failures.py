@@ -478,7 +478,7 @@ class Board:
                 reason = "its process has ended" if closed else f"{silence}: it is stopped, or cut off"
             if reason or not cut_off:
                 stops.append((heard, place, reason))
-        # Nobody knows which was first if their last heartbeats came within one of each other: what is known counts.
+        # The order of ranks whose last heartbeats were less than an interval apart is unknown: any known reason counts.
         until = min(stops, default=(0.0, 0, ""))[0] + self._beat_s
         known = [(heard, place, reason) for heard, place, reason in stops if reason and heard < until]
         return min(known)[1:] if known else None
