@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from experiments.framework.claims import Row
-from experiments.papers.aqsgd.methods import FP32, Method, aqsgd, by_recipe, direct
+from experiments.papers.aqsgd.methods import FP32, Method, aqsgd, by_quantizer, by_recipe, direct
 from experiments.papers.aqsgd.study import (
     MORE_STAGES,
     MOST_STAGES,
@@ -152,6 +152,24 @@ def stages_row(few: Runs, many: Runs) -> Row:
         pairs = zip(_beyond(few, method), _beyond(many, method), strict=True)
         gaps[method.name] = [more - less for less, more in pairs]
     return Row("figure 9", "more_stages", fmean(gaps[DIRECT[USUAL].name]), "", {"gaps": gaps})
+
+
+# --- quantizers of changes
+
+QUANTIZERS = {bits: {name: by_quantizer(name, *bits) for name in ("maxabs", "gaussian")} for bits in BITS}
+
+
+def quantizers(study: AQSGDStudy) -> list[Row]:
+    """Of as many bits, by loss: even levels up to the largest value, and those of a normal distribution."""
+    base = study.train("small", FP32)
+    rows = []
+    for bits, family in QUANTIZERS.items():
+        runs = {name: study.train("small", method) for name, method in family.items()}
+        losses = {name: [run.loss for run in some] for name, some in runs.items()}
+        above = {name: relative_differences(some, [run.loss for run in base]) for name, some in losses.items()}
+        data = {"losses": losses, "above_fp32": above, "sent_bytes": {name: runs[name][0].sent_bytes for name in runs}}
+        rows.append(Row("quantizers", f"fw{bits[0]} bw{bits[1]}", fmean(above["gaussian"]), "", data))
+    return rows
 
 
 # --- more networks

@@ -211,6 +211,19 @@ def _claims_of_curves() -> Iterator[Claim]:
     )
     for name, figure in curves.MORE.items():
         yield from _pair(figure, name, NUM_STAGES, USUAL)
+    for bits in BITS:
+        name = f"fw{bits[0]} bw{bits[1]}"
+
+        def gained(rows: Rows, name: str = name) -> Judgment:
+            losses = {key: known(some) for key, some in rows[name]["losses"].items()}
+            return exceeds(lost(losses["maxabs"], losses["gaussian"]))
+
+        yield Claim(
+            "quantizers",
+            name,
+            f"not in the paper: {name}, changes by `gaussian` end at a lower loss than by `maxabs`",
+            gained,
+        )
     for bits in LABEL_BITS:
         yield from _pair("figure 3 (a, b)", "labels", NUM_STAGES, bits)
     yield from _pair("figure 9 (8 stages)", "deep", MOST_STAGES, USUAL)
@@ -392,6 +405,7 @@ _PARTS = {
     "t3": Part("table 3: compute and wire", throughput.table_3),
     "2": Part("table 2: throughput", throughput.table_2),
     "4": Part("figure 4: time to the same loss", throughput.figure_4),
+    "quantizers": Part("not in the paper: quantizers of changes", curves.quantizers),
     "recipe": Part("figure 9: the authors' recipe", curves.recipe),
     "m": Part("figure 9 (e, f): messages in few bits", curves.keeping),
     "labels": Part("figure 3 (a, b): classification", curves.labels),
