@@ -49,8 +49,8 @@ class Source:
     gradients, ``reference_steps`` of L-SVRG."""
 
     name: str
-    steps: int = 800
-    reference_steps: int = 1600
+    steps: int = 4000
+    reference_steps: int = 8000
     seeds: int = 20
     path: str | None = None
 
@@ -61,12 +61,12 @@ class Source:
 
 
 SOURCES = (
-    Source("breast_cancer", 60, 120),
+    Source("breast_cancer", 600, 1200),
     Source("digits"),
     Source("a5a"),
     Source("mushrooms"),
-    Source("w8a", 500, 1000),
-    Source("real-sim", 150, 300, seeds=3),
+    Source("w8a", 3000, 6000, seeds=5),
+    Source("real-sim", 2000, 4000, seeds=3),
 )
 SMOKE_SOURCES = tuple(Source(name, 40, 80, seeds=2) for name in ("breast_cancer", "digits"))
 _LEAST_BYTES = {"real-sim": 20_000_000, "w8a": 2_000_000}
