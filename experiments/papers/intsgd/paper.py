@@ -202,6 +202,7 @@ _QUALITY: dict[Network, tuple[tuple[Method, bool, float | None, str], ...]] = {
     "words": (
         (RANDOM, True, None, "4.54 against 4.54, table 3"),
         (RANDOM_32, True, None, "figure 1"),
+        (ONE_SCALE, True, None, "4.54 against 4.54, table 3"),
         (DETERM, False, 0.16, "4.70 against 4.54, table 3"),
         (HEURISTIC, False, None, "figure 1, section 5.2"),
         (HEURISTIC_32, False, None, "figure 1, section 5.2"),
