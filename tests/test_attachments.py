@@ -118,6 +118,17 @@ def not_finite(rank: int, name: str) -> None:
     assert all(bool(t.isfinite().all()) for t in training.weights().values())
 
 
+def in_a_closure(rank: int, name: str) -> None:
+    """Forward and backward may be the closure of the optimizer's step, as Lightning has them."""
+    plain, enclosed = (begin(rank, name, 0) for _ in range(2))
+    take, enclosed.optimizer.step = enclosed.optimizer.step, lambda: None  # type: ignore[method-assign]
+    for step in range(2 * STEPS):
+        plain.step(step)
+        take(lambda step=step: enclosed.step(step))
+    assert same(enclosed.weights(), plain.weights())
+    assert same(slots(enclosed), slots(plain))
+
+
 def wrong_state(rank: int, name: str) -> None:
     training = begin(rank, name)
     state, before = training.wire.state_dict(), slots(training)
@@ -184,7 +195,7 @@ def independent_of_defaults(rank: int, name: str) -> None:
 
 
 LAWS = [alike, resumed, detached, not_finite, wrong_state, bytes_foreseen, memory_told]
-LAWS += [independent_of_defaults, nothing_left]
+LAWS += [in_a_closure, independent_of_defaults, nothing_left]
 
 
 def keeps_all_laws(rank: int, name: str) -> None:

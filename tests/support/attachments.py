@@ -202,7 +202,7 @@ class Grouped(Replicated):
     backend = "cpu:thinwire"
     without = (
         *("resumed", "another_world", "detached", "wrong_state", "bytes_foreseen", "memory_told"),
-        "independent_of_defaults",  # its draws are new in each training
+        *("independent_of_defaults", "in_a_closure"),  # its draws are new in each training
     )
     keeps_nothing_of_nan = False  # it keeps nothing
 
@@ -322,7 +322,7 @@ class Whole(Sharded):
 class Local(Training):
     """DiLoCo: what is sent is each worker's progress since the last exchange, every other step."""
 
-    without = ("detached",)  # it is closed for good
+    without = ("detached", "in_a_closure")  # it is closed for good, and takes two steps at once
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
@@ -368,7 +368,10 @@ class Local(Training):
 class Stage(Training):
     """A pipeline of two stages: the change of each sample's activation forward, gradients backward."""
 
-    without = ("another_world", "detached", "wrong_state", "bytes_foreseen", "memory_told", "independent_of_defaults")
+    without = (
+        *("another_world", "detached", "wrong_state", "bytes_foreseen", "memory_told", "independent_of_defaults"),
+        "in_a_closure",  # its schedule calls backward
+    )
     share = 0.95  # a sample's first activation is not compressed
     keeps_nothing_of_nan = False  # of the samples that had it nothing is kept any more
 

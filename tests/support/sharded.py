@@ -97,6 +97,7 @@ def train(
     losses = []
     for step in range(first, first + steps):
         total = 0.0
+        optimizer.zero_grad()
         for part in range(accumulate):
             if accumulate > 1:
                 assert isinstance(model, FSDPModule)
@@ -108,7 +109,6 @@ def train(
             loss.backward()
             total += float(loss.detach())
         optimizer.step()
-        optimizer.zero_grad()
         losses.append(total)
     return losses
 

@@ -101,12 +101,8 @@ class Momentum(Substitute):
     def attach(self, wire: Wire) -> None:
         """Follow the optimizer's steps as long as ``wire`` is attached."""
         self._wire = weakref.ref(wire)
-        lengthened: list[_Change] = []
-        before = self._optimizer.register_step_pre_hook(lambda *_: lengthened.extend(self.lengthen()))
-        after = self._optimizer.register_step_post_hook(lambda *_: _undo(lengthened))
-        # Gradients that no step has taken are lengthened for good.
-        for call in (self.lengthen, before.remove, after.remove):
-            wire.at_detach(call)
+        wire.at_detach(self.lengthen)
+        wire.at_detach(self._optimizer.register_divisors(self.take))
 
     @property
     def waits(self) -> bool:
@@ -191,13 +187,16 @@ class Momentum(Substitute):
             )
 
     @torch.no_grad()
-    def lengthen(self) -> list[_Change]:
-        """Divide every gradient that was handed over by its γ, whatever the loop has made of it, and tell the Wire.
+    def lengthen(self) -> None:
+        """Divide the gradients that no step has taken by their γ, before others are added to them."""
+        for parameter, factor in self.take().items():
+            if parameter.grad is not None:
+                parameter.grad.div_(factor)
 
-        This is called before the optimizer's step or, if there is none, before gradients are added to or computed
-        again. Returns the changes, for `_undo`.
-        """
-        changes: list[_Change] = []
+    @torch.no_grad()
+    def take(self) -> dict[Tensor, Tensor]:
+        """Return γ of every gradient that was handed over, by parameter, whatever the loop has made of it, and tell the
+        Wire how much of it is left."""
         handed_over, self._handed_over = self._handed_over, {}
         gradients = {name: g for name in handed_over if (g := self._parameters[name].grad) is not None}
         shares = {name: torch.zeros_like(handed.length) for name, handed in handed_over.items()}
@@ -207,14 +206,10 @@ class Momentum(Substitute):
             # A longer one is in other units or has had something added to it, and all that arrived is in it.
             present = torch.where(present > 1 - _ROUNDING, 1.0, present)
             shares |= dict(zip(gradients, present.unbind(), strict=True))
-        for name, gradient in gradients.items():
-            shortened = handed_over[name].shortened
-            gradient.div_(shortened)
-            changes.append((gradient, shortened))
         wire = self._wire()
         if wire is not None and wire.attached and shares:
             wire.engine.on_partial_use(shares)
-        return changes
+        return {self._parameters[name]: handed.shortened for name, handed in handed_over.items()}
 
     def _parts(self, flat: Tensor, layers: BucketLayers) -> list[_Part]:
         pieces = flat.detach().split([math.prod(shape) for _, shape in layers])
@@ -232,17 +227,6 @@ def _compressed(parts: Sequence[_Part], wire: Wire) -> list[_Part]:
 
 def _sketches(parts: Sequence[_Part]) -> Tensor:
     return norm_sketches([part.gradient for part in parts], [part.name for part in parts])
-
-
-_Change = tuple[Tensor, Tensor]
-"""A gradient, and the tensor by which it was divided."""
-
-
-@torch.no_grad()
-def _undo(changes: list[_Change]) -> None:
-    for gradient, divisor in changes:
-        gradient.mul_(divisor)
-    changes.clear()
 
 
 def with_feedback(plan: Plan, site: str = "") -> Plan:

@@ -4,7 +4,7 @@ stable."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,9 @@ _STABLE = 0.96
 """Share of its norm that the variance keeps over 1/(1 − β2) steps once it is stable (1-bit Adam, section 7.1)."""
 _AT_ONCE = 1 << 22
 """Number of elements after which pending steps are taken: their gradients are copied."""
+
+Divisors = Callable[[], Mapping[Tensor, Tensor]]
+"""Returns the scalars by which a step divides gradients, by parameter."""
 
 
 class QuantizedAdam(torch.optim.Optimizer):
@@ -62,6 +65,8 @@ class QuantizedAdam(torch.optim.Optimizer):
     Raises:
         ValueError: an option is out of range.
     """
+
+    _divisors: tuple[Divisors, ...] = ()
 
     def __init__(
         self,
@@ -106,10 +111,21 @@ class QuantizedAdam(torch.optim.Optimizer):
         state = self.state.get(parameter)
         return state["exp_avg"] if state else None
 
+    def register_divisors(self, divisors: Divisors) -> Callable[[], None]:
+        """Have every step divide gradients by what ``divisors`` returns, once its closure has computed them; ``grad``
+        stays as it is. Returns the function that ends this."""
+        self._divisors = (*self._divisors, divisors)
+
+        def remove() -> None:
+            self._divisors = tuple(other for other in self._divisors if other is not divisors)
+
+        return remove
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Perform one step with the present gradients; returns what ``closure``, which may compute them, returns."""
         loss = run_closure(closure)
+        divisors = {parameter: divisor for get in self._divisors for parameter, divisor in get().items()}
         steps = self.param_groups[0]["steps"] + 1
         self._note_first_gradients()
         due: list[tuple[AdamGradient, AdamStep]] = []
@@ -119,7 +135,9 @@ class QuantizedAdam(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                due.append(self._update(parameter, parameter.grad, group))
+                gradient, divisor = local(parameter.grad), divisors.get(parameter)
+                update = torch.clone(gradient) if divisor is None else gradient / divisor
+                due.append(self._update(parameter, update, group))
                 pending += parameter.grad.numel()
                 if pending >= _AT_ONCE:
                     _take(due)
@@ -181,12 +199,12 @@ class QuantizedAdam(torch.optim.Optimizer):
             mean = math.sqrt(total) / math.sqrt(max(1, parameter.numel()))
             local(state["exp_avg_sq"]).clamp_(min=(floor * mean) ** 2)
 
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> tuple[AdamGradient, AdamStep]:
-        """Return the conversion of a copied gradient to an update, and the step that is taken with it."""
+    def _update(self, parameter: Tensor, update: Tensor, group: dict[str, Any]) -> tuple[AdamGradient, AdamStep]:
+        """Return the conversion of a gradient to an ``update``, and the step that is taken with it."""
         state, lr = self.state[parameter], group["lr"]
         beta1, beta2 = group["betas"]
         weights = local(parameter)
-        update = local(gradient).to(weights.dtype, memory_format=torch.contiguous_format, copy=True)
+        update = update.to(weights.dtype).contiguous()
         momentum, variance = local(state["exp_avg"]), local(state["exp_avg_sq"])
         state["step"] += 1
         state["seen"] += not state["frozen_at"]
