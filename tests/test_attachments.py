@@ -251,7 +251,7 @@ def test_another_number_of_ranks_owes_the_same(name: str, tmp_path: Any) -> None
 
 
 def test_the_page_says_which_laws_apply() -> None:
-    laws = ("bytes_foreseen", "alike", "resumed", "another_world", "not_finite", "wrong_state", "detached")
+    laws = ("bytes_foreseen", "alike", "resumed", "another_world", "not_finite", "in_a_closure", "wrong_state", "detached")
     page = (Path(__file__).parents[1] / "docs/trainers.md").read_text()
     for name, attachment in ATTACHMENTS.items():
         cells = ["" if law in attachment.without else "yes" for law in laws]
