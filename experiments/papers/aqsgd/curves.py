@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from experiments.framework.claims import Row
-from experiments.papers.aqsgd.methods import FP32, Method, aqsgd, by_quantizer, by_recipe, direct
+from experiments.papers.aqsgd.methods import FP32, Method, aqsgd, by_recipe, direct
 from experiments.papers.aqsgd.study import (
     MORE_STAGES,
     MOST_STAGES,
@@ -156,17 +156,21 @@ def stages_row(few: Runs, many: Runs) -> Row:
 
 # --- quantizers of changes
 
-QUANTIZERS = {bits: {name: by_quantizer(name, *bits) for name in ("maxabs", "gaussian")} for bits in BITS}
+EVEN_AND_NORMAL = ("maxabs", "gaussian")
+QUANTIZERS = {
+    bits: {name: replace(AQSGD[bits], name=name, forward=f"delta({name}(bits={bits[0]}))") for name in EVEN_AND_NORMAL}
+    for bits in BITS
+}
+"""thinwire's own: even levels up to the largest value, and those of a normal distribution."""
 
 
 def quantizers(study: AQSGDStudy) -> list[Row]:
-    """Of as many bits, by loss: even levels up to the largest value, and those of a normal distribution."""
-    base = study.train("small", FP32)
-    rows = []
+    """Losses by both in as many bits, and by how much they are above FP32's."""
+    base, rows = [run.loss for run in study.train("small", FP32)], []
     for bits, family in QUANTIZERS.items():
         runs = {name: study.train("small", method) for name, method in family.items()}
         losses = {name: [run.loss for run in some] for name, some in runs.items()}
-        above = {name: relative_differences(some, [run.loss for run in base]) for name, some in losses.items()}
+        above = {name: relative_differences(some, base) for name, some in losses.items()}
         data = {"losses": losses, "above_fp32": above, "sent_bytes": {name: runs[name][0].sent_bytes for name in runs}}
         rows.append(Row("quantizers", f"fw{bits[0]} bw{bits[1]}", fmean(above["gaussian"]), "", data))
     return rows

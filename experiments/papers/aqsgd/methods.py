@@ -95,13 +95,6 @@ def aqsgd(
     )
 
 
-def by_quantizer(family: str, bits: int, backward: int) -> Method:
-    """AQ-SGD whose changes are sent by one of thinwire's own quantizers."""
-    spec = f"{family}(bits={bits})"
-    color = {"maxabs": "#0a7d4f", "gaussian": "#8250c4"}[family]
-    return Method(spec, spec, color, forward=f"delta({spec})", backward=f"maxabs(bits={backward})")
-
-
 def by_recipe(method: Method) -> Method:
     """The same, as the authors' code has it: gradients are rounded to the nearest, as activations are, and AQ-SGD sends
     the first epoch uncompressed both ways. DirectQ, which knows no samples, has no such epoch."""

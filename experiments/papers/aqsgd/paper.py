@@ -211,18 +211,12 @@ def _claims_of_curves() -> Iterator[Claim]:
     )
     for name, figure in curves.MORE.items():
         yield from _pair(figure, name, NUM_STAGES, USUAL)
-    for bits in BITS:
-        name = f"fw{bits[0]} bw{bits[1]}"
-
-        def gained(rows: Rows, name: str = name) -> Judgment:
-            losses = {key: known(some) for key, some in rows[name]["losses"].items()}
-            return exceeds(lost(losses["maxabs"], losses["gaussian"]))
-
+    for name in (f"fw{forward} bw{backward}" for forward, backward in BITS):
         yield Claim(
             "quantizers",
             name,
             f"not in the paper: {name}, changes by `gaussian` end at a lower loss than by `maxabs`",
-            gained,
+            lambda rows, name=name: exceeds(lost(*(rows[name]["losses"][kind] for kind in curves.EVEN_AND_NORMAL))),
         )
     for bits in LABEL_BITS:
         yield from _pair("figure 3 (a, b)", "labels", NUM_STAGES, bits)

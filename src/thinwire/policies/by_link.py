@@ -9,7 +9,10 @@ from typing import NamedTuple
 from thinwire.arguments import check_int
 from thinwire.compressors import Compressor, parse
 
-_FORWARD = ("delta(gaussian(bits=2))", *(f"delta(maxabs(bits={bits}))" for bits in (3, 4, 6, 8)))
+_FORWARD = (
+    *(f"delta(gaussian(bits={bits}))" for bits in (2, 3)),
+    *(f"delta(maxabs(bits={bits}))" for bits in (4, 6, 8)),
+)
 _BACKWARD = tuple(f"maxabs(bits={bits})" for bits in (4, 6, 8))
 
 
