@@ -59,18 +59,21 @@ SMOKE = (
     *("fft(theta=0.95)", "fft(theta=0.85)", "fft(theta=0.3)"),
 )
 
+# Okabe and Ito's colors, told apart by color-blind readers too, and two of Tol's; markers differ as well.
 FAMILIES = {
-    "min-max": ("minmax", "lattice", "levels", "gaussian"),
-    "max-abs": ("maxabs", "terngrad", "shared_terngrad"),
-    "QSGD": ("qsgd",),
-    "floats": ("natural", "rangefloat", "cast"),
-    "integers": ("intsgd", "heuristic_intsgd"),
-    "one bit": ("onebit", "sign"),
-    "top-k": ("topk", "threshold", "globaltopk", "chunktopk"),
-    "random": ("randk", "truncate"),
-    "FFT": ("fft",),
-    "low rank": ("powersgd", "atomo"),
+    "min-max": ("#0072B2", "o", ("minmax", "lattice", "levels", "gaussian")),
+    "max-abs": ("#56B4E9", "s", ("maxabs", "terngrad", "shared_terngrad")),
+    "QSGD": ("#E69F00", "^", ("qsgd",)),
+    "floats": ("#CC79A7", "D", ("natural", "rangefloat", "cast")),
+    "integers": ("#332288", "d", ("intsgd", "heuristic_intsgd")),
+    "one bit": ("#000000", "P", ("onebit", "sign")),
+    "top-k": ("#D55E00", "v", ("topk", "threshold", "globaltopk", "chunktopk")),
+    "random": ("#777777", "X", ("randk", "truncate")),
+    "FFT": ("#009E73", "*", ("fft",)),
+    "low rank": ("#882255", "h", ("powersgd", "atomo")),
+    "other": ("#999933", "p", ()),
 }
+"""Color, marker and compressors of each."""
 _CITATION = re.compile(r"\(([^()]*(?:\b(?:19|20)\d\d\b|\bthesis\b|\bsection\b|\bS\d\b)[^()]*)\)")
 _SENTENCE = re.compile(r"[.,:;](?:\s|$)")
 _NAME = re.compile(r"\w+")
@@ -83,7 +86,7 @@ def default_specs() -> list[str]:
 def family(compressor: Compressor) -> str:
     """Its family; "other" for one from another package."""
     names = [name for name in _NAME.findall(str(compressor)) if name not in ("ef", "dgc")]
-    return next((title for title, members in FAMILIES.items() if names and names[0] in members), "other")
+    return next((title for title, (*_, members) in FAMILIES.items() if names and names[0] in members), "other")
 
 
 def source(compressor: Compressor) -> str:
@@ -110,23 +113,8 @@ def meets(compressor: Compressor) -> str:
     return "gathered" if isinstance(compressor, Coded) and compressor.gathered else "coded"
 
 
-# Okabe and Ito's colors, told apart by color-blind readers too, and two of Tol's; markers differ as well.
-_LOOKS = {
-    "min-max": ("#0072B2", "o"),
-    "max-abs": ("#56B4E9", "s"),
-    "QSGD": ("#E69F00", "^"),
-    "floats": ("#CC79A7", "D"),
-    "integers": ("#332288", "d"),
-    "one bit": ("#000000", "P"),
-    "top-k": ("#D55E00", "v"),
-    "random": ("#777777", "X"),
-    "FFT": ("#009E73", "*"),
-    "low rank": ("#882255", "h"),
-    "other": ("#999933", "p"),
-}
 _NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?")
 _LEADING = ("bits", "density", "theta", "rank", "lam", "gamma", "to")
-_UNSAID = ("scaled",)
 _ROUNDING = 2.0**-23
 
 
@@ -151,7 +139,7 @@ def draw(points: Sequence[Point], path: Path, title: str) -> None:
     figure, (axes,) = plots.canvas(1, titles=[title], x=x, y="relative L2 error of one message")
     figure.set_size_inches(12, 8)
     ends: list[tuple[Point, str]] = []
-    for name, (color, marker) in _LOOKS.items():
+    for name, (color, marker, _) in FAMILIES.items():
         lines = list(_lines([point for point in shown if family(point.compressor) == name]))
         for line in lines:
             places = [point.bytes_per_element for point in line], [point.error for point in line]
@@ -182,7 +170,7 @@ def short(compressor: Compressor) -> str:
     for field in fields(compressor):
         value = getattr(compressor, field.name)
         leading = not shown and field.name in _LEADING
-        if leading or (value != field.default and field.name not in _UNSAID):
+        if leading or (value != field.default and field.name != "scaled"):
             shown.append(str(value) if leading or isinstance(value, str) else f"{field.name}={value}")
     return compressor.spec_name + (f"({', '.join(shown)})" if shown else "")
 

@@ -185,10 +185,10 @@ def train(method: Method, task: GPTTask, seed: int) -> dict[str, Any]:
     """Train ``task`` by ``method`` from ``seed``; the held-out loss, and bytes that were sent."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     model = task.build(seed)
+    options: Any = {"betas": BETAS, "weight_decay": WEIGHT_DECAY, "order": method.optimizer}
     if method.optimizer in OPTIMIZERS:
         optimizer = OPTIMIZERS[method.optimizer](task, model)
     else:
-        options: Any = {"betas": BETAS, "weight_decay": WEIGHT_DECAY, "order": method.optimizer}
         optimizer = CompressedAdamW(model.parameters(), task.learning_rate, **options)
     local = wire = None
     trained: nn.Module = model
@@ -200,15 +200,8 @@ def train(method: Method, task: GPTTask, seed: int) -> dict[str, Any]:
         if method.spec == "raw":
             dense = gradient_bytes(model) * ring_factor(num_ranks)
         else:
-            wire = thinwire.compress(
-                trained,
-                method.spec,
-                optimizer=optimizer,
-                seed=seed,
-                start=method.start,
-                skip_if_slower=False,
-                min_numel=method.least,
-            )
+            options = {"seed": seed, "start": method.start, "skip_if_slower": False, "min_numel": method.least}
+            wire = thinwire.compress(trained, method.spec, optimizer=optimizer, **options)
     rate = partial(learning_rate, task.learning_rate, steps=task.steps)
     for _ in steps_of(task, trained, optimizer, task.batches(seed, rank, num_ranks), rate):
         if local is not None:
@@ -218,15 +211,14 @@ def train(method: Method, task: GPTTask, seed: int) -> dict[str, Any]:
     used = local.wire if local else wire
     sent = used.stats.payload_sent_bytes if used else dense * task.steps
     model.eval()
+    alone = method.name == "alone"
     with torch.no_grad():
-        if method.name == "alone":
-            # Each of its own: rank 0's is the answer.
-            total, count = task.evaluate(model, 0, 1, probe=False)
-        else:
-            total, count = task.evaluate(model, rank, num_ranks, probe=False)
-            both = torch.tensor([total, count], dtype=torch.float64)
-            dist.all_reduce(both)
-            total, count = both.tolist()
+        # Of ranks that train alone rank 0's is the answer.
+        total, count = task.evaluate(model, *((0, 1) if alone else (rank, num_ranks)), probe=False)
+    if not alone:
+        both = torch.tensor([total, count], dtype=torch.float64)
+        dist.all_reduce(both)
+        total, count = both.tolist()
     digests: list[Any] = [None] * num_ranks
     dist.all_gather_object(digests, digest(model.parameters()))
     return {"loss": total / count, "sent_bytes": sent / task.steps, "replicas_differ": len(set(digests)) > 1}

@@ -272,16 +272,11 @@ def completions(study: AQSGDStudy) -> list[Row]:
 
 def common(base: Trained, other: Trained) -> float:
     """The share of a completion up to where it first differs, in the mean."""
-    equal = [
-        _common(one[base.prompted :], two[base.prompted :])
-        for one, two in zip(base.completions, other.completions, strict=True)
-    ]
-    return sum(equal) / len(equal)
-
-
-def _common(one: Sequence[int], two: Sequence[int]) -> float:
-    differs = [a != b for a, b in zip(one, two, strict=True)]
-    return (differs.index(True) if True in differs else len(one)) / len(one)
+    shares = []
+    for one, two in zip(base.completions, other.completions, strict=True):
+        differs = [a != b for a, b in zip(one[base.prompted :], two[base.prompted :], strict=True)]
+        shares.append((differs.index(True) if True in differs else len(differs)) / len(differs))
+    return fmean(shares)
 
 
 def text(content: bytes) -> str:

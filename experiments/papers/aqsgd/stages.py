@@ -136,9 +136,9 @@ class Pipe(Attached):
         if not isinstance(task, Stacked):
             return self.part, {}
         # PyTorch's PowerSGD aborts on gloo with several buckets.
-        cap_mb = _ONE_BUCKET_MB if method.hook == "torch-powersgd" else task.bucket_cap_mb
+        cap = _ONE_BUCKET_MB if method.hook == "torch-powersgd" else task.bucket_cap_mb
         ddp = DistributedDataParallel(
-            self.part, process_group=self.replicas, bucket_cap_mb=cap_mb, broadcast_buffers=False
+            self.part, process_group=self.replicas, bucket_cap_mb=cap, broadcast_buffers=False
         )
         if method.hook:
             # It divides by the number of all ranks.
@@ -148,14 +148,8 @@ class Pipe(Attached):
             adam = self.optimizer.param_groups[0]
             options = {"betas": adam["betas"], "weight_decay": adam["weight_decay"], "warmup": task.exact_steps}
             self.optimizer = thinwire.optim.QuantizedAdam(self.part.parameters(), adam["lr"], **options)
-            self.wire = thinwire.compress(
-                ddp,
-                method.gradients,
-                optimizer=self.optimizer,
-                seed=seed,
-                skip_if_slower=False,
-                network=thinwire.Network(transport="group"),
-            )
+            more: Any = {"seed": seed, "skip_if_slower": False, "network": thinwire.Network(transport="group")}
+            self.wire = thinwire.compress(ddp, method.gradients, optimizer=self.optimizer, **more)
         return ddp, self._shapes()
 
     def _shapes(self) -> dict[str, Any]:

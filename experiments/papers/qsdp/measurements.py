@@ -364,8 +364,8 @@ def of_levels(table: str, study: QSDPStudy) -> list[Row]:
     }
     _draw_5_3(study, base, plain, by_levels, nearest)
     for name, runs in nearest.items():
-        row = lost_row("table 5.3", f"learned_beside_nearest/{name}", by_levels[name], runs, pair=name)
-        rows.append(replace(row, data={**row.data, **facts(runs)}))
+        beside, data = f"learned_beside_nearest/{name}", facts(runs)
+        rows.append(lost_row("table 5.3", beside, by_levels[name], runs, pair=name, **data))
     kept = by_levels[LEAST_BITS_KEPT]
     rows.append(lost_row("table 5.3", f"lost/{LEAST_BITS_KEPT} learned", kept, base))
     return [*rows, cost_row(size, kept)]
