@@ -98,7 +98,9 @@ class _Hook:
         self._mean_sketches: tuple[torch.Tensor, Pending] | None = None
         self._passes = 0
         self._resynced = -1
-        self._told_of_join = False
+        self._no_resync = ""
+        """Why the last forward pass has not copied parameters although that was due, for a backward pass to say."""
+        self._told: set[str] = set()
         self._handled = id(None)
         """The ``id()`` of the error that the caller was handling when forward began, which forward did not raise."""
         self._loss_scale = 1.0
@@ -253,6 +255,10 @@ class _Hook:
 
     def _begin_step(self, bucket: GradBucket, flat: torch.Tensor, engine: BucketEngine) -> None:
         engine.begin_step(self.updates.learning_rates() if self.updates else None)
+        if self._no_resync and self._no_resync not in self._told:
+            self._told.add(self._no_resync)
+            warn_caller(self._no_resync)
+        self._no_resync = ""
         self._loss_scale = self._present_scale()
         self._check_overlap(bucket, flat, engine)
         if self.watch is not None:
@@ -294,9 +300,9 @@ class _Hook:
             return
         if self._finds_unused:
             self._held_before = {p for p in self.names if p.grad is not None}
-        if model.training and self.momentum is not None:
+        if self.momentum is not None:
             self.momentum.lengthen()  # no step has taken these, and gradients may be added to them
-        if model.training and model.require_backward_grad_sync:
+        if model.require_backward_grad_sync:
             self._begin_pass(engine, model)
         self._sum_parameters(engine, watch)
         watch.accumulates |= not model.require_backward_grad_sync and any(p.requires_grad for p in self.names)
@@ -331,16 +337,20 @@ class _Hook:
             self._sums = checksums(self.names)
 
     def _resync(self, engine: BucketEngine, model: DistributedDataParallel) -> None:
-        self._resynced = engine.step
-        if not accepts_uneven_inputs(model):
+        if not model.training:
+            # A rank may evaluate alone, with gradients on, and nobody would answer it.
+            why = "while the model is in eval(): call train(), which layers without dropout or statistics ignore"
+        elif accepts_uneven_inputs(model):
+            why = (
+                "within join(), nor after it until the next one with enable=False: ranks whose data have ended take no "
+                "part in a forward pass, where parameters are copied"
+            )
+        else:
+            self._resynced = engine.step
             engine.resync({name: p for p, name in self.names.items()})
             self._sums = None  # they are of the former parameters
-        elif not self._told_of_join:
-            self._told_of_join = True
-            warn_caller(
-                "resync_every does nothing within join(), nor after it until the next one with enable=False: ranks "
-                "whose data have ended take no part in a forward pass, where parameters are copied"
-            )
+            return
+        self._no_resync = f"resync_every does nothing {why}"
 
     @untraced
     def after_forward(self, model: DistributedDataParallel, inputs: object, outputs: object) -> None:

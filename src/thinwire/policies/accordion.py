@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from thinwire.arguments import check_number
-from thinwire.compressors import Compressor, UnsuitedError, Wrapper, ef, parse
-from thinwire.policies.candidates import usable_gradients
+from thinwire.compressors import Compressor, UnsuitedError, Wrapper, parse
+from thinwire.policies.candidates import fed_like, usable_gradients
 from thinwire.policies.families import check_contracting, contracts, parameter_name, with_parameter, with_share
 from thinwire.policies.policy import Evidence, Policy, Proposal, gradient_norm
 
@@ -80,7 +80,7 @@ class Accordion(Policy):
         # Residuals must survive the change.
         pair = (self._asked(reference, high=side) for side in (False, True))
         feedback = any(isinstance(c, Wrapper) or c.traits.wants_feedback for c in (reference, *pair))
-        chosen = ef(chosen) if feedback and not isinstance(chosen, Wrapper) else chosen
+        chosen = fed_like(reference, chosen) if feedback and not isinstance(chosen, Wrapper) else chosen
         if self.pair is not None:
             check_contracting(f"pair={self.pair}", [chosen])
         return chosen if contracts(chosen) else reference

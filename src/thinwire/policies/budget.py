@@ -12,13 +12,14 @@ from typing import Literal
 import numpy as np
 
 from thinwire.arguments import check_choice, check_number
-from thinwire.compressors import Compressor, Raw, Wrapper, ef, unwrap
+from thinwire.compressors import Compressor, Raw, Wrapper, unwrap
 from thinwire.plan.cost import sent_bytes
 from thinwire.plan.sites import SITES
 from thinwire.policies.candidates import (
     Array,
     LayerCandidates,
     Price,
+    fed_like,
     squared_errors,
     usable_gradients,
     with_error_feedback,
@@ -137,7 +138,7 @@ class BudgetedPolicy(Policy):
     def raw(evidence: Evidence, name: str) -> Compressor:
         """Return the compressor that sends a layer raw, with its residual if error feedback may have left one."""
         present = evidence.present.get(name, Raw())
-        return ef(Raw()) if isinstance(present, Wrapper) and not is_raw(present) else Raw()
+        return fed_like(present, Raw()) if isinstance(present, Wrapper) and not is_raw(present) else Raw()
 
     def layer_errors(self, layer: LayerCandidates) -> Array:
         """Return the errors of a layer's candidates, whose sum `budget` bounds."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compressors import Compressor, PowerSGD, TopK, UnsuitedError, Wrapper, ef
+from thinwire.compressors import DGC, Compressor, Feedback, PowerSGD, Sparsifier, TopK, UnsuitedError, Wrapper, ef
 from thinwire.policies.policy import gradient_norm
 
 Array = NDArray[np.float64]
@@ -88,7 +88,15 @@ def with_error_feedback(candidates: Iterable[Compressor]) -> tuple[Compressor, .
     listed = tuple(candidates)
     if not any(c.traits.wants_feedback or isinstance(c, Wrapper) for c in listed):
         return listed
-    return tuple(c if isinstance(c, Wrapper) else ef(c) for c in listed)
+    given = next((c for c in listed if isinstance(c, Wrapper)), None)
+    return tuple(c if isinstance(c, Wrapper) else fed_like(given, c) for c in listed)
+
+
+def fed_like(given: Compressor | None, compressor: Compressor) -> Compressor:
+    """Return ``compressor`` with the error feedback that ``given`` has, with its options, where it can have that."""
+    if isinstance(given, Feedback) or (isinstance(given, DGC) and isinstance(compressor, Sparsifier)):
+        return given.around(compressor)
+    return ef(compressor)
 
 
 def squared_errors(gradient: Tensor, candidates: Sequence[Compressor]) -> list[float]:

@@ -591,6 +591,9 @@ class BucketEngine(Engine):
                 if isinstance(old, Summed) and RESIDUAL in old.slots and not alike:
                     self.slots.average_residual(name, self.transport)
                 self.slots.hand_over(name, self.shapes[name], old, compressor, self.rank, old_shares, self.shares)
+                if isinstance(old, Feedback) and isinstance(compressor, Feedback) and old.units != compressor.units:
+                    before, after = (one.in_gradients(self.learning_rate) for one in (old, compressor))
+                    self.slots.scale_residual(name, before / after)
         self.plan = plan
         self.stats.plan_changes += 1
         agree({"step": str(self.step), "plan": plan.hash, "algorithm": str(algorithm)}, self.transport)

@@ -332,6 +332,11 @@ class Slots:
         self.drop(layer)
         self._kept |= kept
 
+    def scale_residual(self, layer: str, factor: float) -> None:
+        """Multiply the residual of a layer that was handed over, whose units are others now."""
+        if (kept := self._kept.get((layer, RESIDUAL.name))) is not None:
+            kept *= factor
+
     def drop(self, layer: str) -> None:
         """Free the slots of a layer, between two steps."""
         for name in [name for name in self._kept if name[0] == layer]:
