@@ -44,6 +44,10 @@ class Preconditioned(Substitute):
         parts = [(self._parameters[name], gradient) for name, gradient in bucket_parts(flat, layers)]
         self._optimizer.outgoing([(p, view_layer(p, gradient)) for p, gradient in parts], loss_scale)
 
+    def undo(self, mean: Tensor, layers: BucketLayers, loss_scale: float) -> None:
+        parts = [(self._parameters[name], update) for name, update in bucket_parts(mean, layers)]
+        self._optimizer.note_arrived(parts, loss_scale)
+
     def make_sharded(self, flat: Tensor, placement: Placement, loss_scale: float) -> None:
         """Do what `make` does, in a flat buffer that has a part for each rank, with its shards of all layers."""
         for name in placement.by_name:

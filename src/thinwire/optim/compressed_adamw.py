@@ -16,6 +16,9 @@ from thinwire.arguments import check_choice, check_number
 from thinwire.kernels import AdamGradient, AdamStep, MovingAverage, adam_apply, adam_normalize
 from thinwire.optim.shards import as_whole, is_sharded, local, over_shards, sharded_like
 
+_LOOKS = 8
+"""Number of steps in which updates are compared with those that arrived."""
+
 
 @dataclass
 class _NextMoments:
@@ -23,6 +26,8 @@ class _NextMoments:
 
     moments: dict[str, Tensor]
     sent: bool = False
+    length: Tensor | None = None
+    """Norm of the mean update that arrived, if it was noted."""
 
 
 class ParameterStep(NamedTuple):
@@ -104,6 +109,7 @@ class CompressedAdamW(torch.optim.Optimizer):
             check_number("clip", clip, above=0)
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         self._expects_wire = True
+        self._looks = _LOOKS
         super().__init__(params, defaults | {"order": order, "clip": clip})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -112,6 +118,7 @@ class CompressedAdamW(torch.optim.Optimizer):
         self._next, self._groups = {}, {}
         self._loaded = getattr(self, "_loaded", {})
         self._expects_wire = getattr(self, "_expects_wire", True)
+        self._looks = getattr(self, "_looks", _LOOKS)
 
     def expect_no_wire(self) -> None:
         """Do not warn that nothing compresses gradients: a Wire is attached, or ranks are to train alone."""
@@ -136,6 +143,12 @@ class CompressedAdamW(torch.optim.Optimizer):
             if own.dtype != gradient.dtype:
                 gradient.copy_(own)
             self._next[parameter].sent = True
+
+    @torch.no_grad()
+    def note_arrived(self, updates: Sequence[tuple[Tensor, Tensor]], scale: float) -> None:
+        """Note how long mean updates are, by parameter and ``scale`` times their size: no loop should change that."""
+        for parameter, update in updates if self._looks else ():
+            self._next[parameter].length = update.float().norm() / scale
 
     def forget_sent(self) -> None:
         """Take the next gradients for gradients, whatever was sent and never stepped with."""
@@ -188,10 +201,30 @@ class CompressedAdamW(torch.optim.Optimizer):
             self._make_updates([own])
             self._advance(parameter)
             self._take([own])
+        if self._looks:
+            self._check_lengths(received)
         self._take(received)
         for parameter, _, _ in received:
             self._next[parameter].sent = False
+        self._groups = {}  # a loop may move parameters to other groups
         return loss
+
+    def _check_lengths(self, received: Sequence[ParameterStep]) -> None:
+        """Warn if a loop has shortened the updates that arrived."""
+        lengths = [(u.float().norm(), was) for p, u, _ in received if (was := self._next[p].length) is not None]
+        if not lengths:
+            return
+        self._looks -= 1
+        now, arrived = (float(torch.stack(each).norm()) for each in zip(*lengths, strict=True))
+        if now < arrived / 2:
+            self._looks = 0
+            warnings.warn(
+                f"{type(self).__name__}'s updates were made {arrived / max(now, 1e-38):.3g} times smaller between "
+                "backward() and step(), and so is each step: clip_grad_norm_() and a GradScaler take them for "
+                "gradients. Give the optimizer clip= in place of the former, and thinwire.compress() grad_scaler= for "
+                "the latter",
+                stacklevel=5,  # PyTorch wraps a step twice
+            )
 
     def _advance(self, parameter: Tensor) -> None:
         """Replace the moments by those that the present step leaves."""
