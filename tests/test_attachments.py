@@ -129,6 +129,19 @@ def in_a_closure(rank: int, name: str) -> None:
     assert same(slots(enclosed), slots(plain))
 
 
+def dropped(rank: int, name: str) -> None:
+    """A loop may drop a gradient that is too long: nothing of it is kept."""
+    training: Any = begin(rank, name)
+    before = slots(training) if training.keeps_nothing_of_nan else {}
+    training.optimizer.zero_grad()
+    training.backward(STEPS, 1000.0)
+    training.wire.discard_step()
+    training.optimizer.zero_grad()
+    assert same(slots(training) if before else {}, before), "it is kept"
+    training.step(STEPS + 1)
+    assert_alike(training)
+
+
 def wrong_state(rank: int, name: str) -> None:
     training = begin(rank, name)
     state, before = training.wire.state_dict(), slots(training)
@@ -195,7 +208,7 @@ def independent_of_defaults(rank: int, name: str) -> None:
 
 
 LAWS = [alike, resumed, detached, not_finite, wrong_state, bytes_foreseen, memory_told]
-LAWS += [in_a_closure, independent_of_defaults, nothing_left]
+LAWS += [in_a_closure, dropped, independent_of_defaults, nothing_left]
 
 
 def keeps_all_laws(rank: int, name: str) -> None:
@@ -251,7 +264,16 @@ def test_another_number_of_ranks_owes_the_same(name: str, tmp_path: Any) -> None
 
 
 def test_the_page_says_which_laws_apply() -> None:
-    laws = ("bytes_foreseen", "alike", "resumed", "another_world", "not_finite", "in_a_closure", "wrong_state", "detached")
+    laws = (
+        "bytes_foreseen",
+        "alike",
+        "resumed",
+        "another_world",
+        "not_finite",
+        "in_a_closure",
+        "wrong_state",
+        "detached",
+    )
     page = (Path(__file__).parents[1] / "docs/trainers.md").read_text()
     for name, attachment in ATTACHMENTS.items():
         cells = ["" if law in attachment.without else "yes" for law in laws]

@@ -202,7 +202,7 @@ class Grouped(Replicated):
     backend = "cpu:thinwire"
     without = (
         *("resumed", "another_world", "detached", "wrong_state", "bytes_foreseen", "memory_told"),
-        *("independent_of_defaults", "in_a_closure"),  # its draws are new in each training
+        *("independent_of_defaults", "in_a_closure", "dropped"),  # its draws are new in each training
     )
     keeps_nothing_of_nan = False  # it keeps nothing
 
@@ -234,10 +234,13 @@ class Sharded(Training):
     def step(self, step: int) -> None:
         sharded.train(self.model, 1, first=step, optimizer=self.optimizer)
 
-    def poisoned_step(self, step: int) -> list[Tensor]:
+    def backward(self, step: int, factor: float = 1.0) -> None:
         x, y = sharded.batch(step, self.rank)
-        factor = float("inf") if self.poisons else 1.0
         ((self.model(x) - y).square().mean() * factor).backward()
+
+    def poisoned_step(self, step: int) -> list[Tensor]:
+        self.optimizer.zero_grad()
+        self.backward(step, float("inf") if self.poisons else 1.0)
         received = [p.grad.full_tensor() for p in self.model.parameters()]
         self.optimizer.zero_grad()
         return received
@@ -322,7 +325,7 @@ class Whole(Sharded):
 class Local(Training):
     """DiLoCo: what is sent is each worker's progress since the last exchange, every other step."""
 
-    without = ("detached", "in_a_closure")  # it is closed for good, and takes two steps at once
+    without = ("detached", "in_a_closure", "dropped")  # it is closed for good, and takes two steps at once
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
@@ -370,7 +373,7 @@ class Stage(Training):
 
     without = (
         *("another_world", "detached", "wrong_state", "bytes_foreseen", "memory_told", "independent_of_defaults"),
-        "in_a_closure",  # its schedule calls backward
+        *("in_a_closure", "dropped"),  # its schedule calls backward
     )
     share = 0.95  # a sample's first activation is not compressed
     keeps_nothing_of_nan = False  # of the samples that had it nothing is kept any more

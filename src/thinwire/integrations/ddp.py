@@ -262,7 +262,7 @@ class _Hook:
         self._loss_scale = self._present_scale()
         self._check_overlap(bucket, flat, engine)
         if self.watch is not None:
-            self.watch.accumulates = False
+            self.watch.begin_exchange()
         if self.parity and engine.step % self.parity == 0:
             sums, self._sums = self._sums, None
             engine.check_parity(tuple(self.names.values()), sums)
@@ -302,6 +302,8 @@ class _Hook:
             self._held_before = {p for p in self.names if p.grad is not None}
         if self.momentum is not None:
             self.momentum.lengthen()  # no step has taken these, and gradients may be added to them
+        elif engine.plan.has_slots:
+            engine.lost = engine.lost or watch.lost()
         if model.require_backward_grad_sync:
             self._begin_pass(engine, model)
         self._sum_parameters(engine, watch)

@@ -1,4 +1,5 @@
-"""Warnings of optimizer steps whose gradients were not exchanged, which a training loop otherwise takes silently."""
+"""Warnings of optimizer steps whose gradients were not exchanged, and of gradients that no step takes: a training loop
+otherwise leaves out both silently."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.arguments import warn_caller
@@ -17,8 +18,8 @@ _PATIENCE = 3
 """Number of steps in a row without an exchange before a warning: gradients made before ``compress()`` explain one."""
 
 _watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
-_hook: RemovableHandle | None = None
-"""The hook that all watches share, which is registered once and for all."""
+_hooks: tuple[RemovableHandle, ...] = ()
+"""The hooks that all watches share, which are registered once and for all."""
 
 
 class StepWatch:
@@ -41,11 +42,14 @@ class StepWatch:
         self._exchanged: set[int] = set()
         """Parameters whose gradients were exchanged so far, which under DDP are the same in every backward pass."""
         self._told = False
+        self._stepping = False
+        self._taken: bool | None = None
+        """Whether a step has taken the gradients of the last exchange; None before the first step of all."""
         self.accumulates = False
         """Whether a forward pass whose gradients stay on this rank came after the last exchange."""
-        global _hook
+        global _hooks
         # None can be removed while a step goes through them, and a handle may end at any time.
-        _hook = _hook or register_optimizer_step_pre_hook(_look)
+        _hooks = _hooks or (register_optimizer_step_pre_hook(_look), register_optimizer_step_post_hook(_look_after))
         _watches.add(self)
         # The handle holds the watch, which ends with it.
         handle.at_detach(self.stop)
@@ -59,6 +63,18 @@ class StepWatch:
         self.accumulates = False
         self._exchanged.update(id(parameter) for parameter in parameters)
 
+    def begin_exchange(self) -> None:
+        """Note that a backward pass begins to exchange gradients."""
+        self.accumulates = False
+        self._taken = None if self._taken is None else False
+
+    def lost(self) -> bool:
+        """Whether the gradients of the last exchange are gone although no step of an optimizer has taken them."""
+        if self._taken is not False or self._stepping:
+            return False
+        held = (p for key, (of, _) in self._parameters.items() if key in self._exchanged and (p := of()) is not None)
+        return not any(p.grad is not None and bool(p.grad.any()) for p in held)
+
     def _find_name(self, parameter: Tensor) -> str | None:
         held, name = self._parameters.get(id(parameter), (None, None))
         return name if held is not None and held() is parameter else None
@@ -69,6 +85,7 @@ class StepWatch:
         held = [p for group in optimizer.param_groups for p in group["params"] if self._find_name(p) is not None]
         if handle is None or not held:
             return
+        self._stepping = self._taken = True
         if (act := self._before_step()) is not None:
             act()
         if self._told or handle.world_size == 1:
@@ -95,9 +112,20 @@ class StepWatch:
                 "Unfreeze layers first, build DistributedDataParallel again, and call thinwire.compress() on it"
             )
 
+    def after_step(self) -> None:
+        """Note the end of a step, whose closure may have computed gradients that it has taken."""
+        if self._stepping:
+            self._stepping, self._taken = False, True
+
 
 def _look(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     if torch.compiler.is_compiling():  # a step that is compiled as a whole stays one graph
         return
     for watch in list(_watches):
         watch.before_step(optimizer)
+
+
+def _look_after(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    if not torch.compiler.is_compiling():
+        for watch in list(_watches):
+            watch.after_step()

@@ -474,7 +474,7 @@ class BucketEngine(Engine):
         self.stats.resyncs += 1
 
     def discard_step(self) -> None:
-        """Leave residuals as they were before the last step, whose means are not used."""
+        self.lost = False
         self.executor.wait_idle()
         self._means.read()
         self.slots.discard()

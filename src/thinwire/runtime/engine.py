@@ -28,6 +28,11 @@ from thinwire.runtime.stats import Stats
 
 _T = TypeVar("_T")
 _SUSPECT_AFTER = 3
+_LOST = (
+    "gradients of a backward pass are gone without an optimizer's step, and what compression left out of them goes "
+    "into the next steps. Where a loop drops a step, call wire.discard_step() on every rank; where it keeps gradients "
+    "elsewhere and applies them later, all is well"
+)
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,9 @@ class Engine(ABC):
         """Whether an exchange of the present step has failed, though not by its link."""
         self.used: dict[str, Tensor] = {}
         """Share (0 to 1) of the last step's result that was used, by layer."""
+        self.lost = False
+        """Whether the result of the last step is gone without an optimizer's step."""
+        self._told_of_loss = False
         self._poison = PoisonMonitor()
         # On a device the host reads these when the next step begins: by then they have long been computed.
         self._means = AsyncReadback()
@@ -186,6 +194,10 @@ class Engine(ABC):
     # The end of a step, before the next one begins.
 
     @abstractmethod
+    def discard_step(self) -> None:
+        """Leave slots as they were before the last step, whose means are not used."""
+
+    @abstractmethod
     def settle(self) -> None:
         """Commit what the last step wrote to the slots, unless it failed or some rank met NaN or Inf in it."""
 
@@ -195,12 +207,15 @@ class Engine(ABC):
 
     def _commit(self, *, finite: bool) -> None:
         if finite and self.slots.touched:
+            if self.lost and not self._told_of_loss:
+                self._told_of_loss = True
+                warnings.warn(_LOST, stacklevel=2)
             self.slots.keep_rest(self.used)
             self.slots.commit()
         elif not finite:
             self.slots.discard()
             self.stats.nonfinite_steps += 1
-        self.used = {}
+        self.used, self.lost = {}, False
 
     def _reset_if_poisoned(self, step: int, on_all_ranks: Callable[[bool], bool]) -> bool:
         """Reset slots if means were not finite although all ranks' gradients were; return whether that is so."""

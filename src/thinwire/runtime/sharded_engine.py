@@ -448,6 +448,9 @@ class ShardedEngine(Engine):
         """End a backward pass: what is reduced from now on belongs to the next step."""
         self._ended = True
 
+    def discard_step(self) -> None:
+        self.drop([name for members in self.groups["gradients"] for name in members.names])
+
     def drop(self, layers: Iterable[str]) -> None:
         """Leave residuals of ``layers`` as they were before the last pass, because its gradients are not applied."""
         layers, nothing = set(layers), torch.zeros((), dtype=torch.float32, device="cpu")

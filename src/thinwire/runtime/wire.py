@@ -303,6 +303,15 @@ class Wire(Generic[E]):
         """
         return Checkpointable(self)
 
+    def discard_step(self) -> None:
+        """Leave error feedback as it was before the last backward pass, whose gradients the loop drops.
+
+        Call it on every rank in place of the optimizer's step, as where a gradient is too long. A step that a
+        `GradScaler` skips needs no call.
+        """
+        self._check_attached()
+        self.engine.discard_step()
+
     def detach(self) -> None:
         """Stop compressing, between steps and on every rank: gradients go through PyTorch's own collectives from now
         on.
