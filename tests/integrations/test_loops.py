@@ -212,6 +212,26 @@ def test_steps_whose_gradients_were_not_exchanged_are_said_once(rank: int) -> No
         assert all("no_sync()" in text for text in said)
 
 
+@on_ranks(2)
+def test_gradients_that_are_gone_without_a_step_and_copies_that_are_not_made_are_said_once(rank: int) -> None:
+    for kind in ("dropped", "discarded", "accumulated", "no feedback", "eval()"):
+        model, optimizer = _make()
+        checks = thinwire.Checks(resync_every=2 * (kind == "eval()"))
+        spec = "minmax(bits=4)" if kind == "no feedback" else "ef(minmax(bits=2))"
+        wire = thinwire.compress(model.train(kind != "eval()"), spec, checks=checks, **KEEP)
+        with _told() as said:
+            for step in range(12):
+                model(_batch(rank, step)).square().mean().backward()
+                if step % 3 != 1 or kind == "eval()":
+                    optimizer.step()
+                if kind == "discarded" and step % 3 == 1:
+                    wire.discard_step()
+                if kind != "accumulated" or step % 3 != 1:
+                    optimizer.zero_grad()
+        said_of = {"dropped": ["wire.discard_step()"], "eval()": ["resync_every does nothing while"]}.get(kind, [])
+        assert [text in warning for text, warning in zip(said_of, said, strict=True)] == [True] * len(said_of)
+
+
 def _two_optimizers(rank: int) -> None:
     model, _ = _make()
     thinwire.compress(model, "minmax(bits=8)", **KEEP)
