@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from thinwire.local.fragments import (
     Nesterov,
     balanced_fragments,
     exchange_algorithm,
+    finite_mean,
     local_values,
     sent_in_exchange,
     state_entry,
@@ -136,12 +138,13 @@ class DiLoCo(LocalUpdates):
             self.wire = _open_wire(self._plan, shapes, group, network, seed, arguments)
             """Handle of the exchanges: ``wire.stats``, ``wire.plan``."""
         with torch.no_grad():
-            for tensor in (*parameters.values(), *model.buffers()):
+            for tensor in (*model.parameters(), *model.buffers()):
                 with contiguous_values(local_values(tensor)) as values:
                     dist.broadcast(values, group=group, group_src=0)
         keeps = overlap > 0 and mix == "keep"
         self._fragments = [
-            Fragment({name: parameters[name] for name in part}, keeps, device, self.outer.dtype) for part in names
+            Fragment({n: parameters[n] for n in part}, keeps, device, self.outer.dtype, self._gathering())
+            for part in names
         ]
         self._steps = 0
         self._tokens = 0
@@ -237,6 +240,7 @@ class DiLoCo(LocalUpdates):
     def _send(self, index: int, *, opens_round: bool | None = None) -> None:
         """Start the exchange of a fragment. All exchanges of a round are buckets of one step of the Wire."""
         assert self._pending is None, "one exchange at a time"
+        self._tell_of_frozen()
         if index == 0 if opens_round is None else opens_round:
             self.wire.engine.begin_step()
         fragment = self._fragments[index]
@@ -278,9 +282,8 @@ class DiLoCo(LocalUpdates):
 
     def _average_buffers(self) -> None:
         for buffer in self._buffers:
-            with contiguous_values(local_values(buffer)) as values:
-                dist.all_reduce(values, group=self.group)
-                values.div_(self.wire.world_size)
+            values = local_values(buffer)
+            values.copy_(finite_mean(values, 1.0, partial(dist.all_reduce, group=self.group)))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return this worker's state, for its own checkpoint, next to the model's and the inner optimizer's.
@@ -341,6 +344,7 @@ class DiLoCo(LocalUpdates):
             for own, values in loaded.values.values():
                 own.copy_(values)
             self._steps, self._tokens, self._next = loaded.steps, loaded.tokens, loaded.next
+            self._started = True
             # In a merged state all workers have one worker's tokens and share, which are not 1 on average.
             self._share = 1.0 if loaded.gathered else loaded.share
             if loaded.pending >= 0:

@@ -4,11 +4,12 @@ outer optimizer, which moves their shared weights by the mean pseudo-gradient of
 from __future__ import annotations
 
 import math
+import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from thinwire.arguments import check_int, check_number, check_type, warn_caller
 from thinwire.collectives import returned_zeros
 from thinwire.compressors import Compressor, OnePass, Raw, Wrapper, ef, parse, unwrap
 from thinwire.optim import CompressedAdamW
-from thinwire.optim.shards import local
+from thinwire.optim.shards import is_sharded, local
 from thinwire.plan import Filter, Plan, named_parameters
 from thinwire.plan.contraction import check_feedback
 from thinwire.runtime import Wire
@@ -145,6 +146,8 @@ class Fragment:
     """Device of the outer state; None for that of the parameters."""
     dtype: torch.dtype = torch.float32
     """Dtype of the momentum."""
+    gathering: Sequence[Any] = ()
+    """FSDP modules, which may hold gathered copies of the weights."""
     sent_at: int = 0
     """Inner step after which the fragment was sent last."""
     anchor: Tensor = field(init=False)
@@ -193,6 +196,8 @@ class Fragment:
     @torch.no_grad()
     def write(self, weights: Tensor) -> None:
         """Set the worker's weights."""
+        for module in self.gathering:
+            module.reshard()
         for parameter, values in zip(self.parameters.values(), self._split(weights), strict=True):
             local_values(parameter).copy_(values.view(local_values(parameter).shape))
 
@@ -217,6 +222,15 @@ class Fragment:
 
     def _split(self, flat: Tensor) -> tuple[Tensor, ...]:
         return flat.split([local_values(p).numel() for p in self.parameters.values()])
+
+
+def finite_mean(values: Tensor, weight: float, all_reduce: Callable[[Tensor], object]) -> Tensor:
+    """Return the mean over workers, each counted with its ``weight``, of those whose values are finite; where none is,
+    this worker's own. What is the same on all workers stays as it is, to the bit."""
+    finite = values.isfinite()
+    sums = weight * torch.stack([torch.where(finite, values, 0).double(), finite.double()])
+    all_reduce(sums)
+    return torch.where(sums[1] > 0, sums[0] / sums[1], values.double()).to(values.dtype)
 
 
 def local_values(parameter: Tensor) -> Tensor:
@@ -294,11 +308,45 @@ class LocalUpdates:
         self.every, self.weighted = every, weighted
         self.outer = chosen_outer(outer, every, total_steps)
         module = model.module if isinstance(model, DistributedDataParallel) else model
+        self._module = module
         self._buffers = [b for b in module.buffers() if b.is_floating_point()]
         self._parameters = trained_parameters(module, inner_optimizer)
         self._shapes = {name: tuple(local_values(p).shape) for name, p in self._parameters.items()}
         self._plan = exchange_plan(self._shapes, compressor, feedback=feedback)
         check_feedback(self._plan.layers.values())
+        self._started = self._told = False
+        check = weakref.WeakMethod(self._check_start)
+        inner_optimizer.register_step_pre_hook(lambda *_: call() if (call := check()) is not None else None)
+
+    def _gathering(self) -> list[Any]:
+        """Return the FSDP modules of the model."""
+        if not any(map(is_sharded, self._parameters.values())):
+            return []
+        from torch.distributed.fsdp import FSDPModule  # this takes a second, which only sharded models should pay
+
+        return [module for module in self._module.modules() if isinstance(module, FSDPModule)]
+
+    def _check_start(self) -> None:
+        """Raise an exception, before the first step of all, if the model was changed after its weights were shared."""
+        if not self._started and any(not torch.equal(f.read(), f.anchor) for f in self._fragments):
+            raise RuntimeError(
+                f"the model has other weights than those that {type(self).__name__} found and shares: load a model "
+                f"first, and make {type(self).__name__} then; to resume, load its own state, too"
+            )
+        self._started = True
+
+    def _tell_of_frozen(self) -> None:
+        """Warn once if other layers are trained by now than are exchanged."""
+        held, named = self._parameters, named_parameters(self._module)
+        late = [n for n, p in named.items() if p.requires_grad and n not in held and local_values(p).numel()]
+        frozen = [n for n, p in held.items() if not p.requires_grad]
+        if self._told or not (late or frozen):
+            return
+        self._told = True
+        drift = f"{late[0]} is trained by now and not exchanged, so that workers drift apart" if late else ""
+        what = drift or f"{frozen[0]} is frozen by now, and what was learned of it before still moves it"
+        kind = type(self).__name__
+        warn_caller(f"{what}: freeze and unfreeze layers before {kind} is made, or close it and make another")
 
     def __repr__(self) -> str:
         """Return the workers, steps between exchanges, compressors, bytes, and the fragments if there are several."""

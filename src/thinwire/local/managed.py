@@ -73,7 +73,7 @@ class ManagedDiLoCo(LocalUpdates):
         options = {"every": every, "outer": outer, "weighted": weighted, "total_steps": total_steps}
         super().__init__(model, inner_optimizer, compressor, feedback=feedback, **options)
         device = None if outer_device is None else torch.device(outer_device)
-        self._fragment = Fragment(self._parameters, device=device, dtype=self.outer.dtype)
+        self._fragment = Fragment(self._parameters, False, device, self.outer.dtype, self._gathering())
         self._fragments = [self._fragment]
         self._steps = 0
         self._rounds = 0
@@ -182,6 +182,7 @@ class ManagedDiLoCo(LocalUpdates):
         One that fails changes nothing here. It may have succeeded on another worker. Then all of this worker's message
         was in it, for nobody has the mean without everybody's message, and `_take_shared_state` brings the result.
         """
+        self._tell_of_frozen()
         self.members.start_quorum()
         if self._unsettled is not None:
             self.wire.engine.discard_step()
@@ -235,6 +236,7 @@ class ManagedDiLoCo(LocalUpdates):
         for own, value in values:
             overwrite(own, value)
         self._rounds, self._last_exchange, self._steps = rounds, number, steps
+        self._started = True
 
     def _shared(self) -> dict[str, Tensor]:
         """Return the tensors that are equal on all workers."""

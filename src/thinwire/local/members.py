@@ -24,6 +24,7 @@ from torch import Tensor
 
 from thinwire.collectives import CommunicationError, ProcessGroupTransport
 from thinwire.compat import group_timeout
+from thinwire.local.fragments import finite_mean
 from thinwire.runtime import DisagreementError, Wire
 from thinwire.runtime.consistency import exchange_texts
 
@@ -202,12 +203,9 @@ class Members:
         self._inner, self._transport, self._wire, self._names = inner, transport, wire, names
 
     def average(self, values: list[Tensor], weight: float) -> list[Tensor]:
-        """Return the means of ``values`` over the workers, each counted with its ``weight`` from `meet`."""
+        """Return the `finite_mean` of each of ``values``, with this worker's ``weight`` from `meet`."""
         assert self._transport is not None
-        means = [(value * (weight / self._transport.world_size)).contiguous() for value in values]
-        for mean in means:
-            self._transport.all_reduce(mean)
-        return means
+        return [finite_mean(value, weight, self._transport.all_reduce) for value in values]
 
     def give_up(self, error: Exception) -> None:
         """Mark the exchange as failed. Its connections are closed, so that others need not wait for this worker."""
