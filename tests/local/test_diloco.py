@@ -6,6 +6,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -444,6 +445,56 @@ def test_shards_are_exchanged_with_their_peers(rank: int) -> None:
         assert torch.equal(second, fourth)
         assert not torch.equal(first, second)
         assert sum(losses[-5:]) < 0.7 * sum(losses[:5]) or outer_device
+
+
+@on_ranks(4)
+def test_evaluation_leaves_shards_alone(rank: int) -> None:
+    found = []
+    for evaluates in (False, True):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        model = sharded.build(mesh["shards"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        local = DiLoCo(model, optimizer, group=mesh.get_group("replicas"), every=4, compressor="raw", outer=AVERAGING)
+        for step in range(8):
+            sharded.train(model, 1, first=step, optimizer=optimizer)
+            for weights in (nullcontext, local.shared_weights) if evaluates else ():
+                with weights(), torch.no_grad():
+                    model(sharded.batch(0, rank)[0])
+            local.step()
+        found.append(_flat(model))
+    assert torch.equal(*found)
+
+
+@on_ranks(3)
+def test_equal_buffers_keep_their_bits_and_nan_of_one_worker_does_not_spread(rank: int) -> None:
+    model = nn.Linear(4, 4)
+    equal = torch.full((2,), torch.finfo(torch.float32).min), torch.full((2,), 0.1, dtype=torch.bfloat16)
+    for name, value in zip(("mask", "scale", "seen"), (*equal, torch.zeros(2)), strict=True):
+        model.register_buffer(name, value.clone())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = DiLoCo(model, optimizer, every=1, compressor="raw", outer=AVERAGING)
+    model.seen.copy_(torch.tensor([rank, torch.nan if rank == 1 else 1.0]))
+    local.step()
+    assert torch.equal(model.mask, equal[0])
+    assert torch.equal(model.scale, equal[1])
+    assert model.seen.tolist() == [1.0, 1.0]
+
+
+@on_ranks(2)
+def test_frozen_layers_start_alike_and_what_changes_after_diloco_is_made_is_said(rank: int) -> None:
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = DiLoCo(model, optimizer, every=1)
+    assert_alike(model[0].weight.detach())
+    model.requires_grad_(True)
+    with pytest.warns(UserWarning, match="0.weight is trained by now"):
+        local.step()
+    DiLoCo(model, optimizer, every=1)
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    with pytest.raises(RuntimeError, match="load a model first, and make DiLoCo then"):
+        optimizer.step()
 
 
 @on_ranks(4)
