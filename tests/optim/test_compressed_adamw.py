@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -77,6 +78,26 @@ def test_a_loss_scale_cancels() -> None:
         CompressedAdamW(parameters, **OPTIONS).outgoing([(parameters[0], gradient)], scale)
         found.append(gradient / scale)
     torch.testing.assert_close(found[0], found[1])
+
+
+def test_updates_that_a_loop_shortens_are_said_and_groups_may_be_changed() -> None:
+    """As `clip_grad_norm_` does, and a `GradScaler` that thinwire does not know; once in a training."""
+    parameters, gradients = _problem()
+    optimizer = CompressedAdamW(parameters, lr=1.0, weight_decay=0.0)
+    lengths = []
+    for step in range(6):
+        update = gradients[step][0].clone()
+        optimizer.outgoing([(parameters[0], update)], 1.0)
+        optimizer.note_arrived([(parameters[0], update)], 1.0)
+        lengths.append(float(update.norm()))
+        parameters[0].grad = update / (1000 if step in (2, 4) else 1)
+        with nullcontext() if step != 2 else pytest.warns(UserWarning, match="1e[+]03 times smaller .* grad_scaler="):
+            optimizer.step()
+        if step == 3:
+            group = optimizer.param_groups[0]
+            group["params"] = group["params"][1:]
+            optimizer.add_param_group({"params": parameters[:1], "lr": 1e-3})
+    assert max(lengths[4:]) < 0.01 * min(lengths[:4])
 
 
 @pytest.mark.parametrize("order", ["pre", "update"])

@@ -12,11 +12,11 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from thinwire import parse
-from thinwire.compressors import Compressor, MinMax, Raw, Wrapper, ef, unwrap
+from thinwire.compressors import DGC, Compressor, Feedback, MinMax, Raw, Wrapper, ef, unwrap
 from thinwire.plan import Speeds, sent_bytes
 from thinwire.policies import Accordion, Auto, Evidence, KMeans, LGreco, Policy, Proposal, Sync
 from thinwire.policies.budget import balanced
-from thinwire.policies.candidates import squared_errors
+from thinwire.policies.candidates import squared_errors, with_error_feedback
 from thinwire.policies.families import family, parameter_value
 from thinwire.policies.policy import gradient_norm
 
@@ -125,6 +125,16 @@ def test_where_no_plan_is_better_the_reference_stays() -> None:
     alone = replace(evidence(), reference={"up": parse(REFERENCES[0])})
     assert LGreco().propose(alone).layers == alone.reference
     assert LGreco(alpha=30.0).propose(alone).layers["up"] == parse("minmax(bits=2, bucket=128)")
+
+
+def test_candidates_have_the_error_feedback_of_the_reference_with_its_options() -> None:
+    asked = parse("ef(minmax(bits=2), units=update, decay=0.9, bits=8)")
+    assert isinstance(asked, Feedback)
+    assert with_error_feedback([parse("topk(density=0.1)"), asked])[0] == asked.around(parse("topk(density=0.1)"))
+    momentum, threshold = parse("dgc(topk(density=0.1))"), parse("topk(density=0.02)")
+    assert [type(c) for c in with_error_feedback([threshold, parse("minmax(bits=2)"), momentum])[::2]] == [DGC, DGC]
+    pair = Accordion(pair=("topk(density=0.01)", "topk(density=0.1)")).propose(evidence(str(asked))).layers
+    assert {(c.units, c.decay, c.bits) for c in pair.values() if isinstance(c, Feedback)} == {("update", 0.9, 8)}
 
 
 def test_several_families_are_never_worse_than_the_best_of_them() -> None:
