@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire
 from harness import on_ranks
-from ranks import alike, of_ranks
+from ranks import alike, assert_alike, of_ranks
 from thinwire.integrations.transports import trained
 
 _WIDTH = 32
@@ -97,3 +97,19 @@ def test_layers_that_ddp_ignores_belong_to_their_rank(rank: int) -> None:
         assert list(trained(model)) == list(wire.plan.layers) == ["shared.weight"]
         assert torch.equal(own, module.expert.weight)
         assert not torch.equal(shared, module.shared.weight)
+
+
+@on_ranks(2)
+def test_a_layer_that_is_frozen_at_first_is_then_compressed_as_the_others(rank: int) -> None:
+    for kind, options in (("QuantizedAdam", {"warmup": 2}), ("CompressedAdamW", {})):
+        model = DDP(Experts(), find_unused_parameters=True)
+        model.module.expert.requires_grad_(False)
+        optimizer = getattr(thinwire.optim, kind)(model.parameters(), lr=1e-2, **options)
+        wire = thinwire.compress(model, "minmax(bits=4)", optimizer=optimizer, skip_if_slower=False, min_numel=0)
+        for step in range(8):
+            model.module.expert.requires_grad_(step >= 4)
+            optimizer.zero_grad()
+            model(_batch(rank, step)).square().mean().backward()
+            optimizer.step()
+        assert str(wire.plan["expert.weight"]) == str(wire.plan["shared.weight"]) == "ef(minmax(bits=4, bucket=128))"
+        assert_alike(model.module.expert.weight.detach())

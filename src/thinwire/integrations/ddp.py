@@ -525,15 +525,15 @@ def of_optimizer(
     if optimizer is None:
         return None, None, plan
     # These are imported here because most runs use none of them.
-    from thinwire.integrations.momentum import Momentum, with_feedback
+    from thinwire.integrations.momentum import Momentum
     from thinwire.integrations.preconditioned import Preconditioned
     from thinwire.optim import CompressedAdamW, QuantizedAdam
 
     if isinstance(optimizer, QuantizedAdam):
-        return Momentum(optimizer, parameters), None, with_feedback(plan)
+        return Momentum(optimizer, parameters), None, plan.with_feedback()
     if not isinstance(optimizer, CompressedAdamW):
         return None, None, plan
-    return None, Preconditioned(optimizer, parameters), with_feedback(plan)
+    return None, Preconditioned(optimizer, parameters), plan.with_feedback()
 
 
 def resolve_rules(options: Options) -> tuple[Rules, Policy | None]:

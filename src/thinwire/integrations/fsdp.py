@@ -28,7 +28,6 @@ from thinwire.compat import (
 )
 from thinwire.compressors import GRADIENT_DTYPES, Delta
 from thinwire.integrations.ddp import automatic
-from thinwire.integrations.momentum import with_feedback
 from thinwire.integrations.optimizers import check_optimizer, warn_about_pairing
 from thinwire.integrations.options import (
     CommonOptions,
@@ -377,12 +376,12 @@ def _prepare(
     _check_changes(plan, [g for _, g, _ in sharded], units, [path for path, _ in _modules(model)], options)
     if isinstance(options.optimizer, QuantizedAdam):
         # Its momentum is linear in the gradients, so their error feedback is that of the momentum.
-        plan = with_feedback(plan, "gradients/")
+        plan = plan.with_feedback("gradients/")
     preconditioned = None
     if isinstance(options.optimizer, CompressedAdamW):
         # The model's parameters as the optimizer has them, by the names of the units' layers.
         named = {name: p for name, p in named_parameters(model).items() if name in shapes}
-        preconditioned, plan = Preconditioned(options.optimizer, named), with_feedback(plan, "gradients/")
+        preconditioned, plan = Preconditioned(options.optimizer, named), plan.with_feedback("gradients/")
     check_feedback(plan.layers.values())
     warn_about_pairing(plan, options.optimizer)
     return plan, units, preconditioned

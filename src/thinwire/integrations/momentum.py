@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.compressors import Coded, Raw, Wrapper, ef
+from thinwire.compressors import Raw
 from thinwire.integrations.optimizers import check_holds_all, held_by
 from thinwire.kernels import (
     AdamStep,
@@ -26,7 +26,6 @@ from thinwire.kernels import (
     square_sums,
 )
 from thinwire.optim import QuantizedAdam
-from thinwire.plan import Plan
 from thinwire.runtime import Wire
 from thinwire.runtime.bucket import BucketLayers, Substitute, view_layer
 
@@ -144,9 +143,10 @@ class Momentum(Substitute):
         for part in parts:
             # Only the small difference is divided: 1 / (1 − β1) times the momentum may be too much for fp16.
             part.gradient.div_(1 - part.beta)
-        wire, sketched = self._wire(), self._sketched.get(layers)
-        if wire is not None and sketched is not None:
-            compressed = _compressed(parts, wire)
+        sketched = self._sketched.get(layers)
+        if sketched is not None:
+            # A layer that was frozen before has joined the plan since.
+            compressed = [part for part in parts if part.name in sketched.names]
             sketched.received = _sketches(compressed)
             sketched.squares = square_sums([part.gradient for part in compressed])
 
@@ -227,15 +227,6 @@ def _compressed(parts: Sequence[_Part], wire: Wire) -> list[_Part]:
 
 def _sketches(parts: Sequence[_Part]) -> Tensor:
     return norm_sketches([part.gradient for part in parts], [part.name for part in parts])
-
-
-def with_feedback(plan: Plan, site: str = "") -> Plan:
-    """Return the plan with error feedback around all that is coded, for layers whose name begins with ``site``."""
-    fed = {
-        name: ef(c) if name.startswith(site) and isinstance(c, Coded) and not isinstance(c, Raw | Wrapper) else c
-        for name, c in plan.layers.items()
-    }
-    return replace(plan, layers=fed)
 
 
 def sketch_size(numel: int) -> int:

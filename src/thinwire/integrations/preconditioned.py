@@ -32,6 +32,7 @@ class Preconditioned(Substitute):
         check_holds_all(optimizer, parameters)
         optimizer.expect_no_wire()
         self._optimizer = optimizer
+        self._all = dict(parameters)
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
 
     @property
@@ -41,6 +42,8 @@ class Preconditioned(Substitute):
         return sum(2 * num_bytes * len(moments) for num_bytes, moments in sizes)
 
     def make(self, flat: Tensor, layers: BucketLayers, loss_scale: float) -> None:
+        # Layers that were frozen before, too.
+        self._parameters |= {name: self._all[name] for name, _ in layers}
         parts = [(self._parameters[name], gradient) for name, gradient in bucket_parts(flat, layers)]
         self._optimizer.outgoing([(p, view_layer(p, gradient)) for p, gradient in parts], loss_scale)
 

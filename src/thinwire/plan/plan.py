@@ -10,7 +10,19 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from thinwire.compressors import Compressor, Raw, Summed, UnsuitedError, at_step, cold_start, ef, for_world, parse
+from thinwire.compressors import (
+    Coded,
+    Compressor,
+    Raw,
+    Summed,
+    UnsuitedError,
+    Wrapper,
+    at_step,
+    cold_start,
+    ef,
+    for_world,
+    parse,
+)
 from thinwire.plan.filters import Filter, check_order, check_pattern, matches
 
 Rules = str | Compressor | Mapping[str, str | Compressor]
@@ -99,6 +111,14 @@ class Plan:
         if chosen.traits.wants_feedback:
             chosen = ef(chosen)
         return replace(self, layers={**self.layers, name: chosen})
+
+    def with_feedback(self, site: str = "") -> Plan:
+        """Return this plan with error feedback around all that is coded, for layers whose name begins with ``site``."""
+        fed = {
+            name: ef(c) if name.startswith(site) and isinstance(c, Coded) and not isinstance(c, Raw | Wrapper) else c
+            for name, c in self.layers.items()
+        }
+        return replace(self, layers=fed)
 
     def at_step(self, step: int, learning_rate: float | None) -> Plan:
         """Return this plan in a step, counted from the first compressed one; itself where nothing has a schedule."""

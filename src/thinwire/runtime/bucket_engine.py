@@ -767,7 +767,8 @@ class BucketEngine(Engine):
         for name, shape in layers:
             if name not in self.plan.layers:
                 # The layer was frozen when compress() was called, and is trained now.
-                self.plan, self.shapes[name] = self.plan.extended(name, shape), shape
+                extended, self.shapes[name] = self.plan.extended(name, shape), shape
+                self.plan = extended if self.substitute is None else extended.with_feedback()
                 self._step_plan.add(name, self.plan, self.step - self.start, self.learning_rate)
         placed = _placed(layers, self._step_plan)
         if (numel := sum(layer.numel for layer in placed)) != flat.numel():

@@ -251,7 +251,10 @@ def saved_plan(state: Mapping[str, Tensor], plan: Plan) -> Plan:
     saved = plan.with_json(text)
     if set(saved) != set(plan):
         differing = sorted(set(saved) ^ set(plan))
-        raise ValueError(f"the state is of a model with other layers; the first that differs is {differing[0]}")
+        raise ValueError(
+            f"the state is of a model with other layers; the first that differs is {differing[0]}. What was trained "
+            "when it was saved must not be frozen when thinwire.compress() is called"
+        )
     return saved
 
 
