@@ -60,6 +60,8 @@ def test_each_parameter_is_trained_by_its_optimizer_at_the_rate_of_a_schedule() 
     assert last < 0.8 * first
     torch.optim.lr_scheduler.LambdaLR(both, lambda step: 0.5 ** (step + 1))
     assert [group["lr"] for group in both.param_groups] == [1e-3, 1e-3]
+    with pytest.raises(ValueError, match="make another Muon"):
+        both.add_param_group({"params": [torch.zeros(2, requires_grad=True)]})
 
 
 def test_a_matrix_steps_by_the_polar_factor_of_its_momentum() -> None:

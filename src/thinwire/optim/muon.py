@@ -91,6 +91,13 @@ class Muon(Optimizer):
         super().__init__(
             groups + (self._adamw.param_groups if self._adamw else []), {"lr": lr, "weight_decay": weight_decay}
         )
+        self._complete = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse further parameters: which are Muon's is known of the model's alone."""
+        if getattr(self, "_complete", False):
+            raise ValueError("Muon has the parameters of its model: make another Muon once all are in the model")
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
