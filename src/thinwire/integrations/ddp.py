@@ -99,7 +99,7 @@ class _Hook:
         self._passes = 0
         self._resynced = -1
         self._no_resync = ""
-        """Why the last forward pass has not copied parameters although that was due, for a backward pass to say."""
+        """Reason for which the last forward pass has not copied parameters although that was due."""
         self._told: set[str] = set()
         self._handled = id(None)
         """The ``id()`` of the error that the caller was handling when forward began, which forward did not raise."""
