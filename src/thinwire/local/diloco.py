@@ -344,7 +344,7 @@ class DiLoCo(LocalUpdates):
             for own, values in loaded.values.values():
                 own.copy_(values)
             self._steps, self._tokens, self._next = loaded.steps, loaded.tokens, loaded.next
-            self._started = True
+            self._start()
             # In a merged state all workers have one worker's tokens and share, which are not 1 on average.
             self._share = 1.0 if loaded.gathered else loaded.share
             if loaded.pending >= 0:

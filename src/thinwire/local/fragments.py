@@ -14,6 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from thinwire.arguments import check_int, check_number, check_type, warn_caller
 from thinwire.collectives import returned_zeros
@@ -29,6 +31,16 @@ FEW_BITS = "gaussian(bits=2, bucket=256)"
 _FEW_EXCHANGES = 20
 _FEW_FOR_A_HIGH_GAIN = 100
 _HIGH_GAIN = 2.0
+
+_new: weakref.WeakSet[LocalUpdates] = weakref.WeakSet()
+"""Local updates of which no optimizer has taken a step."""
+_hook: RemovableHandle | None = None
+"""The hook that they share."""
+
+
+def _look(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    for updates in list(_new) if _new and not torch.compiler.is_compiling() else ():
+        updates._check_start(optimizer)
 
 
 @dataclass(frozen=True)
@@ -314,9 +326,11 @@ class LocalUpdates:
         self._shapes = {name: tuple(local_values(p).shape) for name, p in self._parameters.items()}
         self._plan = exchange_plan(self._shapes, compressor, feedback=feedback)
         check_feedback(self._plan.layers.values())
-        self._started = self._told = False
-        check = weakref.WeakMethod(self._check_start)
-        inner_optimizer.register_step_pre_hook(lambda *_: call() if (call := check()) is not None else None)
+        self._told = False
+        global _hook
+        # It stays: none can be removed while a step goes through them.
+        _hook = _hook or register_optimizer_step_pre_hook(_look)
+        _new.add(self)
 
     def _gathering(self) -> list[Any]:
         """Return the FSDP modules of the model."""
@@ -326,14 +340,21 @@ class LocalUpdates:
 
         return [module for module in self._module.modules() if isinstance(module, FSDPModule)]
 
-    def _check_start(self) -> None:
+    def _check_start(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise an exception, before the first step of all, if the model was changed after its weights were shared."""
-        if not self._started and any(not torch.equal(f.read(), f.anchor) for f in self._fragments):
+        own = {id(p) for p in self._parameters.values()}
+        if own.isdisjoint(id(p) for group in optimizer.param_groups for p in group["params"]):
+            return
+        _new.discard(self)
+        if any(not torch.equal(f.read(), f.anchor) for f in self._fragments):
             raise RuntimeError(
                 f"the model has other weights than those that {type(self).__name__} found and shares: load a model "
                 f"first, and make {type(self).__name__} then; to resume, load its own state, too"
             )
-        self._started = True
+
+    def _start(self) -> None:
+        """Train from a state that was loaded, in which workers' weights are not the shared ones."""
+        _new.discard(self)
 
     def _tell_of_frozen(self) -> None:
         """Warn once if other layers are trained by now than are exchanged."""

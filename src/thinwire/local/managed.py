@@ -236,7 +236,7 @@ class ManagedDiLoCo(LocalUpdates):
         for own, value in values:
             overwrite(own, value)
         self._rounds, self._last_exchange, self._steps = rounds, number, steps
-        self._started = True
+        self._start()
 
     def _shared(self) -> dict[str, Tensor]:
         """Return the tensors that are equal on all workers."""
