@@ -258,7 +258,6 @@ class _Hook:
         if self._no_resync and self._no_resync not in self._told:
             self._told.add(self._no_resync)
             warn_caller(self._no_resync)
-        self._no_resync = ""
         self._loss_scale = self._present_scale()
         self._check_overlap(bucket, flat, engine)
         if self.watch is not None:
@@ -310,6 +309,7 @@ class _Hook:
         watch.accumulates |= not model.require_backward_grad_sync and any(p.requires_grad for p in self.names)
 
     def _begin_pass(self, engine: BucketEngine, model: DistributedDataParallel) -> None:
+        self._no_resync = ""
         for parameter, name in self.names.items():
             if parameter.requires_grad and parameter.dtype != self._dtypes[name]:
                 raise TypeError(
@@ -340,8 +340,7 @@ class _Hook:
 
     def _resync(self, engine: BucketEngine, model: DistributedDataParallel) -> None:
         if not model.training:
-            # A rank may evaluate alone, with gradients on, and nobody would answer it.
-            why = "while the model is in eval(): call train(), which layers without dropout or statistics ignore"
+            why = "while the model is in eval(), in which a rank may run it alone"
         elif accepts_uneven_inputs(model):
             why = (
                 "within join(), nor after it until the next one with enable=False: ranks whose data have ended take no "

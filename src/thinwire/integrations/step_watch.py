@@ -72,8 +72,9 @@ class StepWatch:
         """Whether the gradients of the last exchange are gone although no step of an optimizer has taken them."""
         if self._taken is not False or self._stepping:
             return False
-        held = (p for key, (of, _) in self._parameters.items() if key in self._exchanged and (p := of()) is not None)
-        return not any(p.grad is not None and bool(p.grad.any()) for p in held)
+        held = [p for key, (of, _) in self._parameters.items() if key in self._exchanged and (p := of()) is not None]
+        # Zeros on a device are not looked for: the host would wait.
+        return not any(p.grad is not None and (not p.grad.is_cpu or bool(p.grad.any())) for p in held)
 
     def _find_name(self, parameter: Tensor) -> str | None:
         held, name = self._parameters.get(id(parameter), (None, None))

@@ -138,7 +138,7 @@ class DiLoCo(LocalUpdates):
             self.wire = _open_wire(self._plan, shapes, group, network, seed, arguments)
             """Handle of the exchanges: ``wire.stats``, ``wire.plan``."""
         with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
+            for tensor in filter(lambda t: local_values(t).numel(), (*model.parameters(), *model.buffers())):
                 with contiguous_values(local_values(tensor)) as values:
                     dist.broadcast(values, group=group, group_src=0)
         keeps = overlap > 0 and mix == "keep"
