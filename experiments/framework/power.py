@@ -78,7 +78,7 @@ TASKS = (
     ),
     Task("ConvNet on digits, FFT", "accuracy", "fft/quality", "13/accuracy/", "control"),
     Task("ResNet on digits, IntSGD", "accuracy", "intsgd/resnet", "2/quality/", "heuristic"),
-    Task("LSTM, IntSGD", "perplexity", "intsgd/quality", "3/quality/", "heuristic"),
+    Task("LSTM, IntSGD", "perplexity", "intsgd/lstm", "3/quality/", "heuristic"),
     Task(
         "GPT under AdamW, 150 steps, every compressor",
         "held-out loss",

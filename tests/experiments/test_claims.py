@@ -93,8 +93,8 @@ def _changed(tree: Any, path: tuple[str, ...], change: Callable[[float], float] 
 
 
 _CHANGES: tuple[Callable[[float], float] | None, ...] = (
-    lambda x: x / 8,
-    lambda x: 8 * x,
+    lambda x: x / 64,
+    lambda x: 64 * x,
     lambda x: -x,
     lambda x: x + 1,
     lambda x: 0,
