@@ -261,7 +261,7 @@ class _Hook:
         self._loss_scale = self._present_scale()
         self._check_overlap(bucket, flat, engine)
         if self.watch is not None:
-            self.watch.begin_exchange()
+            self.watch.accumulates = self.watch.taken = False
         if self.parity and engine.step % self.parity == 0:
             sums, self._sums = self._sums, None
             engine.check_parity(tuple(self.names.values()), sums)

@@ -42,9 +42,9 @@ class StepWatch:
         self._exchanged: set[int] = set()
         """Parameters whose gradients were exchanged so far, which under DDP are the same in every backward pass."""
         self._told = False
-        self._stepping = False
-        self._taken: bool | None = None
-        """Whether a step has taken the gradients of the last exchange; None before the first step of all."""
+        self._stepped = self._stepping = False
+        self.taken = True
+        """Whether an optimizer's step has taken the gradients of the last exchange; attachments reset it."""
         self.accumulates = False
         """Whether a forward pass whose gradients stay on this rank came after the last exchange."""
         global _hooks
@@ -63,14 +63,9 @@ class StepWatch:
         self.accumulates = False
         self._exchanged.update(id(parameter) for parameter in parameters)
 
-    def begin_exchange(self) -> None:
-        """Note that a backward pass begins to exchange gradients."""
-        self.accumulates = False
-        self._taken = None if self._taken is None else False
-
     def lost(self) -> bool:
         """Whether the gradients of the last exchange are gone although no step of an optimizer has taken them."""
-        if self._taken is not False or self._stepping:
+        if self.taken or self._stepping or not self._stepped:
             return False
         held = [p for key, (of, _) in self._parameters.items() if key in self._exchanged and (p := of()) is not None]
         # Zeros on a device are not looked for: the host would wait.
@@ -86,7 +81,7 @@ class StepWatch:
         held = [p for group in optimizer.param_groups for p in group["params"] if self._find_name(p) is not None]
         if handle is None or not held:
             return
-        self._stepping = self._taken = True
+        self._stepped = self._stepping = self.taken = True
         if (act := self._before_step()) is not None:
             act()
         if self._told or handle.world_size == 1:
@@ -116,7 +111,7 @@ class StepWatch:
     def after_step(self) -> None:
         """Note the end of a step, whose closure may have computed gradients that it has taken."""
         if self._stepping:
-            self._stepping, self._taken = False, True
+            self._stepping, self.taken = False, True
 
 
 def _look(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
