@@ -48,8 +48,8 @@ class Preconditioned(Substitute):
         self._optimizer.outgoing([(p, view_layer(p, gradient)) for p, gradient in parts], loss_scale)
 
     def undo(self, mean: Tensor, layers: BucketLayers, loss_scale: float) -> None:
-        parts = [(self._parameters[name], update) for name, update in bucket_parts(mean, layers)]
-        self._optimizer.note_arrived(parts, loss_scale)
+        arrived = ((self._parameters[name], update) for name, update in bucket_parts(mean, layers))
+        self._optimizer.note_arrived(arrived, loss_scale)
 
     def make_sharded(self, flat: Tensor, placement: Placement, loss_scale: float) -> None:
         """Do what `make` does, in a flat buffer that has a part for each rank, with its shards of all layers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -145,7 +145,7 @@ class CompressedAdamW(torch.optim.Optimizer):
             self._next[parameter].sent = True
 
     @torch.no_grad()
-    def note_arrived(self, updates: Sequence[tuple[Tensor, Tensor]], scale: float) -> None:
+    def note_arrived(self, updates: Iterable[tuple[Tensor, Tensor]], scale: float) -> None:
         """Note how long mean updates are, by parameter and ``scale`` times their size: no loop should change that."""
         for parameter, update in updates if self._looks else ():
             self._next[parameter].length = update.float().norm() / scale
